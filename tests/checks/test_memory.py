@@ -19,6 +19,7 @@ from torch import nn
 from qarl.align import align_model
 from qarl.checkpoint.compressed_tensors import ModelFiles
 from qarl.checkpoint.folder import save_checkpoint
+from qarl.checks import machine
 from qarl.checks.memory import RUNTIME_BYTES, MemoryEstimate, checkpoint_bytes, estimate, readable
 from qarl.checks.memory_terms import (
     ENGINE_ASLEEP_BYTES,
@@ -538,5 +539,5 @@ def test_a_container_has_what_its_limit_leaves(
     if used is not None:
         (group / "memory.current").write_text(f"{used}\n")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
-    monkeypatch.setattr(preflight_memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    assert preflight_memory.available_memory() == expected
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    assert machine.available_memory() == expected

@@ -1,4 +1,4 @@
-"""Checks whether vLLM is installed and whether this CPU can run the config."""
+"""Checks whether vLLM is installed and whether this CPU can run the config, and reads the free memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 from qarl.config import Config
@@ -68,3 +69,14 @@ def check_cpu(config: Config) -> None:
             why=why + ("" if flags else "; /proc/cpuinfo lists no flags here, perhaps because the CPU is not x86"),
             fix="set quant.scheme=bf16, or use a GPU or a newer CPU (Intel since Ice Lake, AMD since Zen 4)",
         )
+
+
+def available_memory() -> int:
+    """Return the free bytes of this machine, or those of this process's container if they are fewer."""
+    free: int = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # without a limit the file holds the word max
+        return free
+    return min(free, limit - used)

@@ -36,6 +36,7 @@ import torch
 from qarl.checkpoint.json_file import write_json
 from qarl.config import Config
 from qarl.console import say
+from qarl.diagnose.calibration_memory import LEVELS, check_memory
 from qarl.diagnose.calibration_text import as_text
 from qarl.diagnose.candidates import Candidate, bands, base_config, clipped_share, corrections, with_keys
 from qarl.diagnose.gradients import Closeness, Spread, closeness, objective_gradients
@@ -51,8 +52,6 @@ from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run
 
-LEVELS = ("linears", "model")
-"""Alignment levels that are compared too, without a correction."""
 FEWEST_BATCHES = 4
 FALSE_FINDINGS = 0.025
 """The probability that a kind without any gain is called closer to the truth, over all its candidates."""
@@ -109,12 +108,14 @@ class Moved:
 def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
     """Sample `batches` batches, compare, print, and write `calibrate.json` to the run directory. Return its content.
 
-    Raise UserError if the model does not reach `exact`, or if fewer than four batches have a gradient."""
+    Raise UserError if the memory may be too small, if the model does not reach `exact`, or if fewer than four batches
+    have a gradient."""
     if config.model.dtype == "fp16":
         raise _fp16()
     library.require(Settings(loss="grpo"))
     without_kl = config.actor.use_kl_loss
     config = with_keys(config, {"quant.align": "exact", "optim.lr_warmup_steps": 0, "actor.use_kl_loss": False})
+    check_memory(config, batches)
     parts = prepare_run(config)
     if parts.policy.align != "exact":
         raise _not_exact(parts.policy)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import psutil
-
 from qarl.checks.lengths import check_kv_cache
+from qarl.checks.machine import available_memory
 from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
 from qarl.checks.memory_terms import ranks
 from qarl.doctor.context import Context, NotCheckedError
@@ -107,17 +104,6 @@ def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
         topic.note(what, why=why, fix=f"raise {key} if there is memory left")
     else:
         topic.ok(what)
-
-
-def available_memory() -> int:
-    """Return the free bytes of this machine, or those of this process's container if they are fewer."""
-    free: int = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # without a limit the file holds the word max
-        return free
-    return min(free, limit - used)
 
 
 CHECKS = (check_memory,)

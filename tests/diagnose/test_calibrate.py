@@ -11,17 +11,21 @@ import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from qarl.checks.model_size import ModelSize
 from qarl.config import Config, OptimConfig, load_config
 from qarl.config.objectives import LOSSES
 from qarl.diagnose import calibrate as calibration
+from qarl.diagnose import calibration_memory
 from qarl.diagnose.__main__ import main
 from qarl.diagnose.calibrate import best
+from qarl.diagnose.calibration_memory import needed_memory
 from qarl.diagnose.calibration_text import as_text
 from qarl.diagnose.candidates import bands, base_config, clipped_share, corrections, with_keys
 from qarl.diagnose.gradients import Gradients, closeness, objective_gradients
 from qarl.diagnose.student import t_quantile
+from qarl.errors import UserError
 from qarl.objectives.loss import objective_loss
 from qarl.objectives.settings import Correction, Settings, objective_settings
 from qarl.quant import get_scheme
@@ -180,6 +184,45 @@ def test_a_kl_term_is_left_out_and_the_report_says_so(monkeypatch: pytest.Monkey
     report = numbers | names | {"corrections": [], "bands": [], "best": {}}
     assert "KL term" in as_text(report | {"kl_term_left_out": True})
     assert "KL term" not in as_text(report | {"kl_term_left_out": False})
+
+
+SMALL = ModelSize(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=100)
+
+
+@pytest.mark.parametrize(("loss", "tried", "widths"), [("tbpo", 18, 6), ("grpo", 26, 6), ("sapo", 26, 0)])
+def test_the_memory_by_hand(loss: str, tried: int, widths: int) -> None:
+    """74560 weights. No sample gives more candidates than are counted."""
+    config = changed(load_config(["config=quickstart.yaml"]), actor__loss=loss, quant__align="exact")
+    torch.manual_seed(0)
+    for scale in (0.01, 0.1, 0.5, 1.0):
+        ratios = [(scale * torch.randn(500, 10), torch.ones(500, 10, dtype=torch.bool))]
+        assert tried - 2 <= len(corrections(config, ratios)) <= tried and len(bands(config)) == widths
+    found = needed_memory(SMALL, config, 5)
+    assert found["truths"] == 5 * (2 * 4 + 2) * 74560 + 2 * 74560
+    assert found["candidates"] == (tried + widths + 2 + 2 * tried + 1) * 4 * 74560
+    more = needed_memory(SMALL, config, 6)
+    assert sum(more.values()) - sum(found.values()) == 10 * 74560
+
+
+def test_too_little_memory_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Prepared(Exception):
+        pass
+
+    def prepare(config: Config) -> None:
+        raise Prepared
+
+    config = load_config(["config=quickstart.yaml"])
+    monkeypatch.setattr(calibration, "prepare_run", prepare)
+    exact = changed(config, quant__align="exact", optim__lr_warmup_steps=0)
+    size = ModelSize.from_config(AutoConfig.from_pretrained(config.model.path))
+    needed = sum(needed_memory(size, exact, 5).values())
+    monkeypatch.setattr(calibration_memory, "available_memory", lambda: needed)
+    with pytest.raises(Prepared):
+        calibration.calibrate(config, batches=5)
+    with pytest.raises(UserError, match="comparing 6 batches may need") as caught:
+        calibration.calibrate(config, batches=6)
+    error = caught.value
+    assert error.where and "candidates: " in (error.why or "") and "lower batches" in (error.fix or "")
 
 
 def test_a_model_without_exact_is_refused_with_the_reason_of_the_alignment(tmp_path: Path) -> None:

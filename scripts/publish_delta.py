@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_tensors import copied, differ
 from publish_speed import make_model
 
 from qarl.config import load_config
@@ -57,20 +58,6 @@ def update(policy: Policy, optimizer: MasterOptimizer, generator: torch.Generato
     optimizer.clip_grad_norm(1.0)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def state(engine: RolloutEngine) -> dict[str, torch.Tensor]:
-    """A copy of everything in the engine's model that has a name."""
-    model = engine.model()
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor.detach().clone() for name, tensor in named}
-
-
-def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> int:
-    def raw(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().view(-1).view(torch.uint8)
-
-    return len(a.keys() ^ b.keys()) + sum(not torch.equal(raw(a[name]), raw(b[name])) for name in a.keys() & b.keys())
 
 
 def greedy(engine: RolloutEngine) -> Any:
@@ -107,14 +94,14 @@ def measure(config_name: str, scheme: str, lr: float, publishes: int, out: str) 
             start = time.perf_counter()
             report = engine.publish(tensors, version=version)
             delta_seconds = time.perf_counter() - start
-            after_delta = state(engine)
+            after_delta = copied(engine.model())
             kept = engine.receiver.kept
             wrong += kept is None or differ(dict(tensors), kept.tensors) or differ(dict(tensors), outbox.kept.tensors)
             answers = greedy(engine) if version % 100 == 0 else None
             start = time.perf_counter()
             publish_weights(engine, second, tensors, version=version)
             full_seconds = time.perf_counter() - start
-            wrong += differ(after_delta, state(engine))
+            wrong += differ(after_delta, copied(engine.model()))
             if answers is not None:
                 different_answers += greedy(engine) != answers
             row = {

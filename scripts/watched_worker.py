@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
+from engine_tensors import copied, differ
 
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.receive import WeightReceiver
@@ -35,28 +35,13 @@ class WatchedWorker(QaRLWorkerExtension):
         assert receiver.kept is not None
         tensors, digests = receiver.kept.tensors, receiver.kept.digests
         found = dict(zip(tensors, checksums(tensors.values()), strict=True))
-        before = state(receiver.model)
+        before = copied(receiver.model)
         if not hasattr(self, "_second"):
             self._second = make_receiver(self.model_runner)
         self._second.feed(encode_publish(tensors.items(), version=receiver.version or 0))
         return {
             "tensors": len(tensors),
             "damaged": sum(found[name] != digests[name] for name in tensors),
-            "differ": differ(before, state(receiver.model)),
+            "differ": differ(before, copied(receiver.model)),
             "digests": {name: f"{digest & (2**64 - 1):016x}" for name, digest in digests.items()},
         }
-
-
-def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of everything in the engine's model that has a name."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor.detach().clone() for name, tensor in named}
-
-
-def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> int:
-    """Return the number of tensors that are not equal byte for byte."""
-
-    def raw(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().view(-1).view(torch.uint8)
-
-    return len(a.keys() ^ b.keys()) + sum(not torch.equal(raw(a[name]), raw(b[name])) for name in a.keys() & b.keys())

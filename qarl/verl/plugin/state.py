@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from qarl.checkpoint.json_file import write_json
 from qarl.checkpoint.verl_shards import load_part, refuse_code
 from qarl.errors import UserError
+from qarl.optim.shards import local_part
 from qarl.rollout.publish.checksum import checksums
 
 State = dict[str, str]
@@ -46,7 +46,7 @@ def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
         state["optimizer.param_groups"] = _digest(repr(groups).encode())
     if "extra" in parts:
         state["scheduler"] = _digest(repr(sorted(engine.lr_scheduler.state_dict().items(), key=str)).encode())
-    local = {name: _local(tensor) for name, tensor in tensors.items()}
+    local = {name: local_part(tensor) for name, tensor in tensors.items()}
     # With param_offload verl has only begun to copy them to the host (`non_blocking` in verl/utils/fsdp_utils.py).
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
@@ -124,10 +124,6 @@ def _record(engine: Any, folder: str) -> Path:
 
 def _shard(engine: Any) -> str:
     return f"world_size_{torch.distributed.get_world_size()}_rank_{engine.rank}"
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _digest(data: bytes) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -19,15 +20,19 @@ os.environ.pop("TRITON_INTERPRET", None)  # read where kernels are defined: inte
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 from triton_kernels import KERNELS, AotConfig, AotKernel
 
 
 class Resources(NamedTuple):
-    """Resources of one compiled configuration. Spilled registers live on the stack; no `stack_bytes`, no spills."""
+    """Resources of one compiled configuration. `spill_bytes`: registers that are stored to the stack.
+
+    A stack alone is no spill: the assembler for Blackwell reserves 8 bytes for a kernel with TMA.
+    """
 
     registers: int
-    stack_bytes: int
+    spill_bytes: int
     shared_bytes: int
     tensor_core: str | None
 
@@ -74,10 +79,20 @@ def compile_kernel(entry: AotKernel, config: AotConfig, target: int) -> Resource
     usage = _resource_usage(compiled.asm["cubin"])
     return Resources(
         usage["REG"],
-        usage["STACK"] + usage["LOCAL"],
+        _spill_bytes(compiled.asm["ptx"], target) if usage["STACK"] + usage["LOCAL"] else 0,
         compiled.metadata.shared + usage["SHARED"],
         next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in compiled.asm["ptx"]), None),
     )
+
+
+def _spill_bytes(ptx: str, target: int) -> int:
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        arch = f"--gpu-name={sm_arch_from_capability(target)}"
+        command = [get_ptxas(target).path, "-v", arch, file.name, "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(stored) for stored in re.findall(r"(\d+) bytes spill stores", report))
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -35,9 +35,10 @@ def release_memory_pools() -> None:
         return
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    if CuMemAllocator.instance is None:
+    allocator: Any = CuMemAllocator.instance
+    if allocator is None:
         return
-    held = CuMemAllocator.instance.allocator_and_pools
+    held = allocator.allocator_and_pools
     pools, allocators = ([entry[i] for entry in held.values()] for i in (0, 1))
     held.clear()
     pools.clear()  # before the allocators, which a pool calls to free its memory

@@ -33,7 +33,7 @@ class WorkersEngine(RolloutEngine):
         from vllm import LLM
 
         arguments = engine.llm_arguments(self.config)
-        self._dynamo_was_disabled = None
+        self._dynamo_was_disabled, self._asleep = None, False
         with default_dtype_kept():
             self.llm = LLM(**arguments, tensor_parallel_size=self.workers, distributed_executor_backend="mp")
         self._prepare_publish()

@@ -1,4 +1,4 @@
-"""QaRL's Triton kernels, compiled by the Triton of the GPU lock for three compute capabilities.
+"""QaRL's Triton kernels, compiled by the Triton of the GPU lock for four compute capabilities.
 
 tests/kernels/test_triton.py asks the same of the Triton of the CPU lock, which is newer.
 """
@@ -13,6 +13,10 @@ from triton_rig import SHARED_LIMIT, compile_for, entry_kernels
 
 required()
 
+SPILLS = {120: 24}
+"""Largest allowed bytes of spilled registers. For capability 12.0 the assembler of Triton 3.6 stores 12 or 24 bytes in
+five kernels with TMA, although registers are free: they use at most 128 of 255 registers."""
+
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", SHARED_LIMIT)
@@ -21,6 +25,8 @@ def test_every_kernel_compiles_and_fits(target: int, record_property: Any) -> No
     assert set(report["kernels"]) == entry_kernels()
     compiled = report["targets"][f"sm_{target}"]
     assert {name: found["error"] for name, found in compiled.items() if "error" in found} == {}
-    assert {name: found for name, found in compiled.items() if found["spill_bytes"]} == {}, "spilled registers"
+    spilled = {name: found for name, found in compiled.items() if found["spill_bytes"]}
+    assert not [name for name, found in spilled.items() if found["registers"] > 128], spilled
+    assert max((found["spill_bytes"] for found in spilled.values()), default=0) <= SPILLS.get(target, 0), spilled
     assert {name: found for name, found in compiled.items() if found["shared_bytes"] > SHARED_LIMIT[target]} == {}
     record_property("checks", len(compiled))

@@ -80,35 +80,40 @@ def _sdpa(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Return attention with the vector kernel's rounding. Shapes are as in `fp32_attention`."""
-    length = query.shape[2]
-    causal = attention_mask is None and length > 1
-    # Zeros at the end cannot change a causal row, because its tokens do not see them.
-    padding = (0, 0, 0, _padding(length) if causal and key.shape[2] == length else 0)
-    query, key, value = (F.pad(tensor.bfloat16().float(), padding) for tensor in (query, key, value))
-    output = F.scaled_dot_product_attention(
-        query * scaling,
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=1.0,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output[:, :, :length].bfloat16().transpose(1, 2)
+    query, key, value = (tensor.bfloat16().float() for tensor in (query, key, value))
+    if attention_mask is None and query.shape[2] == key.shape[2] and not dropout:
+        output = _causal_rows(query, key, value, scaling)
+    else:
+        causal = attention_mask is None and query.shape[2] > 1
+        how = {"attn_mask": attention_mask, "dropout_p": dropout, "is_causal": causal}
+        output = _scaled_query(scaling, query, key, value, **how)
+    return output.bfloat16().transpose(1, 2)
+
+
+def _scaled_query(
+    scaling: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any
+) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query * scaling, key, value, scale=1.0, enable_gqa=grouped, **how)
 
 
 _WHOLE_SUM = 192
 """Largest number of keys over which PyTorch's FP32 product adds in one chain, as vLLM's kernel does (measured)."""
 
 
-def _padding(length: int) -> int:
-    """Return how many zeros bring a row to a length at which PyTorch adds in the order of vLLM's kernel.
+def _causal_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return causal attention [B, H, T, D], all FP32. The first `_WHOLE_SUM` tokens have the bits of vLLM's kernel.
 
-    PyTorch adds in another order at lengths that are not a multiple of 16, and splits the sum of a longer row than
-    `_WHOLE_SUM`. The first split is then at `_WHOLE_SUM` only if the length is a multiple of it.
+    PyTorch adds in another order at lengths that are not a multiple of 16. So zeros are added at the end, which no
+    token sees. It also splits the sums of all tokens of a longer row, so the first tokens are computed alone.
     """
-    return -length % (16 if length <= _WHOLE_SUM else _WHOLE_SUM)
+    length = query.shape[2]
+    padded = [F.pad(tensor, (0, 0, 0, -length % 16)) for tensor in (query, key, value)]
+    output = _scaled_query(scaling, *padded, is_causal=True)[:, :, :length]
+    if length <= _WHOLE_SUM:
+        return output
+    first = (tensor[:, :, :_WHOLE_SUM] for tensor in (query, key, value))
+    return torch.cat([_scaled_query(scaling, *first, is_causal=True), output[:, :, _WHOLE_SUM:]], 2)
 
 
 _QUERIES = 64

@@ -35,16 +35,44 @@ def make_model(folder: Path) -> None:
     write_model(Source(source.name, {**source.config, "vocab_size": VOCABULARY}), source.layers, folder)
 
 
+def one_round(
+    engine: Any, policy: Any, prompts: list[list[int]], version: int, seconds: dict[str, list[float]]
+) -> float:
+    """Run and time each part once, and append its CPU seconds to `seconds`. Return the largest |δ|."""
+    import torch
+
+    from qarl.quant.convert import invalidate_quantized
+    from qarl.rollout.engine import SamplingConfig
+    from qarl.trainer.batch import make_batch
+
+    def timed(what: str, call: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        result = call()
+        seconds.setdefault(what, []).append(time.process_time() - start)
+        return result
+
+    invalidate_quantized(policy.model)
+    timed("publish", lambda: engine.publish(policy.packed_state_dict(), version=version))
+    sampling = SamplingConfig(NEW_TOKENS, ignore_eos=True)
+    rollout = timed("rollout", lambda: engine.generate(prompts, sampling, list(range(PROMPTS))))
+    nothing = torch.zeros(PROMPTS)
+    batch = make_batch(rollout, nothing, nothing, pad_token_id=0)
+    rows = slice(0, PROMPTS)
+    with torch.no_grad():
+        found = timed("old log-probs", lambda: policy.response_log_probs(batch, rows, temperature=1.0))
+    timed("update", lambda: policy.response_log_probs(batch, rows, temperature=1.0).sum().backward())
+    policy.model.zero_grad()
+    return float((found - batch.rollout_log_probs).abs().max())
+
+
 def launch(kernels: str, folder: Path, rounds: int) -> dict[str, Any]:
     """Measure one kind of kernels in this process."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from qarl.quant.convert import invalidate_quantized
     from qarl.quant.linear import QuantLinear
     from qarl.quant.scheme import get_scheme
-    from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-    from qarl.trainer.batch import make_batch
+    from qarl.rollout.engine import EngineConfig, RolloutEngine
     from qarl.trainer.policy import Policy
 
     scheme, ignore = get_scheme("w4a16", GROUP), ("lm_head",)
@@ -53,30 +81,10 @@ def launch(kernels: str, folder: Path, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     prompts = torch.randint(VOCABULARY, (PROMPTS, PROMPT_TOKENS)).tolist()
     seconds: dict[str, list[float]] = {}
-    delta = 0.0
     with RolloutEngine(settings) as engine:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
         policy = Policy(model, scheme, ignore, align="model", kernels=kernels)
-
-        def timed(what: str, call: Callable[[], Any]) -> Any:
-            start = time.process_time()
-            result = call()
-            seconds.setdefault(what, []).append(time.process_time() - start)
-            return result
-
-        for version in range(rounds + 1):
-            invalidate_quantized(model)
-            timed("publish", lambda: engine.publish(policy.packed_state_dict(), version=version))  # noqa: B023
-            sampling = SamplingConfig(NEW_TOKENS, ignore_eos=True)
-            rollout = timed("rollout", lambda: engine.generate(prompts, sampling, list(range(PROMPTS))))  # noqa: B023
-            nothing = torch.zeros(PROMPTS)
-            batch = make_batch(rollout, nothing, nothing, pad_token_id=0)
-            rows = slice(0, PROMPTS)
-            with torch.no_grad():
-                found = timed("old log-probs", lambda: policy.response_log_probs(batch, rows, temperature=1.0))  # noqa: B023
-            delta = max(delta, float((found - batch.rollout_log_probs).abs().max()))
-            timed("update", lambda: policy.response_log_probs(batch, rows, temperature=1.0).sum().backward())  # noqa: B023
-            model.zero_grad()
+        delta = max(one_round(engine, policy, prompts, version, seconds) for version in range(rounds + 1))
         weights = sum(p.nbytes for _, p in engine.model().named_parameters())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     linears = [module for module in model.modules() if isinstance(module, QuantLinear)]

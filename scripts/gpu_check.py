@@ -33,9 +33,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from gpu_verdicts import verdicts
+from gpu_pages import Result, markdown, verdict_table, write_readme
+from gpu_parts import GROUPS, PARTS, Part
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 520
@@ -44,104 +45,7 @@ KEPT_LINES = 400
 PR_SET_PDEATHSIG = 1
 NO_GPU = "needs a GPU"
 NO_TIME = "no time was left; the next call runs it"
-
-
-class Part(NamedTuple):
-    """`seconds`: the most that it may take. `gpu`, `cpu`: arguments of Python, or of a shell for `train`; None if the
-    part cannot run there. `needs`: packages without which it is skipped. {folder} and {report} are filled in."""
-
-    name: str
-    seconds: int
-    gpu: str
-    cpu: str | None
-    needs: tuple[str, ...] = ()
-
-
-_PYTEST = "-m pytest -q -rPs -p no:cacheprovider -o addopts= "
-_TESTED = ("compressed_tensors", "pydantic", "pytest", "yaml")
-_TRAINED = ("compressed_tensors", "pydantic", "transformers", "vllm", "yaml")
-_STEPS = "-m qarl.bench steps json={report} launches=1 model=Qwen3-0.6B prompts=8 n=8 prompt_length=128 "
 _MODEL = "scripts/make_tiny_model.py --steps 5 --output {folder}/model --data {folder}/data"
-
-
-def training(scheme: str, level: str, eager: bool, kernels: str = "engine") -> str:
-    """Two steps of the quickstart from a model that is hardly trained: two publishes, and log-probs compared."""
-    files = " ".join(
-        f"data.{name}_files={{folder}}/data/{file}.parquet" for name, file in (("train", "train"), ("val", "test"))
-    )
-    return (
-        f"-m qarl.train config=quickstart.yaml output_dir={{folder}} name=run model.path={{folder}}/model {files} "
-        f"quant.scheme={scheme} quant.align={level} quant.kernels={kernels} rollout.enforce_eager={str(eager).lower()} "
-        "trainer.total_training_steps=2 trainer.val_before_train=false trainer.test_freq=-1"
-    )
-
-
-def trained(
-    name: str, scheme: str, level: str, *, eager: bool, seconds: int, on_cpu: bool = False, kernels: str = "engine"
-) -> Part:
-    command = training(scheme, level, eager, kernels)
-    return Part(name, seconds, command, command if on_cpu else None, _TRAINED)
-
-
-FIRST = (
-    Part("environment", 45, "scripts/gpu_check.py --facts", "scripts/gpu_check.py --facts --cpu"),
-    Part(
-        "operators", 150,
-        f"{_PYTEST} tests/gpu/test_first_cuda.py tests/gpu/test_align_cuda.py tests/gpu/test_vllm_kernels_cuda.py "
-        "tests/gpu/test_trainer_cuda.py tests/gpu/test_publish_cuda.py",
-        f"{_PYTEST} tests/gpu/test_first_cuda.py", _TESTED,
-    ),
-    trained("eager", "w4a16", "linears", eager=True, seconds=90, on_cpu=True),
-    trained("graphs", "w4a16", "linears", eager=False, seconds=110),
-    trained("graphs_w8a8_model", "w8a8", "model", eager=False, seconds=110),
-    Part(
-        "bench", 120,
-        "-m qarl.bench kernels model=Qwen3-8B layer=gate_up,down m=1,16,512,4096,16384 seconds=0.1 device=cuda "
-        "json={report}",
-        "-m qarl.bench kernels shape=64x128 m=1,17 seconds=0.02 device=cpu json={report}",
-    ),
-    Part(
-        "tuning", 60, "scripts/tune_triton.py --operations w4a16 --minutes 0.7 --output {report}",
-        "scripts/tune_triton.py --operations w4a16 --dry-run",
-    ),
-    Part(
-        "steps", 150, f"{_STEPS} response_length=256 schemes=w4a16 levels=linears,model rounds=3 warmup=1 device=cuda",
-        None, _TRAINED,
-    ),
-)  # fmt: skip
-"""In the order of what is most likely to break. Nothing behind `eager` says anything if `eager` fails."""
-SECOND = (
-    *(trained(f"{scheme}_{level}", scheme, level, eager=False, seconds=110)
-      for scheme, level in (("w8a8", "linears"), ("fp8", "linears"), ("fp8", "model"), ("w4a16", "model"),
-                            ("w4a16", "off"), ("bf16", "off"), ("bf16", "model"))),
-    *(trained(f"{scheme}_qarl", scheme, "model", eager=False, seconds=110, kernels="qarl")
-      for scheme in ("w4a16", "fp8", "w8a8")),
-    Part("verl", 300, f"{training('w4a16', 'linears', False)} backend=verl", None, (*_TRAINED, "verl", "ray")),
-    Part("experts", 150, f"{_PYTEST} tests/gpu/test_experts_cuda.py", None, _TESTED),
-    Part("triton", 250, f"{_PYTEST} tests/kernels/triton_kernels",
-         f"{_PYTEST} tests/kernels/triton_kernels/test_compat.py", _TESTED),
-    Part("all_steps", 400, f"{_STEPS} response_length=256 levels=off,linears,model rounds=1 warmup=1 device=cuda",
-         None, _TRAINED),
-    Part(
-        "trainer", 150,
-        "-m qarl.bench trainer model=Qwen3-0.6B layers=8 levels=linears launches=1 rounds=3 prompts=8 n=8 "
-        "prompt_length=256 response_length=512 micro_batch=16 device=cuda json={report}",
-        "-m qarl.bench trainer layers=1 schemes=w8a8 levels=linears launches=1 prompts=2 response_length=4 device=cpu "
-        "json={report}", _TRAINED[:-2],
-    ),
-    Part("publish", 120, "-m qarl.bench publish model=Qwen3-0.6B launches=1 device=cuda json={report}", None, _TRAINED),
-    Part(
-        "bench_experts", 80,
-        "-m qarl.bench kernels model=Qwen3-30B-A3B m=16,4096 seconds=0.05 device=cuda json={report} "
-        "operation=grouped_linear,grouped_input_gradient,experts",
-        "-m qarl.bench kernels experts=8,2,256,128 m=3 seconds=0.02 rounds=1 device=cpu json={report}",
-    ),
-)  # fmt: skip
-PARTS = {part.name: part for part in (*FIRST, *SECOND)}
-GROUPS = {"first": FIRST, "second": SECOND, "all": (*FIRST, *SECOND)}
-Result = dict[str, Any]
-
-
 STOP = threading.Event()
 """Set if somebody asks the script to stop. Its process then ends, and every line that it printed is still read."""
 
@@ -383,89 +287,6 @@ def layer_facts() -> dict[str, Any]:
         return found | {"flash_attention": get_flash_attn_version()}
     except Exception as error:
         return found | {"flash_attention": f"{type(error).__name__}: {error}"}
-
-
-def verdict_table(result: Result, *, cpu: bool) -> str:
-    if not result.get("report"):
-        return "no verdicts: the kernels were not measured"
-    said = "On a CPU, to try the table: they mean nothing.\n\n" if cpu else ""
-    rows = [f"| {' | '.join(line)} |" for line in verdicts(result["report"]["results"])]
-    return said + "\n".join(["| bound | shape | found | |", "|---|---|---|---|", *rows])
-
-
-def markdown(document: dict[str, Any], cpu: bool) -> str:
-    """All results, as a page."""
-    results = document["parts"]
-    lines = [f"`scripts/gpu_check.sh{' --cpu' if cpu else ''}`, {document['date']}", "",
-             "| part | status | seconds | commit | |", "|---|---|---|---|---|"]  # fmt: skip
-    for name, found in results.items():
-        lines.append(
-            f"| {name} | {found['status']} | {found['seconds']:.0f} | {found['commit']} | {found['why'] or ''} |"
-        )
-    if "bench" in results:
-        lines += ["", "## verdicts", "", verdict_table(results["bench"], cpu=cpu)]
-    if cells := {} if cpu else readme_cells(results):
-        lines += ["", "## README", "", *(f"| `{scheme}` | {cell} |" for scheme, cell in cells.items())]
-    for name, found in results.items():
-        lines += ["", f"## {name}", "", *tables(name, found)]
-    return "\n".join(lines) + "\n"
-
-
-def tables(name: str, result: Result) -> list[str]:
-    """Tables of a benchmark, δ of a training run, else the last lines of output."""
-    report, command = result.get("report"), PARTS[name].gpu if name in PARTS else ""
-    if report and "qarl.bench" in command:
-        from qarl.bench.kernels import tables as kernels
-        from qarl.bench.steps import tables as steps
-
-        return [(kernels if "bench kernels" in command else steps).markdown(report)]
-    lines = ["```", *result["output"][-60:], "```"]
-    if report and "steps" in report:
-        head = ["| step | mean abs δ | largest abs δ |", "|---|---|---|"]
-        found = [
-            [step.get(f"mismatch/abs_{name}", float("nan")) for name in ("mean", "max")] for step in report["steps"]
-        ]
-        rows = [f"| {i} | {mean:.2g} | {largest:.2g} |" for i, (mean, largest) in enumerate(found)]
-        return [*head, *rows, "", *lines]
-    return lines
-
-
-TRAINING = {
-    "w4a16": ("eager", "graphs", "w4a16_model", "w4a16_off", "w4a16_qarl"),
-    "w8a8": ("graphs_w8a8_model", "w8a8_linears", "w8a8_qarl"),
-    "fp8": ("fp8_linears", "fp8_model", "fp8_qarl"),
-    "bf16": ("bf16_off", "bf16_model"),
-}
-"""Scheme -> the parts that train with it."""
-
-
-def readme_cells(results: dict[str, Result]) -> dict[str, str]:
-    """The GPU column of README's status table, for each scheme that a GPU has trained with."""
-    passed = {name for name, found in results.items() if found["status"] == "passed"}
-    measured: set[str] = set()
-    for name in ("steps", "all_steps"):
-        if name in passed:
-            measured |= {entry["scheme"] for entry in results[name]["report"]["results"]}
-    return {
-        scheme: "measured, local backend" if scheme in measured else "tested, local backend"
-        for scheme, parts in TRAINING.items()
-        if passed & set(parts)
-    }
-
-
-def write_readme(folder: Path, page: Path) -> int:
-    """Write the cells of the newest results into the status table; the exit code."""
-    found = sorted(folder.glob("gpu_check_*.json"))
-    if not found:
-        print(f"there is no gpu_check_*.json in {folder}")
-        return 1
-    cells = readme_cells(json.loads(found[-1].read_text())["parts"])
-    text = page.read_text(encoding="utf-8")
-    for scheme, cell in cells.items():
-        text = re.sub(rf"(?m)^(\| `{scheme}` \|.*\| )[^|]*\|$", rf"\g<1>{cell} |", text)
-    page.write_text(text, encoding="utf-8")
-    print(f"{found[-1].name}: {', '.join(cells) or 'no scheme'} written to {page.name}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -143,12 +143,12 @@ def test_pages_are_in_plain_words(page: Path) -> None:
 
 
 def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
-    """docs/gpu.md: a test of tests/gpu, or parts of scripts/gpu_check.py. Every test of tests/gpu is in the table."""
+    """docs/gpu.md: a test of tests/gpu, or parts of scripts/gpu_parts.py. Every test of tests/gpu is in the table."""
     text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
     table = text.split("<!-- unconfirmed -->")[1].split("<!-- /unconfirmed -->")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
     sys.path.insert(0, str(ROOT / "scripts"))
-    from gpu_check import PARTS
+    from gpu_parts import PARTS
 
     named = set()
     for claim, code, test in rows:

@@ -28,8 +28,9 @@ def check_kernels(config: Config) -> None:
         check_this_gpu(scheme, kernels)
     if kernels == "engine":
         return
-    reasons = [f"{one.name} {one.unavailable(scheme, device, _LAYER)}" for one in kernels_of(kernels, scheme)]
-    if not any(one.unavailable(scheme, device, _LAYER) is None for one in kernels_of(kernels, scheme)):
+    why_not = {one.name: one.unavailable(scheme, device, _LAYER) for one in kernels_of(kernels, scheme)}
+    if None not in why_not.values():
+        reasons = [f"{name} {why}" for name, why in why_not.items()]
         if device.type == "cpu" and scheme != "w4a8":
             reasons.append("on a CPU, vLLM's own kernels already give the same bits for any number of rows")
         raise _no_kernel(config, "this machine", "; ".join(reasons) or "there is no such kernel")

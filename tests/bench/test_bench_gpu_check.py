@@ -18,6 +18,9 @@ from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_check
+import gpu_pages
+import gpu_parts
+from gpu_parts import Part
 from gpu_verdicts import BOUNDS, Bound, verdicts
 
 
@@ -78,7 +81,7 @@ def test_nothing_that_a_part_started_outlives_its_limit(tmp_path: Path) -> None:
     assert run(["sh", "-c", "echo wrong; exit 3"], 9.0) == ("wrong\n", 3)
 
 
-BENCHES = [part.name for part in gpu_check.PARTS.values() if "qarl.bench" in part.gpu]
+BENCHES = [part.name for part in gpu_parts.PARTS.values() if "qarl.bench" in part.gpu]
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -86,7 +89,7 @@ def test_the_benchmarks_arguments_are_valid_on_both_devices(name: str) -> None:
     from qarl.bench.kernels.arguments import Arguments as Kernels
     from qarl.bench.steps.arguments import Arguments as Steps
 
-    part = gpu_check.PARTS[name]
+    part = gpu_parts.PARTS[name]
     for command, device in ((part.gpu, "cuda"), (part.cpu, "cpu")):
         if command is not None:
             kind, *given = command.format(report="f/report.json").split()[2:]
@@ -98,21 +101,21 @@ def test_the_training_parts_are_runs_that_the_config_reader_takes() -> None:
     from qarl.config import load_config
 
     seen = set()
-    for part in gpu_check.PARTS.values():
+    for part in gpu_parts.PARTS.values():
         if "qarl.train" in part.gpu:
             config = load_config(part.gpu.format(folder="f").split()[2:])
             assert config.trainer.total_training_steps == 2  # two publishes behind the first
             seen.add((config.quant.scheme, config.quant.align, config.rollout.enforce_eager))
             assert (config.quant.kernels == "qarl") == part.name.endswith("_qarl")
-            assert part.name in (*gpu_check.TRAINING[config.quant.scheme], "verl")
-    assert {scheme for scheme, _, _ in seen} == {"w4a16", "w8a8", "fp8", "bf16"} == set(gpu_check.TRAINING)
+            assert part.name in (*gpu_parts.TRAINING[config.quant.scheme], "verl")
+    assert {scheme for scheme, _, _ in seen} == {"w4a16", "w8a8", "fp8", "bf16"} == set(gpu_parts.TRAINING)
     assert {("w4a16", "linears", True), ("w4a16", "linears", False), ("w8a8", "model", False)} <= seen
 
 
 def test_what_breaks_first_comes_first() -> None:
-    names = [part.name for part in gpu_check.FIRST]
+    names = [part.name for part in gpu_parts.FIRST]
     assert names[:4] == ["environment", "operators", "eager", "graphs"]
-    for part in gpu_check.PARTS.values():
+    for part in gpu_parts.PARTS.values():
         for path in re.findall(r"(?:tests|scripts)/[\w/.]+", part.gpu):
             assert (ROOT / path).exists(), path
 
@@ -122,15 +125,15 @@ def python(code: str) -> str:
 
 
 PARTS = {
-    "one": gpu_check.Part("one", 20, "", python("print('one is done')")),
-    "gpu": gpu_check.Part("gpu", 20, python("print(1)"), None),
-    "lacks": gpu_check.Part("lacks", 20, "", python("print(1)"), ("no_such_package",)),
-    "wrong": gpu_check.Part("wrong", 20, "", python("print('wrong'); raise SystemExit(4)")),
-    "late": gpu_check.Part("late", 0, "", python("print(1)")),
-    "slow": gpu_check.Part("slow", 60, "", python("print('half', flush=True); import time; time.sleep(50)")),
-    "pid": gpu_check.Part("pid", 60, "", python("import os, time; print(os.getpid(), flush=True); time.sleep(50)")),
-    "short": gpu_check.Part("short", 20, "", python("import time; print('half', flush=True); time.sleep(0.5)")),
-    "after": gpu_check.Part("after", 20, "", python("print('after')")),
+    "one": Part("one", 20, "", python("print('one is done')")),
+    "gpu": Part("gpu", 20, python("print(1)"), None),
+    "lacks": Part("lacks", 20, "", python("print(1)"), ("no_such_package",)),
+    "wrong": Part("wrong", 20, "", python("print('wrong'); raise SystemExit(4)")),
+    "late": Part("late", 0, "", python("print(1)")),
+    "slow": Part("slow", 60, "", python("print('half', flush=True); import time; time.sleep(50)")),
+    "pid": Part("pid", 60, "", python("import os, time; print(os.getpid(), flush=True); time.sleep(50)")),
+    "short": Part("short", 20, "", python("import time; print('half', flush=True); time.sleep(0.5)")),
+    "after": Part("after", 20, "", python("print('after')")),
 }
 
 
@@ -284,13 +287,13 @@ def test_readme_rows(tmp_path: Path) -> None:
     steps = {"results": [{"scheme": "w4a16"}]}
     parts = {"eager": result("passed"), "steps": result("passed", steps), "fp8_model": result("failed"),
              "graphs_w8a8_model": result("passed")}  # fmt: skip
-    cells = gpu_check.readme_cells(parts)
+    cells = gpu_pages.readme_cells(parts)
     assert cells == {"w4a16": "measured, local backend", "w8a8": "tested, local backend"}
     page = tmp_path / "README.md"
     page.write_text((ROOT / "README.md").read_text())
-    assert gpu_check.write_readme(tmp_path, page) == 1  # no results
+    assert gpu_pages.write_readme(tmp_path, page) == 1  # no results
     (tmp_path / "gpu_check_2026-12-01.json").write_text(json.dumps({"parts": parts}))
-    assert gpu_check.write_readme(tmp_path, page) == 0
+    assert gpu_pages.write_readme(tmp_path, page) == 0
     before, after = ((ROOT / "README.md").read_text().splitlines(), page.read_text().splitlines())
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     assert [re.split(r" \| ", new)[-1] for _, new in changed] == [f"{cell} |" for cell in cells.values()]

@@ -48,7 +48,7 @@ def test_a_driver_that_is_too_old_is_refused(machine, form: str, version: str, c
     with pytest.raises(
         UserError, match=rf"(?s)driver {version} is too old.*CUDA {cuda} needs driver {needed}.*R{needed}"
     ):
-        check.make(None)  # type: ignore[arg-type]
+        check.make(None)  # type: ignore[arg-type]  # as above
 
 
 @pytest.mark.parametrize(

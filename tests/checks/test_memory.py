@@ -1,8 +1,10 @@
-"""The memory estimate: numbers worked by hand, and what transformers, autograd and the optimizer really hold."""
+"""The memory estimate: numbers worked by hand, what the options change, and the table.
+
+test_memory_held.py compares it with what transformers, autograd and the optimizer really hold.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +12,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import transformers
-from checkout import ROOT
-from cpu_features import needs_w4a16_cpu
-from random_models import save_random_model
-from torch import nn
+from memory_cases import SMALL, parts, run
 
-from qarl.align import align_model
-from qarl.checkpoint.compressed_tensors import ModelFiles
-from qarl.checkpoint.folder import save_checkpoint
+from qarl.bench.sources import find_model
 from qarl.checks import machine
-from qarl.checks.memory import RUNTIME_BYTES, MemoryEstimate, checkpoint_bytes, estimate, readable
+from qarl.checks.memory import RUNTIME_BYTES, estimate, readable
 from qarl.checks.memory_terms import (
     ENGINE_ASLEEP_BYTES,
     ENGINE_WORKSPACE_BYTES,
@@ -28,131 +24,13 @@ from qarl.checks.memory_terms import (
     LOGITS_AT_A_TIME,
     OWN_INPUT_GRADIENT,
 )
-from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_bytes
-from qarl.config import Config, build_config
+from qarl.checks.model_size import ModelSize
 from qarl.doctor import memory as preflight_memory
 from qarl.doctor.findings import Topic
-from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
-from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
-from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
-from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import LINEAR_KERNELS, own_backward_input
-from qarl.objectives.settings import objective_settings
-from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import quantize
-from qarl.quant.scheme import SCHEMES, get_scheme
-from qarl.rollout.publish.manifest import expected_manifest
-from qarl.trainer.optim import MasterOptimizer
-from qarl.trainer.reference import Reference
-
-MODELS = sorted((ROOT / "qarl" / "bench" / "models").glob("*/config.json"))
-SIZES: dict[str, Any] = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "tie_word_embeddings": False,
-}
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama": (transformers.LlamaConfig, {"head_dim": 32}),
-    "llama with biases": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": (transformers.Qwen2Config, {"head_dim": 32, "num_attention_heads": 2}),
-    "qwen3, tied": (transformers.Qwen3Config, {"tie_word_embeddings": True, "head_dim": 32}),
-    "qwen3-moe": (
-        transformers.Qwen3MoeConfig,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4},
-    ),
-    "qwen3-moe, some layers dense": (
-        transformers.Qwen3MoeConfig,
-        {
-            "num_experts": 4,
-            "moe_intermediate_size": 32,
-            "num_hidden_layers": 5,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [3],
-        },
-    ),
-}
-SMALL = ModelSize(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=100)
-
-
-def tiny(family: str) -> Any:
-    kind, changes = FAMILIES[family]
-    return kind(**SIZES | changes)
-
-
-def meta(config: Any) -> nn.Module:
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def run(**changes: Any) -> Config:
-    """A run of the small model: 6 prompts of 2 responses a mini-batch, 20 tokens at most."""
-    values: dict[str, Any] = {
-        "name": "small",
-        "model": {"path": "small"},
-        "data": {
-            "train_files": "train.jsonl",
-            "train_batch_size": 6,
-            "max_prompt_length": 8,
-            "max_response_length": 12,
-        },
-        "rollout": {"n": 2, "cpu_kvcache_space_gib": 0.5},
-        "quant": {"group_size": 32},
-        "actor": {
-            "ppo_mini_batch_size": 6,
-            "ppo_micro_batch_size_per_gpu": 2,
-            "log_prob_micro_batch_size_per_gpu": 4,
-        },
-        "trainer": {"total_training_steps": 1, "val_before_train": False},
-    }
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        values.setdefault(section, {})
-        if name:
-            values[section] = values[section] | {name: value}
-        else:
-            values[section] = value
-    return build_config(values)
-
-
-def parts(found: MemoryEstimate) -> dict[str, int]:
-    return {part.name: part.bytes for part in found.parts}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_and_linears_are_those_of_transformers(family: str) -> None:
-    config = tiny(family)
-    size, model = ModelSize.from_config(config), meta(config)
-    assert size.parameters == sum(p.numel() for p in model.parameters())
-    linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert {n: shape for n, shape in size.linears().items() if ".experts." not in n} == {
-        n: shape for n, shape in linears.items() if n != "lm_head"
-    }
-    stacked = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-    assert sum(n * k for name, (n, k) in size.linears().items() if ".experts." in name) == stacked
-
-
-@pytest.mark.parametrize("path", MODELS, ids=[path.parent.name for path in MODELS])
-def test_public_models_have_their_published_size(path: Path) -> None:
-    """In billions, as their model cards say; and as transformers counts them."""
-    published = {
-        "SmolLM2-135M": 0.13,
-        "Qwen2.5-0.5B": 0.49,
-        "Qwen3-0.6B": 0.6,
-        "Qwen2.5-Math-1.5B": 1.54,
-        "Qwen2.5-Math-7B": 7.62,
-        "Qwen3-8B": 8.19,
-        "Qwen3-30B-A3B": 30.53,
-    }
-    size = ModelSize.from_config(json.loads(path.read_text()))
-    assert round(size.parameters / 1e9, 2) == published[path.parent.name]
-    model = meta(transformers.AutoConfig.from_pretrained(path.parent))
-    assert size.parameters == sum(p.numel() for p in model.parameters())
+from qarl.quant.scheme import get_scheme
 
 
 def test_parameters_by_hand() -> None:
@@ -279,33 +157,6 @@ def test_what_the_options_change() -> None:
     assert sums.phases == ("step",)  # one micro-batch: nothing is summed while activations live
 
 
-REFERENCE = "reference policy: weights and low-bit tensors"
-
-
-@pytest.mark.parametrize("scheme", ["bf16", pytest.param("w4a16", marks=needs_w4a16_cpu)])
-def test_a_reference_policy_is_as_large_as_what_it_holds(scheme: str, tmp_path: Path) -> None:
-    """After a forward: the storages of its parameters, published tensors and tensors in the kernel's layout."""
-    folder = save_random_model(tmp_path)
-    config = run(actor__use_kl_loss=True, model__path=str(folder), quant__scheme=scheme, quant__align="linears")
-    policy = Reference(config, objective_settings(config)).policy
-    with torch.no_grad():
-        policy.model(input_ids=torch.zeros(1, 20, dtype=torch.long), use_cache=False)
-    tensors = list(policy.model.parameters())
-    for layer in policy.quantized_layers().values():
-        assert isinstance(layer, QuantLinear)
-        prepared = [layer.prepared] if isinstance(layer.prepared, torch.Tensor) else list(layer.prepared)
-        tensors += [*layer.quantized().tensors.values(), *prepared]
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    size = ModelSize.from_config(policy.model.config)
-    kernels = {tuple(layer.weight.shape): layer.kernel.name for layer in policy.quantized_layers().values()}
-    plain = estimate(size, config.model_copy(update={"actor": run().actor}), device="cpu", kernels=kernels)
-    found = estimate(size, config, device="cpu", kernels=kernels)
-    assert parts(found).keys() - parts(plain).keys() == {REFERENCE}
-    assert parts(found)[REFERENCE] == sum(held.values())
-    for phase in ("rollout", "old_log_prob", "update", "step"):
-        assert found.total(phase) - plain.total(phase) == parts(found)[REFERENCE]
-
-
 def test_verls_reference_policy() -> None:
     """One copy of the weights, sharded over the ranks; on GPUs in host memory, whatever is offloaded."""
     keys, name = {"actor_rollout_ref.actor.use_kl_loss": True}, "reference policy, FP32, sharded"
@@ -332,7 +183,7 @@ def test_the_doctor_names_the_reference_policy() -> None:
     found, topic = estimate(SMALL, config, device="cpu"), Topic("memory")
     preflight_memory._compare(topic, found, found.peak, 1, "here")
     assert (topic.findings[0].fix or "").startswith("leave out the KL term, ")
-    assert any(REFERENCE in line for line in topic.findings[0].lines)
+    assert any("reference policy" in line for line in topic.findings[0].lines)
 
 
 def test_sharded_by_hand() -> None:
@@ -389,135 +240,14 @@ def test_no_room_for_a_cache_is_no_negative_memory() -> None:
     assert "vLLM: KV cache" not in parts(found)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_bytes_on_the_wire_are_the_schemes(scheme: str) -> None:
-    for n, k in ((64, 96), (40, 128)):
-        tensors = get_scheme(scheme, group_size=32).wire_tensors(n, k)
-        real = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in tensors.values())
-        assert wire_bytes(scheme, 32, (n, k)) == real
-
-
-@pytest.mark.parametrize(
-    ("scheme", "kernel"),
-    [
-        ("w4a16", ReferenceW4A16Linear),
-        ("w4a16", VllmCpuWNA16Linear),
-        ("w4a16", DequantizedW4A16Linear),
-        ("w4a8", CpuW4A8Linear),
-        ("w8a8", TorchInt8Linear),
-        ("fp8", VllmCpuFP8Linear),
-    ],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
-    weight = torch.randn(96, 128, dtype=torch.bfloat16)
-    prepared = kernel.prepare(quantize(weight, get_scheme(scheme, group_size=32), name="w").tensors)
-    tensors = [prepared] if isinstance(prepared, torch.Tensor) else list(prepared)
-    found = sum(t.nbytes for t in tensors)
-    if kernel is VllmCpuFP8Linear and not _fp32_matmul_equals_scaled_mm(weight.shape[1]):
-        found += 3 * weight.numel()  # kept as e4m3 where FP32 sums have other bits: less than is counted
-    assert prepared_bytes(scheme, kernel.name, 32, (96, 128)) == found
-
-
-@pytest.mark.parametrize("level", ["off", "linears", "model", "exact", CUDA_MODEL])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3, tied"])
-def test_activations_are_what_autograd_keeps(family: str, level: str) -> None:
-    """Bytes of one row; the difference of three layers and one layer leaves out what is not in the blocks."""
-    kept = []
-    for layers in (1, 3):
-        config = tiny(family)
-        config.num_hidden_layers = layers
-        config.layer_types = ["full_attention"] * layers
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        device = torch.device("cuda" if level == CUDA_MODEL else "cpu")  # PyTorch stands for the GPU's operators
-        if align_model(model, level.split()[0], device=device).level != level.split()[0]:
-            pytest.skip("this machine does not have the level")
-        kept.append(saved_bytes(model, torch.zeros(1, 192, dtype=torch.long)))  # a length that attention does not pad
-    config, held = tiny(family), (kept[1] - kept[0]) / 2 / 192
-    size = ModelSize.from_config(config)
-    # vLLM's own attention, and ours with its tiles' rounding, keep BF16 operands and no log-sum-exp: 4 bytes a head.
-    if level == "exact" or (level == "model" and vllm_attention.uses_tiles("cpu", config.head_dim)):
-        assert held == size.activation_bytes_per_token("exact") - 4 * config.num_attention_heads
-    else:
-        assert held == size.activation_bytes_per_token(level)
-    assert held <= size.activation_bytes_per_token(level)
-
-
-def saved_bytes(model: nn.Module, input_ids: torch.Tensor) -> int:
-    """Storage that the graph of the decoder holds, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.model(input_ids=input_ids, use_cache=False)
-    return sum(storage.nbytes() for storage in held.values())
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_optimizer_state_is_what_the_optimizer_holds(name: str) -> None:
-    config = run(optim__name=name)
-    model = transformers.AutoModelForCausalLM.from_config(tiny("qwen3, tied"), dtype=torch.bfloat16)
-    optimizer = MasterOptimizer(model.named_parameters(), config.optim, seed=0, total_training_steps=1)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.accumulate()
-    optimizer.step()
-    state = optimizer.state_dict()
-    moments = [t for entry in state["inner"]["state"].values() for t in entry.values() if torch.is_tensor(t) and t.ndim]
-    size = ModelSize.from_config(tiny("qwen3, tied"))
-    found = parts(estimate(size, config, device="cpu"))
-    assert found[f"{name} state, FP32"] == sum(t.nbytes for t in moments)
-    assert found["FP32 masters"] == sum(t.nbytes for t in state["masters"].values())
-
-
-@pytest.mark.parametrize("master", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_checkpoint_is_as_large_as_its_folder(tmp_path: Path, name: str, master: str) -> None:
-    config = run(optim__name=name, optim__master_dtype=master)
-    source = save_random_model(tmp_path / "source", vocab_size=2048, tie=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    optimizer = MasterOptimizer(model.named_parameters(), config.optim, seed=0, total_training_steps=1)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.accumulate()
-    optimizer.step()
-    save_checkpoint(
-        tmp_path / "step_1",
-        files=ModelFiles.of(model, transformers.AutoTokenizer.from_pretrained(source)),
-        weights=[(key, tensor) for key, tensor in model.state_dict().items() if key != "lm_head.weight"],
-        optimizer=optimizer.state_dict(),
-        rng={},
-        state={},
-    )
-    files = ("model.safetensors", "optimizer.pt")
-    real = sum((tmp_path / "step_1" / file).stat().st_size for file in files)
-    expected = checkpoint_bytes(ModelSize.from_config(model.config), config)["resumable"]
-    assert 0 < real - expected < 40_000, "headers of the files are all that is not counted"
-    assert expected > 1_500_000
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3, tied"])
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
-def test_the_export_is_the_manifest(family: str, scheme: str) -> None:
-    config = run(quant__scheme=scheme)
-    manifest = expected_manifest(tiny(family), get_scheme(scheme, group_size=32), ["lm_head"])
-    real = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in manifest.values())
-    assert checkpoint_bytes(ModelSize.from_config(tiny(family)), config)["export"] == real
-
-
 def test_the_table_adds_up() -> None:
     found = estimate(SMALL, run(), device="cpu")
     header, *rows, last = found.table()
     assert header.split() == ["MiB", "rollout", "old_log_prob", "update", "step"]
     assert len(rows) == len(found.parts)
     assert last.split() == ["together", *(f"{found.total(p) / 2**20:.1f}" for p in header.split()[1:])]
-    big = estimate(ModelSize.from_config(json.loads(MODELS[0].read_text())), run(quant__group_size=128), device="cpu")
+    large = ModelSize.from_config(find_model("Qwen3-8B").config)
+    big = estimate(large, run(quant__group_size=128), device="cpu")
     assert big.table()[0].startswith("GiB")
 
 

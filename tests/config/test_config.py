@@ -133,7 +133,7 @@ def test_every_key_is_described() -> None:
 
 def test_lookup_order(folder: Path) -> None:
     (folder / "configs").mkdir()
-    assert find_config("quickstart.yaml")[0] == shipped_configs() / "quickstart.yaml"  # type: ignore[operator]
+    assert find_config("quickstart.yaml")[0] == shipped_configs() / "quickstart.yaml"  # type: ignore[operator]  # it exists
     (folder / "configs" / "quickstart.yaml").write_text(MINIMAL)
     assert find_config("quickstart.yaml")[0] == Path("configs/quickstart.yaml")
     (folder / "quickstart.yaml").write_text(MINIMAL)

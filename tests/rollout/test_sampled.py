@@ -57,8 +57,9 @@ def move_a_token_from_prompt_to_response(rollout: RolloutBatch) -> None:
 
 
 def swap_responses(rollout: RolloutBatch) -> None:
-    for lists in (rollout.response_token_ids, rollout.rollout_log_probs):
-        lists[0], lists[1] = lists[1], lists[0]  # type: ignore[index]
+    every: tuple[list[Any], ...] = (rollout.response_token_ids, rollout.rollout_log_probs)
+    for lists in every:
+        lists[0], lists[1] = lists[1], lists[0]
 
 
 def leave_one_out(rollout: RolloutBatch) -> None:

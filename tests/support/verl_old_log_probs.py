@@ -139,7 +139,7 @@ def shown(name: str) -> dict[str, Any]:
     """What one scenario shows, or the error that ended it."""
     scenario, said = SCENARIOS[name], list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler in one line
     logging.getLogger("qarl.verl.plugin").addHandler(handler)
     try:
         actor = Planted(Verl({STEPS: COUNT, "optim.lr": 1e-3} | scenario["keys"]), scenario.get("spoil", {}))

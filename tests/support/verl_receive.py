@@ -21,7 +21,7 @@ from typing import Any
 os.environ |= {"VERL_PLATFORM": "cpu", "RAY_RAYLET_PID": str(os.getpid()), "RAY_JOB_ID": "01000000"}
 
 import torch
-import verl  # noqa: F401
+import verl  # noqa: F401  registers its platform
 
 
 class Receiver:

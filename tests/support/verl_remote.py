@@ -23,7 +23,7 @@ out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM logs to stdout
 os.environ |= {"VERL_PLATFORM": "cpu", "RAY_RAYLET_PID": str(os.getpid()), "RAY_JOB_ID": "01000000"}
 
-import verl  # noqa: F401
+import verl  # noqa: F401  registers its platform
 from publish_streams import engine_model
 from verl.workers.rollout.utils import ensure_async_iterator
 

@@ -160,7 +160,7 @@ def test_one_setting_leaves_as_many_outside_at_every_length() -> None:
             # Two-sided 5% of a normal distribution with deviation 0.02 / sqrt(50) at the reference of 50 tokens.
             edge = 1.96 * 0.02 / 50**0.5
             bands = dict.fromkeys(("neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high"), edge)
-            config = TBPOConfig(**bands, band_scaling=scaling, band_reference_length=50)  # type: ignore[arg-type]
+            config = TBPOConfig(**bands, band_scaling=scaling, band_reference_length=50)  # type: ignore[arg-type]  # a Literal
             _, statistics = tbpo_loss(moved, old, old, -torch.ones(4000), torch.ones_like(old), config)
             metrics = reduce_metrics([statistics])
             found.append(metrics["actor/neg_outside_band_frac"])
@@ -184,7 +184,7 @@ def test_what_stays_in_the_denominator(mismatch_outside_cap: str) -> None:
     # Rows: inside, A = 0, empty, beyond the cap. Of 4 rows 3 count. -1 * 1.1 * 2 = -2.2 from the first; the last gives
     # -2 * 1.1 * 1 = -2.2 when truncated. Each response weighs the same whatever its length.
     batch = make_batch([1.1, 1.1, 1.1, 1.1], [1.0, 1.0, 1.0, 8.0], [5, 1, 0, 2])
-    config = TBPOConfig(**WIDE, mismatch_outside_cap=mismatch_outside_cap)  # type: ignore[arg-type]
+    config = TBPOConfig(**WIDE, mismatch_outside_cap=mismatch_outside_cap)  # type: ignore[arg-type]  # a Literal
     loss, _ = tbpo_loss(advantages=torch.tensor([2.0, 0.0, 9.0, 1.0]), config=config, **batch)
     assert loss.item() == pytest.approx(-4.4 / 3 if mismatch_outside_cap == "truncate" else -2.2 / 3, rel=1e-5)
 
@@ -198,7 +198,7 @@ def test_equals_a_float64_formula_written_another_way(
 ) -> None:
     batch = random_batch(seed)
     options: dict[str, Any] = {"positive_band": positive_band, "mismatch_outside_cap": mismatch_outside_cap}
-    config = TBPOConfig(**WIDE, **options, band_scaling=band_scaling, band_reference_length=4)  # type: ignore[arg-type]
+    config = TBPOConfig(**WIDE, **options, band_scaling=band_scaling, band_reference_length=4)  # type: ignore[arg-type]  # a Literal
     loss, statistics = tbpo_loss(config=config, **batch)
     expected_loss, expected_grad = reference(batch, config)
     grad = gradient(loss, batch["log_prob"])

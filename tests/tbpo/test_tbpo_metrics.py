@@ -62,7 +62,7 @@ def test_the_advised_bands_leave_five_percent_outside(scaling: str) -> None:
 
     def metrics_of(factor: float) -> dict[str, float]:
         bands = {key: value * factor for key, value in BANDS.items()}
-        config = TBPOConfig(**bands, band_scaling=scaling, band_reference_length=3)  # type: ignore[arg-type]
+        config = TBPOConfig(**bands, band_scaling=scaling, band_reference_length=3)  # type: ignore[arg-type]  # a Literal
         parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 150), slice(150, 400))]
         return reduce_metrics([tbpo_loss(config=config, **part)[1] for part in parts])
 

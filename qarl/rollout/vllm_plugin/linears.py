@@ -80,6 +80,17 @@ class _Own:
 
     asked: Asked
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """The arguments are those of the vLLM class that stands behind this one among the bases."""
+        super().__init__(*given, **named)
+        found = asked()
+        assert found is not None
+        self.asked = found
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        return True, None
+
     @staticmethod
     def why_not(schemes: tuple[str, ...], shape: tuple[int, int]) -> str | None:
         """Return why QaRL's kernel does not multiply a weight [N, K] in this engine, or None if it does."""
@@ -91,11 +102,6 @@ class _Own:
         return OWN_KERNELS[wanted.kernels][wanted.scheme].unavailable(
             wanted.scheme, torch.device(current_platform.device_type), shape
         )
-
-    def remember(self) -> None:
-        found = asked()
-        assert found is not None
-        self.asked = found
 
     @property
     def own(self) -> Any:
@@ -128,10 +134,6 @@ class QaRLInt4LinearKernel(_Own, MPLinearKernel):
         why_not = cls.why_not(("w4a16", "w4a8"), c.partition_weight_shape[::-1])
         return why_not is None, why_not
 
-    def __init__(self, c: MPLinearLayerConfig, *names: Any, **named: Any) -> None:
-        super().__init__(c, *names, **named)
-        self.remember()
-
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self.write(layer, {name: layer.get_parameter(name).data for name in (self.w_q_name, self.w_s_name)})
 
@@ -153,19 +155,11 @@ class QaRLInt8LinearKernel(_Own, Int8ScaledMMLinearKernel):
     """W8A8. The parameters stay in the wire format."""
 
     @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        return True, None
-
-    @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> Answer:
         if not c.is_channelwise or c.is_static_input_scheme or not c.input_symmetric:
             return False, "only channelwise weights and symmetric dynamic inputs are supported"
         why_not = cls.why_not(("w8a8",), (32, 32))
         return why_not is None, why_not
-
-    def __init__(self, c: Int8ScaledMMLinearLayerConfig, *names: Any, **named: Any) -> None:
-        super().__init__(c, *names, **named)
-        self.remember()
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Do nothing: the kernel reads the wire tensors."""
@@ -179,10 +173,6 @@ class QaRLFP8LinearKernel(_Own, FP8ScaledMMLinearKernel):
     """FP8. vLLM's scheme transposes the weight before it calls the kernel, and this class transposes it back."""
 
     @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        return True, None
-
-    @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
         scales = c.weight_quant_key.scale, c.activation_quant_key.scale
         per_row = all(scale.group_shape.is_per_token() or scale.group_shape.is_per_channel() for scale in scales)
@@ -190,10 +180,6 @@ class QaRLFP8LinearKernel(_Own, FP8ScaledMMLinearKernel):
             return False, "only channelwise weights and dynamic inputs per token are supported"
         why_not = cls.why_not(("fp8",), c.weight_shape)
         return why_not is None, why_not
-
-    def __init__(self, c: FP8ScaledMMLinearLayerConfig, *names: Any, **named: Any) -> None:
-        super().__init__(c, *names, **named)
-        self.remember()
 
     def apply_weights(self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         weight, scale = self._get_layer_params(layer)[:2]

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from checkout import ROOT
-from cpu_features import needs_w4a16_cpu
 from memory_cases import FAMILIES, parts, run, tiny
 from random_models import save_random_model
 from torch import nn
@@ -25,13 +24,10 @@ from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
 from qarl.kernels.reference import ReferenceW4A16Linear
-from qarl.objectives.settings import objective_settings
-from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import SCHEMES, get_scheme
 from qarl.rollout.publish.manifest import expected_manifest
 from qarl.trainer.optim import MasterOptimizer
-from qarl.trainer.reference import Reference
 
 MODELS = sorted((ROOT / "qarl" / "bench" / "models").glob("*/config.json"))
 
@@ -194,30 +190,3 @@ def test_the_export_is_the_manifest(family: str, scheme: str) -> None:
     manifest = expected_manifest(tiny(family), get_scheme(scheme, group_size=32), ["lm_head"])
     real = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in manifest.values())
     assert checkpoint_bytes(ModelSize.from_config(tiny(family)), config)["export"] == real
-
-
-REFERENCE = "reference policy: weights and low-bit tensors"
-
-
-@pytest.mark.parametrize("scheme", ["bf16", pytest.param("w4a16", marks=needs_w4a16_cpu)])
-def test_a_reference_policy_is_as_large_as_what_it_holds(scheme: str, tmp_path: Path) -> None:
-    """After a forward: the storages of its parameters, published tensors and tensors in the kernel's layout."""
-    folder = save_random_model(tmp_path)
-    config = run(actor__use_kl_loss=True, model__path=str(folder), quant__scheme=scheme, quant__align="linears")
-    policy = Reference(config, objective_settings(config)).policy
-    with torch.no_grad():
-        policy.model(input_ids=torch.zeros(1, 20, dtype=torch.long), use_cache=False)
-    tensors = list(policy.model.parameters())
-    for layer in policy.quantized_layers().values():
-        assert isinstance(layer, QuantLinear)
-        prepared = [layer.prepared] if isinstance(layer.prepared, torch.Tensor) else list(layer.prepared)
-        tensors += [*layer.quantized().tensors.values(), *prepared]
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    size = ModelSize.from_config(policy.model.config)
-    kernels = {tuple(layer.weight.shape): layer.kernel.name for layer in policy.quantized_layers().values()}
-    plain = estimate(size, config.model_copy(update={"actor": run().actor}), device="cpu", kernels=kernels)
-    found = estimate(size, config, device="cpu", kernels=kernels)
-    assert parts(found).keys() - parts(plain).keys() == {REFERENCE}
-    assert parts(found)[REFERENCE] == sum(held.values())
-    for phase in ("rollout", "old_log_prob", "update", "step"):
-        assert found.total(phase) - plain.total(phase) == parts(found)[REFERENCE]

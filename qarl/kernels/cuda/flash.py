@@ -16,7 +16,6 @@ hopper/tile_size.h and hopper/flash_api.cpp of vllm-project/flash-attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 
@@ -30,7 +29,6 @@ TILE = 128
 CAPABILITY = (9, 0)
 
 
-@cache
 def unavailable(capability: tuple[int, int] | None) -> str | None:
     """Return why the engine's attention cannot be called on a GPU of this compute capability, or None if it can.
 

@@ -120,6 +120,7 @@ def test_the_loop_ends_without_a_word_about_leaks() -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @needs_w4a16_cpu
 def test_the_task_trains_with_the_reward_of_the_other_example(task: Path) -> None:
     reward = f"reward.function={ROOT}/examples/own_reward.py:short_and_right"

@@ -40,7 +40,7 @@ def second_time(*arguments: str, **environment: str) -> tuple[bool, int]:
     return kept == "True", int(faults)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is told by glibc's mallopt")
 def test_freed_memory_is_not_faulted_in_again() -> None:
     pages = 36 * 2**26 // os.sysconf("SC_PAGE_SIZE")

@@ -111,7 +111,7 @@ def test_a_rows_log_probs_do_not_depend_on_the_rows_beside_it(trained, level):
         assert torch.equal(trained.log_probs(policy, size), whole)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "llama"])
 def test_other_families(tmp_path, family):
     """Random weights, biased q, k and v in Qwen2; prompts longer than the 32 keys of a tile."""
     rollout = sample(save_random_model(tmp_path / family, family), "w4a16", random_prompts(16, 40), 40)

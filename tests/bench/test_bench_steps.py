@@ -164,6 +164,7 @@ def test_ctrl_c_keeps_the_finished_launches(
         assert "| w8a8 | `off` | 0.5" in captured.out and "| 1.00 (1.00-1.00) |" in captured.out
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_process_too(folder: Path) -> None:
     """The real thing, as a terminal sends it: to the whole group, while the child is still importing."""
     command = [sys.executable, "-m", "qarl.bench", "trainer", "device=cpu", f"model={folder}", "schemes=bf16"]

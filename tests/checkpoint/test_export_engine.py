@@ -28,7 +28,9 @@ def export_check() -> ModuleType:
 
 
 @pytest.mark.timeout(1800)  # vLLM multiplies e4m3 by oneDNN's reference code where a CPU has no other: minutes
-@pytest.mark.parametrize("scheme", list(TRANSFORMERS_MEAN))
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(name, marks=pytest.mark.slow) if name == "fp8" else name for name in TRANSFORMERS_MEAN]
+)
 def test_an_exported_checkpoint_is_the_trainers_model_everywhere(export_check, scheme):
     row = export_check.check(scheme, 16)
     assert row["tokens"] > 300

@@ -72,7 +72,10 @@ def fail_once_in_step(monkeypatch, number: int) -> None:
     "overrides",
     [
         ["quant.scheme=w4a16"],
-        ["quant.align=off", "optim.name=muon", "optim.muon_lr=1e-3", "optim.master_dtype=bf16"],
+        pytest.param(
+            ["quant.align=off", "optim.name=muon", "optim.muon_lr=1e-3", "optim.master_dtype=bf16"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["adamw, fp32 masters", "muon, bf16 masters"],
 )
@@ -126,6 +129,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path, monkeypatch, 
     assert final_state(refused) == final_state(reference)
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_before_its_last_line_was_written_only_finishes(tmp_path):
     settings = small(tmp_path, "late", "trainer.total_training_steps=2")
     run(settings)

@@ -303,13 +303,13 @@ def test_the_reference_is_loaded_before_the_engine_takes_its_share(monkeypatch: 
     calls: list[str] = []
     monkeypatch.setattr(local, "objective_settings", lambda config: SimpleNamespace(kl_loss_coef=0.1))
     monkeypatch.setattr(local, "stacked_experts", lambda model: [])
-    monkeypatch.setattr(local, "engine_config", lambda config, routing: None)
+    monkeypatch.setattr(local, "engine_config", lambda config, level, routing: None)
     monkeypatch.setattr(local, "Reference", lambda *given: calls.append("reference"))
     monkeypatch.setattr(local, "RolloutEngine", lambda given: calls.append("engine"))
     for name in ("OldLogProbs", "LossScale", "PhaseTimer"):
         monkeypatch.setattr(local, name, lambda *given, **more: None)
     monkeypatch.setattr(local.LocalTrainer, "replace_policy", lambda self, policy: setattr(self, "policy", policy))
-    policy = SimpleNamespace(device=torch.device("cuda"), model=None)
+    policy = SimpleNamespace(device=torch.device("cuda"), model=None, align="linears")
     parts: Any = SimpleNamespace(tokenizer=None, policy=policy)
     local.LocalTrainer(SimpleNamespace(model=SimpleNamespace(dtype="bf16")), parts)  # type: ignore[arg-type]  # a stand-in
     assert calls == ["reference", "engine"]

@@ -42,7 +42,7 @@ class Running(NamedTuple):
         return tuple({leaf: torch.stack(found) for leaf, found in stack.items()} for stack in each)
 
 
-@pytest.fixture(scope="module", params=["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.fixture(scope="module", params=[pytest.param("bf16", marks=pytest.mark.slow), "w4a16", "w8a8", "fp8"])
 def running(request, tmp_path_factory) -> Iterator[Running]:
     scheme = get_scheme(request.param, 32)
     folder = save_random_moe(tmp_path_factory.mktemp("models") / "qwen3_moe")
@@ -52,7 +52,7 @@ def running(request, tmp_path_factory) -> Iterator[Running]:
         yield Running(scheme, folder, engine, first, second)
 
 
-@pytest.mark.parametrize("which", ["first", "second"])
+@pytest.mark.parametrize("which", ["first", pytest.param("second", marks=pytest.mark.slow)])
 def test_after_a_publish_it_is_a_freshly_started_vllm(running: Running, which: str, tmp_path: Path) -> None:
     """The second publish writes over the first; then back to it."""
     running.engine.publish(running.first.items(), version=1)
@@ -93,7 +93,7 @@ def test_vllms_own_reload_of_bf16_experts_is_right(running: Running) -> None:
     assert found[0] == found[2] == greedy(running.engine) and found[0] != found[1]
 
 
-@pytest.mark.parametrize("name", ["bf16", "w4a16"])
+@pytest.mark.parametrize("name", [pytest.param("bf16", marks=pytest.mark.slow), "w4a16"])
 def test_a_shared_expert_beside_them(name: str, tmp_path: Path) -> None:
     """Qwen2-MoE: the shared expert is a dense layer, its gate stays BF16, and weights do not sum to 1."""
     scheme = get_scheme(name, 32)

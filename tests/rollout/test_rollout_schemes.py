@@ -48,7 +48,7 @@ class Running(NamedTuple):
         return batch.response_token_ids, batch.rollout_log_probs
 
 
-@pytest.fixture(scope="module", params=["bf16", "w8a8", "fp8"])
+@pytest.fixture(scope="module", params=[pytest.param("bf16", marks=pytest.mark.slow), "w8a8", "fp8"])
 def running(request, tmp_path_factory) -> Iterator[Running]:
     """Qwen2 has biases, which each engine kernel adds in its own way."""
     scheme = get_scheme(request.param)

@@ -149,7 +149,10 @@ def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("plugins", "reason"), [("lora_hf_hub_resolver", "leaves it out"), ("qarl", None)])
+@pytest.mark.parametrize(
+    ("plugins", "reason"),
+    [("lora_hf_hub_resolver", "leaves it out"), pytest.param("qarl", None, marks=pytest.mark.slow)],
+)
 def test_an_engine_of_a_mixture_needs_the_plugin(tmp_path: Path, plugins: str, reason: str | None) -> None:
     """By vLLM's own filter, in a process of its own; the engine itself is not started."""
     folder = save_random_moe(tmp_path / "moe")

@@ -79,6 +79,7 @@ def test_an_argued_survivor_is_listed_and_is_no_failure(tree: Tree, capsys: pyte
     assert "(argued: sums commute)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_only_a_mutant_that_is_marked_may_hang(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     marked, unmarked = HANGS | {"id": "marked", "hangs": True}, HANGS | {"id": "unmarked"}
     assert tree.run(marked, unmarked, options=("--limit", "8", "--jobs", "2")) == 1

@@ -181,6 +181,7 @@ def test_weights_beyond_fp16_are_refused(folder):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_a_run_in_fp16_has_a_smaller_mismatch_than_in_bf16(tmp_path):
     """arXiv 2510.26788, without alignment; the scale is in the metrics and the export is FP16."""
     from safetensors.torch import load_file

@@ -160,6 +160,7 @@ def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
     assert 0 < second["publish/mbytes"] < first["publish/mbytes"] / 2
 
 
+@pytest.mark.slow
 def test_a_verl_users_own_command_line(tmp_path, model, data, site):
     log = tmp_path / "verl.jsonl"
     given = [

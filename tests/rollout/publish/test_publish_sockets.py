@@ -60,7 +60,7 @@ def test_another_process_gets_the_same_tensors_and_then_changes(server):
     assert lines[-1].split()[2] == outbox.kept.fingerprint and "error" not in err
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
 def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(how):
     """A killed one is noticed at once, a stopped one after the limit. The next publish sends all tensors."""
     limit = 5

@@ -20,7 +20,7 @@ setup: $(VENV)/.installed-$(STACK)
 $(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on PATH; install Python 3.11 or set PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --no-deps --quiet -r $(LOCK) || { \
+	@$(BIN)/python -m pip install --no-deps --no-compile --quiet -r $(LOCK) || { \
 	  echo "error: the $(STACK) lock could not be installed (see above)." >&2; \
 	  echo "  If torch==...+cpu was not found: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels" >&2; \
 	  echo "  (\"Get started\" on pytorch.org shows its address for pip, Linux, CPU) and run make again." >&2; exit 2; }
@@ -29,7 +29,7 @@ $(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml
 
 # verl 0.9.1 imports a class that TRL 1.16 no longer has, so TRL stays out of verl's environment: only its tests see it.
 $(VENV)/trl: requirements/trl.lock setup
-	$(BIN)/python -m pip install --no-deps --quiet --upgrade --target $@ -r requirements/trl.lock
+	$(BIN)/python -m pip install --no-deps --no-compile --quiet --upgrade --target $@ -r requirements/trl.lock
 	@touch $@
 
 model: setup

@@ -50,7 +50,7 @@ def test_freed_memory_is_not_faulted_in_again() -> None:
     assert kept and faults < faulted // 8
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_the_user_told_malloc_stays() -> None:
     kept, faults = second_time("keep", MALLOC_TRIM_THRESHOLD_="131072")
     assert not kept and faults > 0

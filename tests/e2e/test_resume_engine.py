@@ -104,6 +104,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch, capfd,
     assert lines == [1, 2, 3, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path, monkeypatch, capfd):
     """The operating system refuses the checkpoint of step 2 (file size limit); that of step 3 is written again."""
     reference = small(tmp_path, "reference")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from qarl.optim.optimizer import MuonAdamW
 
 pytest.importorskip("verl")
-pytestmark = [needs_w4a16_cpu, pytest.mark.verl]
+pytestmark = [needs_w4a16_cpu, pytest.mark.verl, pytest.mark.slow]  # tests/optim/test_shards.py is the short form
 
 OURS = {"optimizer_impl": "qarl.optim.optimizer", "optimizer": "MuonAdamW", "weight_decay": 0.1}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ def job(name: str, dtype: str, **more: Any) -> dict[str, Any]:
     return {"quant": QUANT, "bands": BANDS, "lr": LR, "micro": 1, "optim": optim, "engine": engine | more}
 
 
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_random_model(tmp_path_factory.mktemp("model"), request.param))
 

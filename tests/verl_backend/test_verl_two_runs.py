@@ -39,6 +39,7 @@ def test_each_run_gets_its_own_weights_every_time(tmp_path):
     assert publish(tmp_path, 20, apart=True) == [{"own": 20, "foreign": 0, "silent": 0, "errors": []}] * 2
 
 
+@pytest.mark.slow
 def test_runs_that_do_not_wait_are_never_given_the_others_weights(tmp_path):
     """A run of another kind does not wait. Most of these publishes fail, by a name or in time; none is wrong, and none
     that brought nothing goes unsaid."""

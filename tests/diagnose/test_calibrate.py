@@ -100,6 +100,7 @@ def test_closeness() -> None:
     assert closeness(torch.zeros(2), torch.ones(2)).cosine == 0.0
 
 
+@pytest.mark.verl
 def test_shares_of_clipped_weights() -> None:
     log_ratio = torch.tensor([[math.log(3.0), math.log(1.1)], [math.log(0.2), 0.0]])
     mask = torch.tensor([[True, True], [True, False]])
@@ -165,6 +166,7 @@ def test_the_best_of_a_kind_and_the_noise() -> None:
     assert list(found) == ["cap", "band"] and not found["band"]["beyond_noise"]
 
 
+@pytest.mark.verl
 def test_a_kl_term_is_left_out_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing computes the reference's log-probs here, so a trainer with a KL term would crash after sampling."""
 
@@ -204,6 +206,7 @@ def test_the_memory_by_hand(loss: str, tried: int, widths: int) -> None:
     assert sum(more.values()) - sum(found.values()) == 10 * 74560
 
 
+@pytest.mark.verl
 def test_too_little_memory_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Prepared(Exception):
         pass

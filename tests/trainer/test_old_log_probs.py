@@ -260,6 +260,7 @@ def test_the_sample_finds_a_planted_row_as_often_as_stated(tmp_path):
     assert abs(found / 400 - 0.125) < 4 * (0.125 * 0.875 / 400) ** 0.5
 
 
+@pytest.mark.verl
 def test_rollout_takes_the_rollouts_log_probs_and_measures_them(folder, tmp_path):
     spoil = {step: [0, 7] for step in range(3)}
     keys = ("actor.old_log_probs=rollout", "actor.loss=grpo")

@@ -37,6 +37,7 @@ def weights_of_the_mean(mode: str, mask: torch.Tensor) -> torch.Tensor:
     return factor * mask
 
 
+@pytest.mark.verl
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
 def test_value_and_gradient_against_float64(mode: str) -> None:
     """Value: the mean of e^d - d - 1 with d = reference - policy. Gradient: (policy - reference) per token, K2's. The
@@ -99,6 +100,7 @@ def updates(trainer: LocalTrainer, count: int) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.verl
 def test_the_kl_starts_at_zero_and_the_reference_never_moves(folder: Path, tmp_path: Path) -> None:
     trainer = trainer_for(folder, tmp_path, "actor.use_kl_loss=true")
     reference = trainer.reference

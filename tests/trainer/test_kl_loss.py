@@ -112,6 +112,7 @@ def test_the_kl_starts_at_zero_and_the_reference_never_moves(folder: Path, tmp_p
     assert reference.policy.align == trainer.policy.align and reference.policy.scheme == trainer.policy.scheme
 
 
+@pytest.mark.verl
 def test_a_large_factor_holds_the_policy_near_the_reference(folder: Path, tmp_path: Path) -> None:
     free = updates(trainer_for(folder, tmp_path, "actor.use_kl_loss=true", "actor.kl_loss_coef=1e-9"), 6)
     held = updates(trainer_for(folder, tmp_path, "actor.use_kl_loss=true", "actor.kl_loss_coef=1e3"), 6)

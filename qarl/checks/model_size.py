@@ -127,8 +127,9 @@ class ModelSize:
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
         """Return the bytes that one block saves per token for the backward. At level `model` some tensors are FP32.
 
-        `align`: an alignment level, or `CUDA_MODEL` for level `model` on a GPU. The zeros with which attention pads a
-        row on a CPU at level `model` (at most 191 tokens, `qarl.align.attention`) are not counted.
+        `align`: an alignment level, or `CUDA_MODEL` for level `model` on a GPU. At level `model` on a CPU, attention
+        pads a row with up to 15 zeros and computes the first 192 tokens of a longer row twice (`qarl.align.attention`).
+        That is not counted.
         """
         if align == CUDA_MODEL:  # each operator saves its BF16 inputs, and a linear saves its input
             attention = 2 * (self.query_width + 2 * self.kv_width) + 2 * self.query_width + 8 * self.head_dim

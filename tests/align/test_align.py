@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_attention import needs_engine_attention
 from random_models import save_random_model
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -16,16 +17,12 @@ from qarl.align import AlignReport, align_model
 from qarl.align.blocks import AlignedRMSNorm, add_residual, align_module
 from qarl.align.model import resolve_level
 from qarl.errors import UserError
-from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import Choice
 from qarl.quant import QuantLinear, quantize_model
 from qarl.trainer.packing import lay_out
 from qarl.trainer.policy import Policy
 
-needs_engine_attention = pytest.mark.skipif(
-    vllm_attention.unavailable("cpu", 32) is not None, reason=str(vllm_attention.unavailable("cpu", 32))
-)
 LEVELS = ["model", pytest.param("exact", marks=needs_engine_attention)]
 FAMILIES = ["qwen2", "qwen3", "llama"]
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_attention import needs_engine_attention
 
 from qarl.align.attention import _sdpa, _TileAttention, engine_attention, fp32_attention
 from qarl.kernels.cpu import attention as vllm_attention
-
-needs_engine_attention = pytest.mark.skipif(
-    vllm_attention.unavailable("cpu", 32) is not None, reason=str(vllm_attention.unavailable("cpu", 32))
-)
 
 
 def random_attention(

@@ -1,0 +1,11 @@
+"""The mark of tests that call vLLM's own attention operator for CPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from qarl.kernels.cpu import attention
+
+needs_engine_attention = pytest.mark.skipif(
+    attention.unavailable("cpu", 32) is not None, reason=str(attention.unavailable("cpu", 32))
+)

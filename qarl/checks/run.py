@@ -18,7 +18,7 @@ from qarl.checks.head import check_head
 from qarl.checks.kernels import check_dense, check_kernels
 from qarl.checks.layers import check_linears
 from qarl.checks.lengths import check_kv_cache, check_length
-from qarl.checks.machine import check_cpu, check_engine_installed
+from qarl.checks.machine import check_cpu, check_engine_device, check_engine_installed
 from qarl.checks.model import (
     applied_level,
     check_model,
@@ -93,6 +93,7 @@ CHECKS = (
     Check("loggers", lambda run: check_loggers(run.config.trainer.logger)),
     Check("NVIDIA driver", lambda run: check_driver()),
     Check("engine installed", lambda run: check_engine_installed()),
+    Check("engine's device", lambda run: check_engine_device(run.config)),
     Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
     Check("no new TRL", lambda run: check_no_new_trl(), "verl"),
     Check("CPU", lambda run: check_cpu(run.config)),

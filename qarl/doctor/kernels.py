@@ -13,7 +13,7 @@ from qarl.errors import UserError
 from qarl.kernels.experts.fused import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.registry import choose_linear_kernel
-from qarl.process import vllm_missing
+from qarl.process import vllm_missing, vllm_unusable
 from qarl.rollout import vllm_rules
 
 
@@ -102,7 +102,7 @@ def check_engine(context: Context, topic: Topic) -> None:
     if not context.target.here:
         why = "vLLM's choice depends on the machine of the run, which is not this one"
         raise NotCheckedError(why, "run the doctor there too")
-    if why_not := vllm_missing():
+    if why_not := vllm_unusable():
         raise NotCheckedError(why_not, "make setup")
     parallel, kernels = context.config.rollout.tensor_model_parallel_size, context.config.quant.kernels
     shapes = {name: shape for name, shape in context.quantized.get().items() if not _of_expert(name)}

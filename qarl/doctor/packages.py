@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from qarl.checks.machine import check_engine_installed
+from qarl.checks.machine import check_engine_device, check_engine_installed
 from qarl.checks.verl_plugin import check_plugin_installed
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
@@ -32,8 +32,9 @@ def installed(package: str) -> str | None:
 
 
 def check_engine(context: Context, topic: Topic) -> None:
-    """Whether vLLM, the loggers and, for verl, QaRL's own plugin are installed."""
-    topic.passes(check_engine_installed)
+    """Whether vLLM, the loggers and, for verl, QaRL's own plugin are installed, and vLLM has a device."""
+    if topic.passes(check_engine_installed) and context.target.here:
+        topic.passes(check_engine_device, context.config)
     if context.config.backend == "verl":
         topic.passes(check_plugin_installed)
     topic.passes(check_loggers, context.config.trainer.logger)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from checkout import ROOT
+from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model, cuda
 from qarl.align.model import resolve_level, unconfirmed
@@ -42,6 +43,7 @@ def aligned() -> tuple[Any, Any]:
     return model, other
 
 
+@needs_vllm_cpu
 def test_the_aligned_model_is_the_same_function() -> None:
     plain, model = aligned()
     keys = [name for name, _ in plain.named_parameters()]
@@ -82,6 +84,7 @@ def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return F.linear(add(model.model.norm.weight)[0], model.lm_head.weight)
 
 
+@needs_vllm_cpu
 def test_the_aligned_model_runs_vllms_operators_in_vllms_order() -> None:
     _, model = aligned()
     tokens = torch.randint(0, 64, (200,))
@@ -98,6 +101,7 @@ def test_the_first_norm_has_no_residual_and_all_others_do() -> None:
     assert len(after_sum) == 9
 
 
+@needs_vllm_cpu
 def test_packed_and_padded_rows_have_the_same_bits() -> None:
     _, model = aligned()
     rows = [torch.randint(0, 64, (n,)) for n in (9, 30)]
@@ -115,6 +119,7 @@ def test_packed_and_padded_rows_have_the_same_bits() -> None:
             model(padded, attention_mask=mask)
 
 
+@needs_vllm_cpu
 def test_cosines_and_sines_are_those_of_vllms_table() -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -127,6 +132,7 @@ def test_cosines_and_sines_are_those_of_vllms_table() -> None:
     assert model.model.rotary_emb.turns[0].shape == (512, 16)
 
 
+@needs_vllm_cpu
 def test_vllms_modules_are_neither_read_nor_left_to_engines() -> None:
     """An engine's buffers cannot be read while it sleeps, and an engine must not get a table of this process's CPU."""
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT

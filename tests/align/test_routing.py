@@ -106,7 +106,9 @@ def test_transformers_own_weights_are_computed_as_transformers_does(renormalize:
     logits, weights, ids = router(torch.randn(200, 64).bfloat16())
     assert torch.equal(transformers_weights(logits, ids, renormalize=renormalize), weights)
     close = engine_weights(logits, ids, renormalize=renormalize)
-    torch.testing.assert_close(close.float(), weights.float(), rtol=0.02, atol=1e-3)
+    # Without norm_topk_prob: half a BF16 step of the logarithms of sum and weight, up to 8, is 1.6% each, and 0.8% for
+    # the rounding of both results.
+    torch.testing.assert_close(close.float(), weights.float(), rtol=0.02 if renormalize else 0.04, atol=1e-3)
 
 
 CASES = [("off", None), ("linears", "w4a16"), ("model", "w4a16"), ("model", None)]

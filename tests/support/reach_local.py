@@ -24,6 +24,7 @@ import yaml
 from reach_rows import Notes, merged
 
 from qarl import train
+from qarl.checks import machine
 from qarl.config import Config, build_config
 from qarl.metrics.tracker import read_metrics
 from qarl.process import configure_vllm_process
@@ -256,6 +257,7 @@ def stubbed(**stub: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         configure_vllm_process()
         patch.setattr("vllm.LLM", PolicyAsLLM)
+        patch.setattr(machine, "vllm_without_device", lambda: None)  # the stand-in needs none
         patch.setattr(packing, "FEWEST_TOKENS", 0)  # it would add a row to a small pack
         patch.setattr(local, "RolloutEngine", Engine)
         patch.setattr(loop, "LocalTrainer", Trainer)

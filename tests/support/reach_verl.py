@@ -163,6 +163,11 @@ class Verl:
         from verl.utils.config import omega_conf_to_dataclass
         from verl.workers.rollout.vllm_rollout.vllm_async_server import AsyncEngineArgs, vLLMHttpServer
 
+        from qarl.process import vllm_without_device
+
+        if why_not := vllm_without_device():
+            raise NoDeviceError(why_not)
+
         class Server(vLLMHttpServer):
             async def run_server(self, args: Any) -> None:
                 self.arguments = AsyncEngineArgs.from_cli_args(args)
@@ -404,8 +409,13 @@ def compose_once() -> None:
     module.compose = lambda config_name: copy.deepcopy(compose(config_name=config_name))
 
 
+class NoDeviceError(Exception):
+    """vLLM parses its arguments only where it has a device."""
+
+
 def observe(folder: Path, keys: list[str]) -> dict[str, Any]:
-    """For each row of `keys`, by its place in the table, what it observes before and after, or the traceback."""
+    """For each row of `keys`, by its place in the table, what it observes before and after, or the traceback, or why it
+    is skipped."""
     from reach_verl_rows import ROWS
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -428,6 +438,8 @@ def observe(folder: Path, keys: list[str]) -> dict[str, Any]:
             before = made.setdefault(repr((row.given, row.stub)), Verl(row.given, **row.stub))
             after = Verl(row.given | row.also | {key: row.value}, **row.stub)
             found[parameter.id] = (row.observe(before), row.observe(after))
+        except NoDeviceError as error:
+            found[parameter.id] = {"skipped": str(error)}
         except Exception:
             found[parameter.id] = traceback.format_exc()
     return found

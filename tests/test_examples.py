@@ -78,6 +78,7 @@ def test_the_task_passes_every_check_of_a_run(task: Path, monkeypatch: pytest.Mo
     from qarl.checks.run import check_run
 
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("qarl.checks.machine.vllm_without_device", lambda: None)
     check_run(task_config(task))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
+from cpu_features import needs_vllm_cpu
 from engine_helpers import config as run_config
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, model_of
@@ -181,6 +182,7 @@ def test_verl_would_run_what_nobody_needs(
             refuse_hidden_code(settings["false"], *model_folder.load_tokenizer(str(only)))
 
 
+@needs_vllm_cpu
 @pytest.mark.long
 def test_a_run_with_yes_on_standard_input(pristine_model: Path, tmp_path: Path) -> None:
     model = hostile(pristine_model, tmp_path)

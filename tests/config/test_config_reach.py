@@ -286,8 +286,8 @@ LOCAL: Table = SHARED | {
     "actor.old_log_probs_sample": Row(
         0.5, lambda run: run.trainer.source.fraction, (0.125, 0.5), {"actor.old_log_probs": "auto"}
     ),
-    # Updates lower most negative samples; after several of them some are above 1.
-    "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high", **{"actor.ppo_epochs": 4}),
+    # An update lowers most negative samples. Of many, some rise.
+    "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high", **{"rollout.n": 8}),
     "algorithm.norm_adv_by_std_in_grpo": Row(False, centred, (False, True)),
     "optim.name": Row(
         "muon", lambda run: spectral_norm(moved(0)(run)), lambda b, a: 0.7 < a < 1.5 and b > 5, {"optim.muon_lr": 1e-2}

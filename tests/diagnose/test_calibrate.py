@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpu_features import needs_w4a16_cpu
+from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from random_models import save_random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -228,6 +228,7 @@ def test_too_little_memory_is_refused_before_anything_is_loaded(monkeypatch: pyt
     assert error.where and "candidates: " in (error.why or "") and "lower batches" in (error.fix or "")
 
 
+@needs_vllm_cpu
 def test_a_model_without_exact_is_refused_with_the_reason_of_the_alignment(tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "model", head_dim=24)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

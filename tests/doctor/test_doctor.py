@@ -24,7 +24,7 @@ from bad_runs import (
     write_rows,
 )
 from checkout import ROOT
-from cpu_features import needs_w4a16_cpu
+from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from doctor_rig import assert_same_diagnosis, cut_the_weights, examine, said
 from safetensors.torch import load_file, save_file
 
@@ -55,6 +55,7 @@ def test_a_good_run_is_called_good(monkeypatch: pytest.MonkeyPatch, scheme: str)
     assert not Path("runs").exists()
 
 
+@needs_vllm_cpu
 @needs_w4a16_cpu
 def test_the_quickstart_is_called_good(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -70,6 +71,7 @@ def test_the_quickstart_is_called_good(
     assert "weight_scale bfloat16" in printed
 
 
+@needs_vllm_cpu
 @needs_w4a16_cpu
 def test_layers_that_differ_in_number_alone_are_one_line() -> None:
     _, findings = examine()

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from checkout import ROOT
+from cpu_features import needs_vllm_cpu
 
 from qarl.config import Config
 
@@ -25,6 +26,7 @@ def scripts() -> Iterator[tuple[ModuleType, ModuleType]]:
         yield importlib.import_module("fuzz_config"), importlib.import_module("fuzz_cases")
 
 
+@needs_vllm_cpu
 def test_no_mutated_config_ends_in_anything_but_sense_a_warning_or_an_error(
     scripts: tuple[ModuleType, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

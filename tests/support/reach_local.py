@@ -33,6 +33,7 @@ from qarl.rollout.engine import RolloutEngine
 from qarl.rollout.publish.manifest import PublishReport, expected_manifest
 from qarl.trainer import local, loop, packing
 from qarl.trainer.setup import RunParts
+from qarl.vllm_versions import head
 
 
 class PolicyAsLLM:
@@ -258,6 +259,7 @@ def stubbed(**stub: Any) -> Iterator[None]:
         configure_vllm_process()
         patch.setattr("vllm.LLM", PolicyAsLLM)
         patch.setattr(machine, "vllm_without_device", lambda: None)  # the stand-in needs none
+        patch.setattr(head, "installed_version", lambda: "0.29.0")
         patch.setattr(packing, "FEWEST_TOKENS", 0)  # it would add a row to a small pack
         patch.setattr(local, "RolloutEngine", Engine)
         patch.setattr(loop, "LocalTrainer", Trainer)

@@ -113,7 +113,8 @@ def test_a_vllm_without_an_fp32_head_is_refused(version, refused):
     assert version in str(caught.value) and caught.value.where == "model.head_dtype"
 
 
-def test_a_model_with_capped_logits_is_refused(tmp_path):
+def test_a_model_with_capped_logits_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("qarl.vllm_versions.head.installed_version", lambda: "0.29.0")
     fp32 = config(tmp_path, "model.head_dtype=fp32")
     for family in PLAIN_HEADS:
         check_head(fp32, SimpleNamespace(model_type=family))

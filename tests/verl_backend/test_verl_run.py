@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkout import ROOT
-from cpu_features import needs_w4a16_cpu
+from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from random_models import save_random_model
 
 from qarl.checkpoint.compressed_tensors import linears_of, packed, read_tensors
@@ -76,6 +76,7 @@ def start(command: list[str], site: Path, **variables: str) -> str:
     return run.stdout
 
 
+@needs_vllm_cpu
 def test_a_run_from_our_config(tmp_path, model, data, site):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)

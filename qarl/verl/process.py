@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from qarl.config import Config
@@ -14,8 +15,13 @@ UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 
 
 def set_environment(config: Config, on_cpu: bool) -> None:
-    """Set the variables of `worker_environment` in this process too."""
+    """Set the variables of `worker_environment` in this process too. If verl has been imported before, its plugins did
+    not see VERL_PLATFORM, so register QaRL's platform now."""
     os.environ.update(worker_environment(config, on_cpu))
+    if "verl" in sys.modules:
+        from qarl.verl.plugin.plugin import install
+
+        install()
 
 
 def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:

@@ -70,6 +70,24 @@ def probe(site: Path, **variables: str) -> dict:
     return json.loads(line.removeprefix("RESULT"))
 
 
+IMPORTED_BEFORE = """
+import verl
+from verl.plugin.platform import PlatformRegistry, get_platform
+assert "cpu" not in PlatformRegistry.registered_names()
+from qarl.config import load_config
+from qarl.verl.process import set_environment
+set_environment(load_config(["config=quickstart.yaml", "backend=verl"]), on_cpu=True)
+assert type(get_platform()).__name__ == "CPUPlatform", get_platform()
+"""
+
+
+def test_on_cpu_if_verl_has_been_imported_before():
+    """As in a notebook, and in the doctor of a run that has another platform."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTED_BEFORE]
+    subprocess.run(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, timeout=200)
+
+
 def test_on_cpu(site):
     found = probe(site, VERL_PLATFORM="cpu")
     assert found["loaded"] and found["early"] == [] and found["file"]

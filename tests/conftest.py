@@ -119,4 +119,5 @@ def startable_run(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.Monk
     write_rows("train.jsonl", [row(f"t3 t{i}") for i in range(8)])
     write_rows("val.jsonl", [row("t9 t10")])
     with patch.dict(os.environ):  # a run sets variables, some of which verl reads
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         yield tmp_path

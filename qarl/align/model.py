@@ -34,7 +34,7 @@ from qarl.align.routing import AlignedRouter, routers
 from qarl.align.rows import use_rows_attention
 from qarl.errors import UserError
 from qarl.kernels.cpu import attention as vllm_attention
-from qarl.process import vllm_unusable
+from qarl.process import vllm_unusable, vllm_without_device
 from qarl.quant.experts import QuantExperts
 from qarl.quant.fsdp import ShardedQuantExperts
 from qarl.quant.linear import QuantLinear
@@ -218,7 +218,7 @@ def model_unavailable(
         return f"is built for BF16 weights, not for {dtype}"
     if config.model_type not in FAMILIES:
         return f"is built for {', '.join(FAMILIES)}, not for {config.model_type}"
-    if why_not := rotary_unavailable(config):
+    if why_not := rotary_unavailable(config, device_type):
         return why_not
     if config.hidden_act not in ENGINE_ACTIVATIONS:
         return f"is built for hidden_act silu, not {config.hidden_act}"
@@ -227,11 +227,15 @@ def model_unavailable(
     return unavailable_on_cuda(config, capability) if device_type == "cuda" else None
 
 
-def rotary_unavailable(config: Any) -> str | None:
+def rotary_unavailable(config: Any, device_type: str = "cpu") -> str | None:
     """Return why the trainer's rotary embedding cannot equal the engine's bit for bit, or None if it can."""
     if is_plain(config):
         return None
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if (
+        device_type == "cuda" and vllm_without_device()
+    ):  # the launcher of a run on other machines, whose trainer decides
+        return None
     if missing := vllm_unusable():
         return f"needs vLLM's cosines and sines for a rotary embedding of type {rope_type}: {missing}"
     try:

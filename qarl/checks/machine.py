@@ -32,16 +32,15 @@ def check_engine_installed() -> None:
 
 
 def check_engine_device(config: Config) -> None:
-    """Raise UserError if the engine of this run would be on this machine's CPU, and the installed vLLM has no CPU
-    backend. With backend=verl the GPUs can be on other machines than this one, so only VERL_PLATFORM=cpu says that."""
-    asked = config.backend == "local" or os.environ.get("VERL_PLATFORM", "").strip()
-    if asked and runs_on_cpu(config.backend) and (why := vllm_without_device()):
+    """Raise UserError if the rollouts of this run would be on a CPU, and the installed vLLM has no CPU backend."""
+    if runs_on_cpu(config.backend) and (why := vllm_without_device()):
         raise UserError(
             "the installed vLLM finds no device to run on",
             where=f"the Python environment {sys.prefix}",
             why=why,
             fix="run on a machine whose GPU torch sees (torch.cuda.is_available()), or install the CPU stack in "
-            "another environment: make setup STACK=cpu VENV=.venv-cpu",
+            "another environment: make setup STACK=cpu VENV=.venv-cpu; if Ray's GPUs are on other machines "
+            "(backend=verl), set VERL_PLATFORM=nvidia",
         )
 
 

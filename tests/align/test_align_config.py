@@ -18,7 +18,7 @@ from cpu_features import needs_vllm_cpu
 from qarl.align import align_model
 from qarl.align.config_keys import REFUSED, TABLE, VERDICTS, check_config_keys, verdict
 from qarl.align.families import FAMILIES
-from qarl.align.model import resolve_level
+from qarl.align.model import resolve_level, rotary_unavailable
 from qarl.align.rotary import is_plain, match_rotary
 from qarl.checks.model import check_architecture, check_model, trainer_class
 from qarl.checks.model_folder import load_hf_config
@@ -236,6 +236,16 @@ def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family
         assert align_model(model, "model").level == "model"
         aligned = model(input_ids=tokens).logits.float()
     assert (aligned - plain).norm() < 0.05 * plain.norm()
+
+
+def test_a_launcher_without_a_gpu_leaves_the_rotary_embedding_to_the_trainer(monkeypatch):
+    """Otherwise it would start engines for a lower level than the trainer's."""
+    for module in ("qarl.process", "qarl.align.model"):
+        monkeypatch.setattr(f"{module}.vllm_without_device", lambda: "no device")
+    config = rotary("qwen3", YARN)
+    assert rotary_unavailable(config, "cuda") is None
+    assert "no device" in rotary_unavailable(config, "cpu")
+    check_model(config)
 
 
 @needs_vllm_cpu

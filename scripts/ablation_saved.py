@@ -47,5 +47,5 @@ def reused(saved: Mapping[str, Any], suite: str, run: Mapping[str, Any]) -> dict
     """Return a saved entry as an entry of `suite`. `run`: its setting, arm and seed. Minutes of another suite count
     there, so they are 0 here."""
     minutes = saved["minutes"] if saved["suite"] == suite else 0.0
-    rest = {key: value for key, value in saved.items() if key not in ("suite", "setting")}
-    return dict(run) | rest | dict(run) | {"minutes": minutes}
+    figures = {key: value for key, value in saved.items() if key not in ("suite", "setting", "arm", "seed")}
+    return {**run, **figures, "minutes": minutes}

@@ -28,6 +28,8 @@ import pytest
 import torch
 from reach_rows import Notes, Refused, make_files, merged
 
+from qarl.process import vllm_without_device
+
 VERL = {"backend": "verl", "trainer.num_threads": 1}
 """On top of reach_local's base."""
 
@@ -162,8 +164,6 @@ class Verl:
         """verl's server, up to the engine: `arguments` is vLLM's `AsyncEngineArgs`."""
         from verl.utils.config import omega_conf_to_dataclass
         from verl.workers.rollout.vllm_rollout.vllm_async_server import AsyncEngineArgs, vLLMHttpServer
-
-        from qarl.process import vllm_without_device
 
         if why_not := vllm_without_device():
             raise NoDeviceError(why_not)
@@ -410,7 +410,7 @@ def compose_once() -> None:
 
 
 class NoDeviceError(Exception):
-    """vLLM parses its arguments only where it has a device."""
+    """vLLM has none, so it parses no arguments."""
 
 
 def observe(folder: Path, keys: list[str]) -> dict[str, Any]:

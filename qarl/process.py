@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Iterable
 
 from qarl.errors import UserError
 
@@ -61,6 +62,17 @@ def runs_on_cpu(backend: str) -> bool:
     return platform == "cpu" if platform else not torch.cuda.is_available()
 
 
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those `packages` that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 def vllm_missing() -> str | None:
     """Return why vLLM cannot be imported, or None if it is installed. This does not import vLLM."""
     return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
@@ -74,18 +86,11 @@ def vllm_without_device() -> str | None:
     infer device type". VLLM_TARGET_DEVICE=cpu is not honoured: a build for GPUs has no operators for CPUs."""
     import torch
 
-    version = _version("vllm")
+    version = package_versions(("vllm",)).get("vllm")
     for_cpus = version is None or "cpu" in version or sys.platform == "darwin"
     if for_cpus or torch.cuda.is_available():
         return None
     return f"vllm {version} is built for GPUs, and torch sees none"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def vllm_unusable() -> str | None:

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from qarl.checkpoint.json_file import write_json
-from qarl.metrics.tracker import package_versions
+from qarl.process import package_versions
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
 
 CONTEXT, PROMPT = 512, 16

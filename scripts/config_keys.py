@@ -21,7 +21,7 @@ from typing import Any
 
 from qarl.align.config_keys import TABLE
 from qarl.align.families import FAMILIES
-from qarl.metrics.tracker import package_versions
+from qarl.process import package_versions
 
 SHARED = {
     "vllm": (

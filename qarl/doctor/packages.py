@@ -14,8 +14,8 @@ from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 from qarl.kernels.cuda import vllm_ops
 from qarl.kernels.experts import vllm as vllm_experts
-from qarl.metrics.tracker import check_loggers, package_versions
-from qarl.process import configure_vllm_process, vllm_missing
+from qarl.metrics.tracker import check_loggers
+from qarl.process import configure_vllm_process, package_versions, vllm_missing
 from qarl.rollout import vllm_plugin
 from qarl.vllm_versions.functions import why_unusable
 from qarl.vllm_versions.uses import USES

@@ -16,7 +16,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -26,6 +26,7 @@ from qarl.checkpoint.storage import StorageError, writing
 from qarl.console import say
 from qarl.errors import UserError
 from qarl.metrics.run_watch import RunWatch
+from qarl.process import package_versions
 
 LOGGERS = ("console", "tensorboard", "wandb")
 
@@ -370,17 +371,6 @@ def _git_commit() -> str | None:
         return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those `packages` that are installed."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _device() -> dict[str, Any]:

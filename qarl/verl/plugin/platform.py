@@ -22,7 +22,7 @@ import psutil
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from qarl.metrics.tracker import package_versions
+from qarl.process import package_versions
 
 
 def _device_module() -> ModuleType:

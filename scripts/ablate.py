@@ -136,14 +136,16 @@ class Runner:
         jobs: int,
         command: str,
         saved: Mapping[str, dict[str, Any]],
+        finished_only: bool = False,
     ) -> None:
         self.suite, self.folder, self.more, self.jobs, self.command = suite, output / suite.name, more, jobs, command
-        self.saved = saved
+        self.saved, self.finished_only = saved, finished_only
         self.results: Results = []
         self.done: list[tuple[Run, dict[str, Any]]] = []
         self.commit = commit()
 
-    def one(self, run: Run) -> dict[str, Any]:
+    def one(self, run: Run) -> dict[str, Any] | None:
+        """Return the entry of a run, which is made if it is not finished; None if it may not be made."""
         folder = self.folder / run.name
         arguments = arguments_of(self.suite, run, self.folder, self.more)
         record = finished(folder, arguments)
@@ -151,6 +153,8 @@ class Runner:
         if config and (saved := self.saved.get(config_digest(config))):
             entry = reused(saved, self.suite.name, identity(run))
         else:
+            if record is None and self.finished_only:
+                return None
             if record is None:
                 print(f"{run.name}: starts", flush=True)
                 record = train(arguments, folder)
@@ -164,8 +168,9 @@ class Runner:
         with ThreadPoolExecutor(self.jobs) as pool:
             futures = {pool.submit(self.one, run): run for run in runs}
             for future in as_completed(futures):
-                self.done.append((futures[future], future.result()))
-                self.write()
+                if entry := future.result():
+                    self.done.append((futures[future], entry))
+                    self.write()
 
     def write(self, verdict: str = "") -> None:
         """Write `results.json` and `table.md` for the runs so far, in the suite's order."""
@@ -245,16 +250,18 @@ def commit() -> str:
 
 
 def search(runner: Runner) -> str:
-    """Run a search to its end. Return its verdict."""
+    """Run a search to its end. Return its verdict. A failed run says nothing of a collapse, so it stops the search."""
     while True:
-        outcomes = {
-            (run.setting, run.arm, run.seed): bool(entry["failed"] or entry.get("collapsed"))
-            for run, entry in runner.done
-        }
+        if failed := [f"{run.name}: {entry['failed']}" for run, entry in runner.done if entry["failed"]]:
+            return f"not decided: {'; '.join(failed)}"
+        outcomes = {(run.setting, run.arm, run.seed): bool(entry.get("collapsed")) for run, entry in runner.done}
         runs, verdict = search_step(runner.suite, outcomes)
         if not runs:
             return verdict
-        runner.all(runs)
+        known = len(runner.done)
+        runner.all(runs[: runner.jobs])  # a run that has collapsed may make the others of its step needless
+        if len(runner.done) == known:
+            return f"not decided in {known} runs; the next is {runs[0].name}"
 
 
 def save(suite: Suite, folder: Path, results: Results) -> None:
@@ -276,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=Path("runs/ablate"))
     parser.add_argument("--reuse-saved", action="store_true", help="count the runs in benchmarks/results as finished")
+    parser.add_argument("--finished-only", action="store_true", help="train nothing; write what is finished")
     parser.add_argument("--save", action="store_true", help="copy the results into benchmarks/results at the end")
     args = parser.parse_args(argv)
     command = shlex.join(["python", "scripts/ablate.py", *(sys.argv[1:] if argv is None else argv)])
@@ -291,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    runner = Runner(suite, args.output.absolute(), args.set, args.jobs, command, saved)
+    runner = Runner(suite, args.output.absolute(), args.set, args.jobs, command, saved, args.finished_only)
     if suite.settings:
         verdict = search(runner)
     else:

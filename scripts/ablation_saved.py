@@ -28,7 +28,8 @@ def saved_runs(folder: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("ablate_*.json")):
         try:
             results = json.loads(path.read_text(encoding="utf-8"))
-            entries = [dict(entry) | {"suite": results["suite"]} for entry in results["runs"]]
+            whole = {"commit": results["commit"][:8]}  # of entries from before each had its own
+            entries = [whole | entry | {"suite": results["suite"]} for entry in results["runs"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 "saved results cannot be read",

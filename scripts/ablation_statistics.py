@@ -39,7 +39,7 @@ def run_figures(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "abs_max": max(values(history, "mismatch/abs_max"), default=None),
         "rejected": mean(values(history, "correction/rejected_response_frac")),
         "inside_band": mean(values(history, "actor/inside_band_frac_after_first")),
-        "entropy_end": mean(values(history, "actor/entropy")[-window:]),
+        "entropy_end": mean(values(history, "rollout/entropy")[-window:]),
         "length_end": mean(values(history, "response_length/mean")[-window:]),
         "seconds_per_step": mean(values(history, "timing_s/step")),
     }

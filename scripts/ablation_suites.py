@@ -95,7 +95,7 @@ def as_arguments(overrides: Mapping[str, Any]) -> list[str]:
 
 
 Outcomes = Mapping[tuple[str, str, int], bool]
-"""(setting, arm, seed) -> whether that run collapsed. A run that failed counts as collapsed."""
+"""(setting, arm, seed) -> whether that run collapsed."""
 
 
 def search_step(suite: Suite, outcomes: Outcomes) -> tuple[list[Run], str]:

@@ -89,6 +89,8 @@ def test_the_figures_of_a_run(scripts: Any) -> None:
     assert scripts.stats.run_figures(history(fallen, [0.3, 0.7, 0.3]))["collapsed"] is True
     spike = [*rising, 1.9, *[0.7] * 20]
     assert scripts.stats.run_figures(history(spike, [0.3]))["collapsed"] is False, "one step is no peak"
+    entropies = [entry | {"rollout/entropy": entry["step"] / 10} for entry in history(rising, [0.3])]
+    assert scripts.stats.run_figures(entropies)["entropy_end"] == pytest.approx(11.55)
     empty = scripts.stats.run_figures([])
     assert empty["collapsed"] is None and empty["accuracy_after"] is None
 
@@ -242,23 +244,40 @@ def test_a_run_of_another_suite_with_the_same_config_is_not_made_again(scripts: 
     assert scripts.ablate.finished(same, its) is None
 
 
-def test_a_search_runs_to_its_verdict(fake: Any) -> None:
+def test_a_search_runs_to_its_verdict(fake: Any, scripts: Any) -> None:
     code, calls = fake.main("collapse")
-    assert code == 0 and len(calls) == 12 and {name.split("-s")[0].split("-")[-1] for name in calls} == {"off"}
-    assert "Verdict: not found in 12 runs" in (fake.output / "collapse" / "table.md").read_text()
+    settings = scripts.suites.load_suite("collapse").settings
+    assert code == 0 and calls == sorted(f"{setting}-off-s{seed}" for setting in settings for seed in (0, 1))
+    assert f"Verdict: not found in {2 * len(settings)} runs" in (fake.output / "collapse" / "table.md").read_text()
+
+
+def test_a_failed_run_is_no_collapse(fake: Any) -> None:
+    fake.fail = {"as_it_is-off-s1"}
+    assert fake.main("collapse") == (1, ["as_it_is-off-s0", "as_it_is-off-s1"])
+    assert "Verdict: not decided: as_it_is-off-s1: exit code 2" in (fake.output / "collapse" / "table.md").read_text()
+
+
+def test_what_is_finished_can_be_written_without_training(fake: Any) -> None:
+    assert fake.main("sorting", "--seeds", "0") == (0, ["model-s0", "off-s0"])
+    assert fake.main("sorting", "--finished-only") == (0, [])
+    runs = json.loads((fake.output / "sorting" / "results.json").read_text())["runs"]
+    assert [(run["arm"], run["seed"]) for run in runs] == [("off", 0), ("model", 0)]
+    assert fake.main("collapse", "--finished-only") == (0, [])
+    verdict = "not decided in 0 runs; the next is as_it_is-off-s0"
+    assert json.loads((fake.output / "collapse" / "results.json").read_text())["verdict"] == verdict
 
 
 def test_arguments_say_everything_about_a_run(scripts: Any, tmp_path: Path) -> None:
     suite = scripts.suites.load_suite("collapse")
-    run = suite.run("off", 3, "epochs4_group128")
+    run = suite.run("off", 3, "lr2.5e-4_group128")
     arguments = scripts.ablate.arguments_of(suite, run, tmp_path, ["optim.lr=1e-5"])
     assert arguments[:4] == [
         "config=addition_chain.yaml",
-        "name=epochs4_group128-off-s3",
+        "name=lr2.5e-4_group128-off-s3",
         f"output_dir={tmp_path}",
         "seed=3",
     ]
-    assert {"quant.align=off", "quant.group_size=128", "actor.ppo_epochs=4", "actor.loss=grpo"} <= set(arguments)
+    assert {"quant.align=off", "quant.group_size=128", "optim.lr=0.00025", "actor.loss=grpo"} <= set(arguments)
     assert arguments[-1] == "optim.lr=1e-5"
 
 
@@ -342,8 +361,11 @@ def test_a_saved_run_serves_another_suite_without_its_minutes(scripts: Any, tmp_
     entry = {"arm": "qarl_grpo", "seed": 1, "failed": None, "minutes": 7.0, "config_digest": "d", "accuracy_after": 0.9}
     zero = entry | {"arm": "model", "minutes": 0.0}
     for suite, one in (("remedies", zero), ("schemes", entry)):
-        (tmp_path / f"ablate_{suite}_cpu.json").write_text(json.dumps({"suite": suite, "runs": [one]}))
+        (tmp_path / f"ablate_{suite}_cpu.json").write_text(
+            json.dumps({"suite": suite, "commit": "0123456789", "runs": [one]})
+        )
     found = scripts.saved.saved_runs(tmp_path)["d"]
+    assert found.pop("commit") == "01234567", "an entry without a commit has that of its file"
     assert found["suite"] == "schemes", "the one that was run there"
     mine = scripts.saved.reused(found, "collapse", {"setting": "x", "arm": "model", "seed": 1})
     assert mine == zero | {"setting": "x"}

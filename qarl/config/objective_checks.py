@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qarl.config.errors import Problem
+from qarl.config.objectives import DEFAULT_WEIGHT_BOUND
 
 SEQUENCE_LOSSES = ("tbpo", "gspo", "mis_gspo")
 """Losses with one ratio per response, the geometric mean over its tokens."""
@@ -37,6 +38,14 @@ def dr_grpo_does_not_normalise(estimator: str, loss: str, mode: str) -> Problem 
         reason = "the advantages of actor.loss=reinforce are always rewards whitened over the batch"
         return Problem(key, estimator, reason, "remove it, or choose another actor.loss")
     return None
+
+
+def a_group_to_normalise(estimator: str, loss: str, by_std: bool) -> Problem | None:
+    if by_std or (estimator in ("grpo", "dr_grpo") and loss != "reinforce"):
+        return None
+    cause = "actor.loss=reinforce" if loss == "reinforce" else f"algorithm.adv_estimator={estimator}"
+    key, reason = "algorithm.norm_adv_by_std_in_grpo", f"it has no effect with {cause}, which has its own advantages"
+    return Problem(key, by_std, reason, "remove it, or set algorithm.adv_estimator=grpo and another actor.loss")
 
 
 def one_weight_for_the_mismatch(loss: str, level: str | None, bypass: bool) -> Problem | None:
@@ -71,11 +80,14 @@ def tbpo_takes_whole_responses(loss: str, options: list[str] | str) -> Problem |
 
 
 def a_threshold_for_each_rejection(
-    options: list[str] | str, upper: list[float] | float, lower: float | None
+    options: list[str] | str, ratio: str, upper: list[float] | float, lower: float | None
 ) -> Problem | None:
     key, options, upper = f"{_CORRECTION}.rollout_rs_threshold", _items(options), _items(upper)
     if len(set(options)) < len(options):
         return Problem(f"{_CORRECTION}.rollout_rs", options, "an entry is listed twice", "list each entry once")
+    if not options and ratio != "corr":
+        reason = "it has no effect, because rollout_rs is empty"
+        return Problem(f"{_CORRECTION}.rollout_rs_ratio", ratio, reason, "set it to corr, or set rollout_rs")
     if options and len(upper) not in (1, len(options)):
         reason = f"rollout_rs has {len(options)} entries ({', '.join(options)})"
         return Problem(key, upper, reason, "give one threshold for each entry, or one for all entries")
@@ -103,9 +115,11 @@ def bounds_of_a_weight(level: str | None, mode: str, upper: float, lower: float 
             f"the lower bound of a weight is {1 / upper if lower is None else lower:g}, which is not below {upper:g}"
         )
         return Problem(key, upper, reason, "choose a larger value, or a smaller rollout_is_threshold_lower")
+    unused = "it has no effect, because rollout_is is null"
     if level is None and mode != "truncate":
-        reason = "it has no effect, because rollout_is is null"
-        return Problem(f"{_CORRECTION}.rollout_is_mode", mode, reason, "set rollout_is, or leave it at truncate")
+        return Problem(f"{_CORRECTION}.rollout_is_mode", mode, unused, "set rollout_is, or leave it at truncate")
+    if level is None and upper != DEFAULT_WEIGHT_BOUND:
+        return Problem(key, upper, unused, f"set rollout_is, or leave it at {DEFAULT_WEIGHT_BOUND:g}")
     return None
 
 
@@ -123,8 +137,12 @@ def weights_to_normalise(backend: str, level: str | None, mode: str, normalise: 
 
 
 def old_log_probs_that_show_a_mismatch(
-    source: str, level: str | None, options: list[str] | str, ratio: str
+    source: str, level: str | None, options: list[str] | str, ratio: str, veto: float | None
 ) -> Problem | None:
+    if source == "rollout" and veto is not None:
+        reason = "the old log-probs are the rollout's, so it cannot see a token that the trainer finds impossible"
+        fix = "set it to null, or set actor.old_log_probs to recompute or auto"
+        return Problem(f"{_CORRECTION}.veto_threshold", veto, reason, fix)
     if source != "rollout" or (level is None and not (_items(options) and ratio == "corr")):
         return None
     reason = "it has no effect, because the old log-probs are the rollout's, so r_corr is always 1"
@@ -140,6 +158,7 @@ def _items(value: Any) -> list[Any]:
 CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Problem | None]], ...] = (
     (("actor.loss", "actor.loss_agg_mode"), averages_over_responses),
     (("algorithm.adv_estimator", "actor.loss", "actor.loss_agg_mode"), dr_grpo_does_not_normalise),
+    (("algorithm.adv_estimator", "actor.loss", "algorithm.norm_adv_by_std_in_grpo"), a_group_to_normalise),
     (("actor.loss", f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.bypass_mode"), one_weight_for_the_mismatch),
     (("actor.loss", f"{_CORRECTION}.rollout_rs"), tbpo_takes_whole_responses),
     (("actor.old_log_probs", "actor.loss"), rollouts_log_probs_hide_the_mismatch),
@@ -149,12 +168,14 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Problem | None]], ...] = (
             f"{_CORRECTION}.rollout_is",
             f"{_CORRECTION}.rollout_rs",
             f"{_CORRECTION}.rollout_rs_ratio",
+            f"{_CORRECTION}.veto_threshold",
         ),
         old_log_probs_that_show_a_mismatch,
     ),
     (
         (
             f"{_CORRECTION}.rollout_rs",
+            f"{_CORRECTION}.rollout_rs_ratio",
             f"{_CORRECTION}.rollout_rs_threshold",
             f"{_CORRECTION}.rollout_rs_threshold_lower",
         ),

@@ -45,6 +45,8 @@ Thresholds = Annotated[
     list[Annotated[float, Field(gt=0, le=1e6)]],
     BeforeValidator(lambda value: [value] if isinstance(value, int | float) else value),
 ]
+DEFAULT_WEIGHT_BOUND = 2.0
+"""The default upper bound of a weight. A config without a weight cannot have another."""
 
 
 class ObjectiveKeys(Section):
@@ -59,7 +61,7 @@ class ObjectiveKeys(Section):
 
     loss_agg_mode: LossAggMode = "seq-mean-token-mean"
     """How token losses are averaged. tbpo, gspo, mis_gspo and sapo allow only seq-mean-token-mean.
-    algorithm.adv_estimator=dr_grpo allows only seq-mean-token-sum-norm."""
+    algorithm.adv_estimator=dr_grpo replaces the default by seq-mean-token-sum-norm and refuses the others."""
 
     clip_ratio_low: Below | None = None
     """Ratios are clipped at 1 - this value. gspo and mis_gspo clip ratios of responses, other losses those of tokens.
@@ -111,7 +113,7 @@ class RolloutCorrectionConfig(Section):
     bound. `clip`: a weight becomes the nearer bound. `mask`: a weight above the upper bound becomes 0. `icepop`: a
     weight outside the two bounds becomes 0."""
 
-    rollout_is_threshold: Above = 2.0
+    rollout_is_threshold: Above = DEFAULT_WEIGHT_BOUND
     """The upper bound of a weight."""
 
     rollout_is_threshold_lower: Above | None = None

@@ -24,6 +24,8 @@ PAPER_REJECTION = 0.001
 """The threshold of a sum of K in arXiv 2605.14220, appendix A.4."""
 _BANDS = ("seq_clip_ratio_low", "seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high")
 _NO_BOUND = 1e30
+_LOWEST = 0.99
+"""The widest lower band: at 1 its edge would be a ratio of 0."""
 _IS = "rollout_correction.rollout_is"
 _RS = "rollout_correction.rollout_rs"
 
@@ -95,9 +97,11 @@ def bands(config: Config) -> list[Candidate]:
         widths = {f"actor.{name}": getattr(settings, name) for name in ("clip_ratio_low", "clip_ratio_high")}
     found = []
     for factor in BAND_FACTORS:
-        keys = {k: v if factor == 1 else rounded(min(v * factor, 0.99)) for k, v in widths.items()}
-        kind = "base" if factor == 1 else "band"
-        found.append(Candidate(kind, keys, objective_settings(with_keys(base, keys)), f"bands times {factor:g}"))
+        wanted = {key: width if factor == 1 else rounded(width * factor) for key, width in widths.items()}
+        keys = {key: min(width, _LOWEST) if key.endswith("_low") else width for key, width in wanted.items()}
+        kind, label = "base" if factor == 1 else "band", f"bands times {factor:g}"
+        label += "" if keys == wanted else f", lower at most {_LOWEST:g}"
+        found.append(Candidate(kind, keys, objective_settings(with_keys(base, keys)), label))
     return found
 
 

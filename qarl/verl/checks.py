@@ -125,6 +125,7 @@ def refuse_corrections(composed: Any) -> None:
     for key, neutral, why in (
         ("bypass_mode", False, "it replaces the trainer's log-probs by the rollout's, so TBPO would see no mismatch"),
         ("rollout_is", None, "it adds a weight for each token, but TBPO already weights the whole sequence"),
+        ("rollout_rs", None, "it removes tokens before TBPO forms a response's ratio and the mismatch is measured"),
     ):
         if value := correction.get(key):
             raise UserError(

@@ -67,6 +67,7 @@ def allowed(key: str, value: float) -> Config | None:
         "optim.muon_momentum": ["optim.name=muon"],
         "rollout.val_temperature": ["backend=verl"],
         "optim.lr_warmup_steps": ["trainer.total_training_steps=10000000"],
+        "rollout_correction.rollout_is_threshold": ["actor.loss=grpo", "rollout_correction.rollout_is=token"],
         "rollout_correction.rollout_is_threshold_lower": [
             "actor.loss=grpo",
             "rollout_correction.rollout_is=token",

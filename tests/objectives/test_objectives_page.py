@@ -85,12 +85,34 @@ def test_the_variants_of_the_paper_are_configs_that_run() -> None:
         ("grpo", {"rollout_is": "token", "rollout_is_mode": "icepop", "rollout_is_threshold": 1.0}, "grpo"),
         ("grpo", {"rollout_is_mode": "mask"}, "grpo"),
         ("grpo", {"rollout_is_batch_normalize": True}, "grpo"),
+        ("grpo", {"rollout_is_threshold": 3.0}, "grpo"),
+        ("grpo", {"rollout_rs_ratio": "ppo"}, "grpo"),
     ],
 )
 def test_what_contradicts_itself_is_refused(loss: str, correction: dict[str, object], estimator: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_config(loss, correction, algorithm={"adv_estimator": estimator})
     assert all(problem.reason and problem.fix for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("loss", "estimator", "accepted"),
+    [("grpo", "grpo", True), ("grpo", "dr_grpo", True), ("grpo", "rloo", False), ("reinforce", "grpo", False)],
+)
+def test_a_normalisation_that_the_advantages_do_not_have(loss: str, estimator: str, accepted: bool) -> None:
+    keys = {"adv_estimator": estimator, "norm_adv_by_std_in_grpo": False}
+    if accepted:
+        assert run_config(loss, {}, algorithm=keys)
+        return
+    with pytest.raises(ConfigError, match="norm_adv_by_std_in_grpo"):
+        run_config(loss, {}, algorithm=keys)
+
+
+def test_a_veto_needs_the_trainers_log_probs() -> None:
+    veto = {"veto_threshold": 1e-4}
+    with pytest.raises(ConfigError, match="veto_threshold"):
+        run_config("grpo", veto, old_log_probs="rollout")
+    assert run_config("grpo", veto, old_log_probs="auto")
 
 
 def test_a_mismatch_that_is_not_seen_is_not_corrected() -> None:

@@ -91,8 +91,8 @@ OBJECTIVES: Table = {
         1.05, weight("zero_frac"), lambda b, a: b == 0 < a < 1, {"actor.loss": "mis_gspo", CAP: 10.0}, NOISE
     ),
     "algorithm.adv_estimator": [
-        Row(name, GRAD, other_gradient, GRPO | {"algorithm.norm_adv_by_std_in_grpo": False})
-        for name in ("rloo", "dr_grpo")
+        Row("rloo", GRAD, other_gradient, GRPO),
+        Row("dr_grpo", GRAD, other_gradient, GRPO | {"algorithm.norm_adv_by_std_in_grpo": False}),
     ],
     f"{SECTION}.bypass_mode": Row(
         True,

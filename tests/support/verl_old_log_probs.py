@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from reach_rows import STEPS, make_files
-from reach_verl import Actor, Verl, nested
+from reach_verl import Verl
+from reach_verl_actor import Actor, nested
 
 AUTO = {"actor.old_log_probs": "auto", "quant.mismatch_limit": 5.0}
 ROLLOUT = {"actor.old_log_probs": "rollout", "actor.loss": "grpo"}

@@ -94,7 +94,7 @@ def test_starting_verl_leaves_the_threads_to_it(monkeypatch):
     assert "OMP_NUM_THREADS" not in os.environ
 
 
-@pytest.mark.parametrize(("key", "value"), [("bypass_mode", True), ("rollout_is", "token")])
+@pytest.mark.parametrize(("key", "value"), [("bypass_mode", True), ("rollout_is", "token"), ("rollout_rs", "token_k1")])
 def test_verls_own_corrections_do_not_go_with_tbpo(key, value):
     changed = {f"algorithm.rollout_correction.{key}": value}
     with pytest.raises(UserError, match=f"rollout_correction.{key}"):

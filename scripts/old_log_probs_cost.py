@@ -10,8 +10,7 @@ rounds are not counted: one warms up, and in the first step of a run `auto` reco
 medians of the ratios of a round.
 
 `--random NAME`: a model of that public shape with random weights, 2 prompts of 32 random tokens, 4 responses of 64
-tokens each, two mini-batches.
-
+tokens each, two mini-batches, unless `--set` says otherwise.
 """
 
 from __future__ import annotations
@@ -49,6 +48,8 @@ UNCOUNTED = 2
 def configs(args: argparse.Namespace, scheme: str, folder: str) -> dict[str, Config]:
     """The config of each variant."""
     found = {}
+    chosen = random_keys(Path(folder) / "model") if args.random else []
+    given = {key.partition("=")[0] for key in args.set}
     for name, (level, source) in VARIANTS.items():
         overrides = [
             f"output_dir={folder}",
@@ -58,7 +59,7 @@ def configs(args: argparse.Namespace, scheme: str, folder: str) -> dict[str, Con
             f"actor.old_log_probs={source}",
             "trainer.val_before_train=false",
             "actor.loss=grpo",  # with TBPO the rollout's log-probs are refused
-            *(random_keys(Path(folder) / "model") if args.random else ()),
+            *(key for key in chosen if key.partition("=")[0] not in given),
             *args.set,
         ]
         found[name] = load_config([f"config={args.config}", *overrides])
@@ -135,8 +136,12 @@ def summary(steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "largest_delta": {name: max(step["mismatch/abs_max"] for step in found) for name, found in steps.items()},
         "response_length": statistics.mean(step["response_length/mean"] for step in steps["model, auto"]),
         "reward": {name: statistics.mean(step["critic/score/mean"] for step in found) for name, found in steps.items()},
-        "old_log_prob_wall_s": {
-            name: statistics.median(step["timing_s/old_log_prob"] for step in found[UNCOUNTED:])
+        "phases_wall_s": {
+            name: {
+                key.removeprefix("timing_s/"): statistics.median(step[key] for step in found[UNCOUNTED:])
+                for key in found[-1]
+                if key.startswith("timing_s/")
+            }
             for name, found in steps.items()
         },
     }

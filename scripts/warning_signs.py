@@ -17,7 +17,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,10 @@ def train(kind: str, seed: int, steps: int, output: Path) -> dict[str, Any]:
     name = f"{kind}-seed{seed}"
     command = [sys.executable, "-m", "qarl.train", "config=quickstart.yaml", f"name={name}", f"seed={seed}"]
     command += [f"output_dir={output}", f"trainer.total_training_steps={steps}", *KINDS[kind], *QUIET]
-    summary = output / name / "summary.json"
+    summary, record = output / name / "summary.json", output / f"{name}.json"
+    if record.is_file() and json.loads(record.read_text())["arguments"] != command[1:]:
+        sys.exit(f"error: {output / name} is a run with other arguments; choose another --runs-dir")
+    write_json(record, {"arguments": command[1:]})
     if not summary.is_file() or not json.loads(summary.read_text())["finished"]:
         print(f"--- {' '.join(command[1:])}", flush=True)
         subprocess.run(command, check=True)
@@ -109,7 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--history", type=Path, nargs="+", default=[], metavar="RUN")
     options = parser.parse_args(argv)
-    start = time.perf_counter()
     print(
         "| run | seed | steps | reward, first 10 | last 10 | fell at step | warnings |\n|---|---|---|---|---|---|---|"
     )
@@ -128,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.output:
                 settings = {kind: [*KINDS[kind], f"trainer.total_training_steps={options.steps}"] for kind in results}
                 versions = json.loads((options.runs_dir / f"{kind}-seed{seed}" / "versions.json").read_text())
-                minutes = (time.perf_counter() - start) / 60
+                minutes = sum(run["seconds"] for kind in results.values() for run in kind.values()) / 60
                 found = {"what": "scripts/warning_signs.py", "set": settings, "versions": versions}
                 write_json(options.output, found | {"minutes": minutes, "runs": results})
     return 0 if good else 1

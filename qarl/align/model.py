@@ -232,9 +232,8 @@ def rotary_unavailable(config: Any, device_type: str = "cpu") -> str | None:
     if is_plain(config):
         return None
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if (
-        device_type == "cuda" and vllm_without_device()
-    ):  # the launcher of a run on other machines, whose trainer decides
+    launches_elsewhere = device_type == "cuda" and vllm_without_device() is not None
+    if launches_elsewhere:  # the trainer, on another machine, decides
         return None
     if missing := vllm_unusable():
         return f"needs vLLM's cosines and sines for a rotary embedding of type {rope_type}: {missing}"

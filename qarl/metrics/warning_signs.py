@@ -1,9 +1,9 @@
 """Find warning signs of a collapse in the metrics of a run.
 
-Before the reward of a collapsing run falls, other metrics change. The QaRL paper (arXiv 2604.07853) names error tokens
-and rising entropy. arXiv 2605.14220 names a difference between the loss contributions of positive and negative samples.
-Jumps of entropy and gradient norm are well-known signs of a mismatch. `SignFinder` looks for these signs after each
-step, and reports each sign once.
+Before the reward of a collapsing run falls, other metrics often change. The QaRL paper (arXiv 2604.07853) names error
+tokens and rising entropy. arXiv 2605.14220 names a difference between the loss contributions of positive and negative
+samples. Jumps of entropy and gradient norm are well-known signs of a mismatch. `SignFinder` looks for these signs after
+each step, and reports each sign once.
 
 The rules are ours. Metrics of healthy runs are noisy, so the rules compare medians:
 
@@ -11,8 +11,8 @@ The rules are ours. Metrics of healthy runs are noisy, so the rules compare medi
 - usual: of up to `WINDOW` steps before them
 - early: of the first `EARLY` steps of the run
 
-A change counts only if it exceeds both the limit of its rule (a factor or a difference) and several times the usual
-spread. The spread is 1.4826 times the median absolute deviation, which equals the standard deviation of normally
+Most changes count only if they exceed both the limit of their rule (a factor or a difference) and several times the
+usual spread. The spread is 1.4826 times the median absolute deviation, which equals the standard deviation of normally
 distributed values. docs/warning_signs.md lists the runs on which we checked the rules.
 
 This module needs no torch. A resumed run rebuilds the state from its metrics.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -34,6 +35,11 @@ DEVIATIONS, JUMP_DEVIATIONS = 6.0, 4.0
 """A change must exceed the usual spread this many times. `JUMP_DEVIATIONS` is for comparisons of logarithms."""
 EQUAL_REWARDS = 5
 """Number of consecutive steps without any difference of rewards within a group, after which this is reported."""
+LARGE_UPDATE, LARGE_STEPS = 0.3, 5
+"""A size of updates, in nats, that is too large, and the number of steps of its median. The paper's widest band, 7e-4
+at 16384 tokens (arXiv 2604.07853), is 0.09. Healthy runs reach 0.28 (docs/warning_signs.md)."""
+GROWN_UPDATE = 0.15
+"""A size of updates, in nats, that is too large if it has doubled."""
 
 Point = tuple[int, float]
 """A training step and the value of a metric."""
@@ -103,20 +109,20 @@ def find(history: Sequence[Mapping[str, Any]]) -> list[WarningSign]:
 
 
 def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics that only the rules use: for each sign of advantage, C(r w) - C(r) and |C(r)|."""
-    found = {}
-    try:
-        for sign in ("pos", "neg"):
-            name = f"zero_centred_loss_{sign}"
-            own, to_rollout = (metrics[f"actor/{prefix}{name}"] for prefix in ("", "rollout_"))
-            found[f"skew/{sign}"] = to_rollout - own
-            found[f"skew/{sign}_own"] = abs(own)
-    except (KeyError, TypeError):
-        return {}
-    return {
-        "skew/net": found["skew/pos"] + found["skew/neg"],
-        "skew/own": found["skew/pos_own"] + found["skew/neg_own"],
-    }
+    """Return metrics that only the rules use, as far as `metrics` has what they are made of.
+
+    skew/net, skew/own   sums over the signs of the advantage of C(r w) - C(r), and of |C(r)|
+    update/size          actor/update_size, unless the old log-probs are the rollout's and differ from the trainer's:
+                         then it contains the mismatch
+    """
+    found: dict[str, float] = {}
+    with suppress(KeyError, TypeError):
+        names = [f"zero_centred_loss_{sign}" for sign in ("pos", "neg")]
+        own, to_rollout = ([metrics[f"actor/{prefix}{name}"] for name in names] for prefix in ("", "rollout_"))
+        found |= {"skew/net": sum(to_rollout) - sum(own), "skew/own": sum(map(abs, own))}
+    if metrics.get("old_log_probs/recomputed") != 0 or metrics.get("mismatch/abs_max") == 0:
+        found["update/size"] = metrics.get("actor/update_size", math.nan)
+    return found
 
 
 def usual(values: Sequence[float], recent: int) -> tuple[float, float, float] | None:
@@ -124,9 +130,18 @@ def usual(values: Sequence[float], recent: int) -> tuple[float, float, float] | 
     before = values[:-recent][-WINDOW:]
     if len(before) < FEWEST:
         return None
-    middle = median(before)
-    spread = 1.4826 * median([abs(value - middle) for value in before])
-    return median(values[-recent:]), middle, spread
+    return median(values[-recent:]), median(before), _spread(before)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the median absolute deviation, scaled to the standard deviation of normally distributed values."""
+    middle = median(values)
+    return 1.4826 * median([abs(value - middle) for value in values])
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the standard error of the median of normally distributed values."""
+    return 1.2533 * _spread(values) / math.sqrt(len(values))
 
 
 def jump(points: Sequence[Point], factor: float, *, recent: int = RECENT) -> Change | None:
@@ -154,9 +169,8 @@ def trend(points: Sequence[Point], factor: float, *, least: float) -> Change | N
         return None
     early = [value for _, value in points[:EARLY]]
     middle = max(median(early), least / factor)
-    spread = 1.4826 * median([abs(value - median(early)) for value in early])
     now = median(value for _, value in points[-TREND:])
-    if now < factor * middle or now <= middle + DEVIATIONS * spread:
+    if now < factor * middle or now <= middle + DEVIATIONS * _spread(early):
         return None
     limit = factor * middle
     return Change(median(early), now, _since(points, lambda value: value >= limit), f"in the first {EARLY} steps")
@@ -193,6 +207,22 @@ def _grad_norm(series: Series) -> Seen:
     return None if change is None else _words("actor/grad_norm", "rose", change)
 
 
+def _update_size(series: Series) -> Seen:
+    """Look for updates that move a response further than any usual band lets them, or much further than at first."""
+    points = [(step, value) for step, value in series["update/size"] if value > 0]
+    recent = points[-LARGE_STEPS:]
+    if len(recent) == LARGE_STEPS and (now := median(value for _, value in recent)) >= LARGE_UPDATE:
+        since = _since(points, lambda value: value >= LARGE_UPDATE)
+        return since, f"actor/update_size is {now:.2g} (median of {LARGE_STEPS} steps), at least {LARGE_UPDATE:g}"
+    if len(points) < EARLY + TREND:
+        return None
+    before, now = (median(value for _, value in part) for part in (points[:EARLY], points[-TREND:]))
+    if now < max(2 * before, GROWN_UPDATE):
+        return None
+    since = _since(points, lambda value: value >= 2 * before)
+    return _words("actor/update_size", "grew", Change(before, now, since, f"in the first {EARLY} steps"))
+
+
 def _delta_tail(series: Series) -> Seen:
     change = trend(series["mismatch/abs_p999"], 3.0, least=0.05)
     return None if change is None else _words("mismatch/abs_p999", "grew", change)
@@ -210,8 +240,7 @@ def _skew(series: Series) -> Seen:
         return None
     early, recent = ([value for _, value in part] for part in (points[:EARLY], points[-EARLY:]))
     push, before = median(recent), abs(median(early))
-    spread = max(1.4826 * median([abs(value - median(part)) for value in part]) for part in (early, recent))
-    error = 1.2533 * spread / math.sqrt(EARLY)  # the standard error of a median of normally distributed values
+    error = max(_error(early), _error(recent))
     floor = median(value for _, value in own[-EARLY:])
     if abs(push) < 3 * before or abs(push) < DEVIATIONS * error or abs(push) <= floor:
         return None
@@ -273,6 +302,11 @@ SIGNS: dict[str, tuple[Callable[[Series], Seen], str]] = {
         _grad_norm,
         "lower optim.lr; lower actor.grad_clip to the usual norm; narrow actor.neg_seq_clip_ratio_high",
     ),
+    "update_size": (
+        _update_size,
+        "lower optim.lr or add optim.lr_warmup_steps; lower actor.ppo_epochs, or raise actor.ppo_mini_batch_size; with "
+        "actor.loss=tbpo, narrow the bands",
+    ),
     "delta_tail": (_delta_tail, _MISMATCH),
     "k3": (_k3, _MISMATCH),
     "skew": (
@@ -298,6 +332,7 @@ METRICS = (
     "rollout/entropy",
     "actor/entropy",
     "actor/grad_norm",
+    "update/size",
     "mismatch/abs_p999",
     "mismatch/k3",
     "skew/net",

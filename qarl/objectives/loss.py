@@ -113,7 +113,7 @@ def objective_loss(
         **{"rollout_log_prob" if settings.loss == "reinforce" else "old_log_prob": against},
     )
     advantage = per_token.gather(1, keep.int().argmax(dim=-1, keepdim=True)).squeeze(1)
-    statistics = loss_statistics(new, against, rollout, advantage, keep, found)
+    statistics = loss_statistics(new, old, against, rollout, advantage, keep, found)
     if correction.rejects or weight is not None:
         statistics |= correction_statistics(mask, keep, weight)
     return loss, statistics

@@ -14,7 +14,7 @@ import torch
 
 from qarl import tbpo
 from qarl.tbpo.loss import combine
-from qarl.tbpo.ratios import ratio_deviation, sequence_log_ratio
+from qarl.tbpo.ratios import largest_update, ratio_deviation, sequence_log_ratio
 from qarl.tbpo.tokens import token_metrics, token_statistics
 
 _VERL = {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "clipped_lower", "actor/ppo_kl": "ppo_kl"}
@@ -65,6 +65,7 @@ def correction_statistics(mask: torch.Tensor, keep: torch.Tensor, weight: torch.
 def loss_statistics(
     log_prob: torch.Tensor,
     old_log_prob: torch.Tensor,
+    against: torch.Tensor,
     rollout_log_prob: torch.Tensor,
     advantage: torch.Tensor,
     keep: torch.Tensor,
@@ -72,10 +73,12 @@ def loss_statistics(
 ) -> dict[str, float]:
     """Return the statistics of a call of verl's losses. `advantage`: [B]; `keep`: bool [B, T]; the log-probs: [B, T].
 
-    The ratios of a response are geometric means over its kept tokens, as TBPO's are, so that runs can be compared."""
+    The ratios of a response are geometric means over its kept tokens, as TBPO's are, so that runs can be compared. They
+    are to `against`: the old log-probs, or with bypass_mode the rollout's. The size of the update is always to the old
+    ones, so the mismatch is not part of it."""
     with torch.no_grad():
         nonempty, tokens = keep.any(dim=-1), keep.sum()
-        log_ratio = sequence_log_ratio(log_prob, old_log_prob, keep)
+        log_ratio = sequence_log_ratio(log_prob, against, keep)
         log_rollout_ratio = sequence_log_ratio(log_prob, rollout_log_prob, keep)
         deviation = ratio_deviation(log_ratio)
         centred, rollout_centred = -deviation * advantage, -ratio_deviation(log_rollout_ratio) * advantage
@@ -93,6 +96,8 @@ def loss_statistics(
         values = {f"sum/{name}": value.double().sum() for name, value in sums.items()}
         values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
         values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
+        update = ratio_deviation(sequence_log_ratio(log_prob, old_log_prob, keep))
+        values["max/update"] = largest_update(update, keep.sum(dim=-1))
         means = {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
     return _as_numbers(values | means) | token_statistics(log_prob, old_log_prob, advantage, keep)
 
@@ -104,7 +109,7 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
         actor/pg_clipfrac: share of tokens that are clipped
         actor/pg_clipfrac_lower: share of tokens that are clipped by dual clip's third bound
         actor/ppo_kl: mean of old_log_prob - log_prob over tokens
-        actor/zero_advantage_frac, actor/seq_ratio_*, actor/*zero_centred_loss_*: as for TBPO
+        actor/zero_advantage_frac, actor/seq_ratio_*, actor/update_size, actor/*zero_centred_loss_*: as for TBPO
     For every loss with a correction:
         correction/rejected_response_frac: share of responses of which no token is kept
         correction/rejected_token_frac: share of rejected tokens
@@ -121,6 +126,7 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
         low, high = total["min/deviation"], total["max/deviation"]
         metrics |= {"actor/seq_ratio_min": 1 + low, "actor/seq_ratio_max": 1 + high}
         metrics["actor/seq_ratio_abs_dev_max"] = max(abs(low), abs(high))
+        metrics["actor/update_size"] = total["max/update"]
     if total.get("sum/weighted_tokens"):
         metrics |= {"correction/weight_min": total["min/weight"], "correction/weight_max": total["max/weight"]}
         if total["sum/weight_squared"]:

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from qarl.tbpo.config import TBPOConfig
-from qarl.tbpo.ratios import clip_to_band, inside, ratio_deviation, sequence_log_ratio
+from qarl.tbpo.ratios import clip_to_band, inside, largest_update, ratio_deviation, sequence_log_ratio
 from qarl.tbpo.tokens import token_metrics, token_statistics
 
 
@@ -81,7 +81,6 @@ def tbpo_loss(
     """
     _check_shapes(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask)
     valid = response_mask != 0
-    nonempty = valid.any(dim=-1)
     advantage = _advantage_per_response(advantages, valid)
     count = _check_values(log_prob, old_log_prob, rollout_log_prob, advantages, advantage, response_mask, valid)
     denominator = _denominator(count, global_batch_size)
@@ -106,7 +105,7 @@ def tbpo_loss(
 
     with torch.no_grad():
         statistics: dict[str, Any] = _statistics(
-            deviation, log_ratio + log_mismatch, mismatch, weight, advantage, in_band, nonempty
+            deviation, log_ratio + log_mismatch, mismatch, weight, advantage, in_band, lengths
         )
         statistics |= _distances(deviation, lower, upper, lengths, advantage, config)
         statistics |= token_statistics(log_prob, old_log_prob, advantage, valid)
@@ -126,6 +125,7 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
         actor/inside_band_frac: share of the responses with A != 0 that are inside their band
         actor/zero_advantage_frac: share of all responses that have A = 0
         actor/seq_ratio_mean, _min, _max: r; actor/seq_ratio_abs_dev_max: the largest |r - 1|
+        actor/update_size: the largest |r - 1| * sqrt(T), T the tokens of the response
         actor/seq_tis_imp_ratio_mean, _max: w before the cap
         actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: share of all responses with w > C (w < 1/C)
         actor/zero_centred_loss_pos, _neg: -(r - 1) A, summed over the responses with A > 0 (A < 0) and divided by the
@@ -147,6 +147,7 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
     metrics["actor/seq_ratio_min"] = 1 + low
     metrics["actor/seq_ratio_max"] = 1 + high
     metrics["actor/seq_ratio_abs_dev_max"] = max(abs(low), abs(high))
+    metrics["actor/update_size"] = total["max/update"]
     metrics["actor/seq_tis_imp_ratio_max"] = total["max/mismatch"]
     for name, key in (("band_p95", "all/scaled_distance"), ("band_factor_p95", "all/bands_away")):
         if total.get(key):
@@ -240,9 +241,10 @@ def _statistics(
     weight: torch.Tensor,
     advantage: torch.Tensor,
     in_band: torch.Tensor,
-    nonempty: torch.Tensor,
+    lengths: torch.Tensor,
 ) -> dict[str, float]:
     """Return sums and extremes over the non-empty responses, with one transfer from the device to the CPU."""
+    nonempty = lengths > 0
     pos, neg = advantage > 0, advantage < 0
     centred = -deviation * advantage
     rollout_centred = -ratio_deviation(log_rollout_ratio) * advantage
@@ -267,6 +269,7 @@ def _statistics(
     values = {f"sum/{name}": value.double().sum() for name, value in sums.items()}
     values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
     values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
+    values["max/update"] = largest_update(deviation, lengths)
     values["max/mismatch"] = mismatch.double().masked_fill(~nonempty, -math.inf).amax()
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 

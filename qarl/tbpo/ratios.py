@@ -40,6 +40,13 @@ def ratio_deviation(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO))
 
 
+def largest_update(deviation: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the largest |r - 1| * sqrt(T) of the responses, FP64 []. `deviation`, `lengths`: [B], T = 0 if empty.
+
+    The root makes short and long responses comparable: r, a mean over T tokens, spreads like 1 / sqrt(T)."""
+    return (deviation.double().abs() * lengths.sqrt()).amax()
+
+
 def inside(deviation: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
     """Return bool in the same shape: whether each deviation is in its band, including the edges."""
     return (deviation >= lower) & (deviation <= upper)

@@ -19,12 +19,13 @@ Metrics = dict[str, float]
 
 
 def healthy(step: int, rng: random.Random) -> Metrics:
-    """The noise of the quickstart's runs: gradient norms within a factor of 3, entropy that falls slowly."""
+    """The noise of the quickstart's runs: gradient norms within a factor of 3, entropy and updates that fall slowly."""
     contributions = {f"actor/zero_centred_loss_{sign}": rng.gauss(0, 1e-4) for sign in ("pos", "neg")}
     mismatch = {sign: rng.gauss(0, 1e-3) for sign in ("pos", "neg")}
     return {
         "rollout/entropy": 0.057 * math.exp(-step / 180) * math.exp(rng.gauss(0, 0.15)),
         "actor/grad_norm": 0.3 * math.exp(rng.gauss(0, 0.35)),
+        "actor/update_size": 0.09 * math.exp(-step / 80) * math.exp(rng.gauss(0, 0.44)),
         "mismatch/abs_p999": 0.4 * math.exp(rng.gauss(0, 0.25)),
         "mismatch/k3": 8e-3 * math.exp(rng.gauss(0, 0.5)),
         **contributions,
@@ -77,6 +78,8 @@ CASES: dict[str, tuple[str, Callable[[int, Metrics], None], int, int]] = {
     "entropy triples": ("entropy", after(50, "rollout/entropy", 3), 50, 53),
     "entropy falls to a fifth": ("entropy", after(50, "rollout/entropy", 0.2), 50, 53),
     "gradient norm times 8": ("grad_norm", after(50, "actor/grad_norm", 8), 50, 53),
+    "updates ten times as large": ("update_size", after(50, "actor/update_size", 10), 50, 55),
+    "updates grow 6% a step": ("update_size", growing("actor/update_size", 1.06), 30, 75),
     "tail of δ grows 4% a step": ("delta_tail", growing("mismatch/abs_p999", 1.04), 40, 75),
     "k3 grows 5% a step": ("k3", growing("mismatch/k3", 1.05), 40, 75),
     "negative samples pushed alone": ("skew", skewed, 50, 70),
@@ -135,6 +138,45 @@ def test_the_sentence_says_what_changed_since_when_and_what_to_try() -> None:
         "warning sign grad_norm, since step 40: actor/grad_norm rose from 0.25 (usual) to 2\n"
         f"  try: {SIGNS['grad_norm'][1]}"
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seen"),
+    [
+        ([0.31] * 5, "is 0.31 (median of 5 steps), at least 0.3"),
+        ([0.31] * 4, None),
+        ([0.29] * 40, None),
+        ([0.0] * 4 + [0.31] * 5, "is 0.31"),
+        ([0.07] * 20 + [0.16] * 10, "grew from 0.07 (in the first 20 steps) to 0.16"),
+        ([0.07] * 20 + [0.14] * 10, None),
+        ([0.09] * 20 + [0.16] * 10, None),
+        ([0.07] * 20 + [0.16] * 5, None),
+    ],
+)
+def test_the_size_of_updates_by_hand(sizes: list[float], seen: str | None) -> None:
+    found = find([{"step": step, "actor/update_size": size} for step, size in enumerate(sizes, 1)])
+    assert [warning.sign for warning in found] == ([] if seen is None else ["update_size"])
+    assert seen is None or seen in found[0].text
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "mismatch", "signs"),
+    [(1.0, 5.0, ["update_size"]), (0.0, 0.0, ["update_size"]), (0.0, 5.0, []), (None, 5.0, ["update_size"])],
+)
+def test_a_mismatch_is_not_taken_for_an_update(recomputed: float | None, mismatch: float, signs: list[str]) -> None:
+    """Where the old log-probs are the rollout's, the ratio to them contains the mismatch."""
+    metrics = {"actor/update_size": 0.4, "old_log_probs/recomputed": recomputed, "mismatch/abs_max": mismatch}
+    assert [warning.sign for warning in find([{"step": step, **metrics} for step in range(1, 10)])] == signs
+
+
+def test_updates_of_a_constant_size_are_seldom_taken_for_large_ones() -> None:
+    """Without a trend, with the noise of the quickstart's runs: what docs/warning_signs.md says of false warnings."""
+    warned = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        sizes = [0.09 * min(1.0, step / 10) * math.exp(rng.gauss(0, 0.44)) for step in range(1, 151)]
+        warned += bool(find([{"step": step, "actor/update_size": size} for step, size in enumerate(sizes, 1)]))
+    assert 0 < warned <= 10, "5% of 200 runs"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None, "nan"])

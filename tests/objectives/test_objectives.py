@@ -22,6 +22,7 @@ REFUSED = {
     "reinforce": ("bypass",),
 }
 """Beginnings of the names of the corrections that contradict a loss."""
+NO_BYPASS = {loss for loss, corrections in REFUSED.items() if "bypass" in corrections}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,25 @@ def test_the_share_that_is_rejected_is_reported(rows):
     assert {name: found[name] for name in expected} == pytest.approx(
         {k: float(v) for k, v in expected.items()}, rel=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "bypass"),
+    [*((loss, False) for loss in LOSSES), *((loss, True) for loss in LOSSES if loss not in NO_BYPASS)],
+)
+def test_the_size_of_an_update_is_to_the_old_policy_whatever_the_ratio(rows, loss, bypass):
+    """By float64. Lengths differ, so the largest |r - 1| and the largest |r - 1| sqrt(T) are of different responses."""
+    changed = {name: tensor.clone() for name, tensor in rows.items()}
+    lengths = changed["response_mask"].sum(1)
+    short, long = lengths.masked_fill(lengths == 0, 99).argmin(), lengths.argmax()
+    for row, moved in ((short, 0.5), (long, 0.45)):
+        changed["log_prob"][row] = changed["old_log_prob"][row] + moved
+    _, _, statistics = call(changed, run_config(loss, {"bypass_mode": bypass}), parts(5))
+    mask = changed["response_mask"]
+    log_ratio = torch.where(mask, (changed["log_prob"] - changed["old_log_prob"]).double(), 0.0).sum(1)
+    sizes = (log_ratio / lengths.clamp(min=1)).exp().sub(1).abs() * lengths.double().sqrt()
+    assert reduce_metrics(statistics)["actor/update_size"] == pytest.approx(float(sizes.max()), rel=1e-5)
+    assert sizes.argmax() == long
 
 
 def test_all_losses_report_how_far_tokens_move_and_tbpo_all_that_is_its_own(rows):

@@ -32,6 +32,7 @@ def test_metrics_by_hand() -> None:
         "actor/seq_ratio_min": 0.8,
         "actor/seq_ratio_max": 1.5,
         "actor/seq_ratio_abs_dev_max": 0.5,
+        "actor/update_size": 0.5 * 3**0.5,  # 1.5 over 3 tokens; 1.4 over 4 is 0.8
         "actor/seq_tis_imp_ratio_mean": (1 + 4 + 1 + 0.25 + 1 + 1) / 6,
         "actor/seq_tis_imp_ratio_max": 4.0,
         "actor/seq_tis_above_cap_frac": 1 / 6,

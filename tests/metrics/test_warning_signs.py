@@ -22,10 +22,12 @@ def healthy(step: int, rng: random.Random) -> Metrics:
     """The noise of the quickstart's runs: gradient norms within a factor of 3, entropy and updates that fall slowly."""
     contributions = {f"actor/zero_centred_loss_{sign}": rng.gauss(0, 1e-4) for sign in ("pos", "neg")}
     mismatch = {sign: rng.gauss(0, 1e-3) for sign in ("pos", "neg")}
+    update = 0.09 * math.exp(-step / 80) * math.exp(rng.gauss(0, 0.44))
     return {
         "rollout/entropy": 0.057 * math.exp(-step / 180) * math.exp(rng.gauss(0, 0.15)),
         "actor/grad_norm": 0.3 * math.exp(rng.gauss(0, 0.35)),
-        "actor/update_size": 0.09 * math.exp(-step / 80) * math.exp(rng.gauss(0, 0.44)),
+        "actor/update_size": update,
+        "actor/ratio_size": update,
         "mismatch/abs_p999": 0.4 * math.exp(rng.gauss(0, 0.25)),
         "mismatch/k3": 8e-3 * math.exp(rng.gauss(0, 0.5)),
         **contributions,
@@ -80,6 +82,7 @@ CASES: dict[str, tuple[str, Callable[[int, Metrics], None], int, int]] = {
     "gradient norm times 8": ("grad_norm", after(50, "actor/grad_norm", 8), 50, 53),
     "updates ten times as large": ("update_size", after(50, "actor/update_size", 10), 50, 55),
     "updates grow 6% a step": ("update_size", growing("actor/update_size", 1.06), 30, 75),
+    "ratios ten times as large as updates": ("ratio_mismatch", after(50, "actor/ratio_size", 10), 50, 55),
     "tail of δ grows 4% a step": ("delta_tail", growing("mismatch/abs_p999", 1.04), 40, 75),
     "k3 grows 5% a step": ("k3", growing("mismatch/k3", 1.05), 40, 75),
     "negative samples pushed alone": ("skew", skewed, 50, 70),
@@ -160,12 +163,21 @@ def test_the_size_of_updates_by_hand(sizes: list[float], seen: str | None) -> No
 
 
 @pytest.mark.parametrize(
-    ("recomputed", "mismatch", "signs"),
-    [(1.0, 5.0, ["update_size"]), (0.0, 0.0, ["update_size"]), (0.0, 5.0, []), (None, 5.0, ["update_size"])],
+    ("recomputed", "mismatch", "ratio", "signs"),
+    [
+        (1.0, 5.0, 0.4, ["update_size"]),
+        (0.0, 0.0, 0.4, ["update_size"]),
+        (None, 5.0, 0.4, ["update_size"]),
+        (0.0, 5.0, 0.4, ["ratio_mismatch"]),
+        (1.0, 5.0, 1.4, ["update_size", "ratio_mismatch"]),
+    ],
 )
-def test_a_mismatch_is_not_taken_for_an_update(recomputed: float | None, mismatch: float, signs: list[str]) -> None:
-    """Where the old log-probs are the rollout's, the ratio to them contains the mismatch."""
-    metrics = {"actor/update_size": 0.4, "old_log_probs/recomputed": recomputed, "mismatch/abs_max": mismatch}
+def test_a_mismatch_is_not_taken_for_an_update(
+    recomputed: float | None, mismatch: float, ratio: float, signs: list[str]
+) -> None:
+    """Where the old log-probs are the rollout's, both sizes contain it; with bypass_mode, the ratio's does."""
+    sizes = {"actor/update_size": 0.4, "actor/ratio_size": ratio}
+    metrics = {**sizes, "old_log_probs/recomputed": recomputed, "mismatch/abs_max": mismatch}
     assert [warning.sign for warning in find([{"step": step, **metrics} for step in range(1, 10)])] == signs
 
 

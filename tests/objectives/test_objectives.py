@@ -109,8 +109,11 @@ def test_the_size_of_an_update_is_to_the_old_policy_whatever_the_ratio(rows, los
     mask = changed["response_mask"]
     log_ratio = torch.where(mask, (changed["log_prob"] - changed["old_log_prob"]).double(), 0.0).sum(1)
     sizes = (log_ratio / lengths.clamp(min=1)).exp().sub(1).abs() * lengths.double().sqrt()
-    assert reduce_metrics(statistics)["actor/update_size"] == pytest.approx(float(sizes.max()), rel=1e-5)
+    metrics = reduce_metrics(statistics)
+    assert metrics["actor/update_size"] == pytest.approx(float(sizes.max()), rel=1e-5)
     assert sizes.argmax() == long
+    if loss != "tbpo":
+        assert (metrics["actor/ratio_size"] != metrics["actor/update_size"]) == bypass
 
 
 def test_all_losses_report_how_far_tokens_move_and_tbpo_all_that_is_its_own(rows):

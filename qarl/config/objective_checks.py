@@ -137,8 +137,11 @@ def weights_to_normalise(backend: str, level: str | None, mode: str, normalise: 
 
 
 def old_log_probs_that_show_a_mismatch(
-    source: str, level: str | None, options: list[str] | str, ratio: str, veto: float | None
+    source: str, level: str | None, options: list[str] | str, ratio: str, veto: float | None, bypass: bool
 ) -> Problem | None:
+    if source == "rollout" and bypass:
+        reason = "it has no effect, because the old log-probs are the rollout's"
+        return Problem(f"{_CORRECTION}.bypass_mode", bypass, reason, "set it to false, or remove actor.old_log_probs")
     if source == "rollout" and veto is not None:
         reason = "the old log-probs are the rollout's, so it cannot see a token that the trainer finds impossible"
         fix = "set it to null, or set actor.old_log_probs to recompute or auto"
@@ -169,6 +172,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Problem | None]], ...] = (
             f"{_CORRECTION}.rollout_rs",
             f"{_CORRECTION}.rollout_rs_ratio",
             f"{_CORRECTION}.veto_threshold",
+            f"{_CORRECTION}.bypass_mode",
         ),
         old_log_probs_that_show_a_mismatch,
     ),

@@ -37,9 +37,11 @@ EQUAL_REWARDS = 5
 """Number of consecutive steps without any difference of rewards within a group, after which this is reported."""
 LARGE_UPDATE, LARGE_STEPS = 0.3, 5
 """A size of updates, in nats, that is too large, and the number of steps of its median. The paper's widest band, 7e-4
-at 16384 tokens (arXiv 2604.07853), is 0.09. Healthy runs reach 0.28 (docs/warning_signs.md)."""
+at 16384 tokens (arXiv 2604.07853), is 0.09."""
 GROWN_UPDATE = 0.15
 """A size of updates, in nats, that is too large if it has doubled."""
+LARGE_K3 = 4e-4
+"""A k3, in nats per token, below which a mismatch is no cause of trouble. That of BF16 rollouts is 4e-5."""
 
 Point = tuple[int, float]
 """A training step and the value of a metric."""
@@ -112,9 +114,9 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics that only the rules use, as far as `metrics` has what they are made of.
 
     skew/net, skew/own   sums over the signs of the advantage of C(r w) - C(r), and of |C(r)|
-    update/size          actor/update_size, unless the old log-probs are the rollout's and differ from the trainer's:
-                         then it contains the mismatch
-    ratio/mismatched     actor/ratio_size where it contains the mismatch: there, and with bypass_mode
+    update/size          actor/update_size, unless it contains a mismatch of at least `LARGE_K3`, because the old
+                         log-probs are the rollout's
+    ratio/mismatched     actor/ratio_size if it contains such a mismatch: there, and with bypass_mode
     """
     found: dict[str, float] = {}
     with suppress(KeyError, TypeError):
@@ -122,10 +124,12 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
         own, to_rollout = ([metrics[f"actor/{prefix}{name}"] for name in names] for prefix in ("", "rollout_"))
         found |= {"skew/net": sum(to_rollout) - sum(own), "skew/own": sum(map(abs, own))}
     update, ratio = (metrics.get(f"actor/{name}_size", math.nan) for name in ("update", "ratio"))
-    from_rollout = metrics.get("old_log_probs/recomputed") == 0 and metrics.get("mismatch/abs_max") != 0
-    if not from_rollout:
+    k3 = metrics.get("mismatch/k3")
+    mismatched = isinstance(k3, float) and k3 >= LARGE_K3
+    from_rollout = metrics.get("old_log_probs/from_rollout") == 1
+    if not (mismatched and from_rollout):
         found["update/size"] = update
-    if from_rollout or ratio != update:
+    if mismatched and (from_rollout or ratio != update):
         found["ratio/mismatched"] = ratio
     return found
 
@@ -246,7 +250,7 @@ def _delta_tail(series: Series) -> Seen:
 
 
 def _k3(series: Series) -> Seen:
-    change = trend(series["mismatch/k3"], 4.0, least=4e-4)
+    change = trend(series["mismatch/k3"], 4.0, least=LARGE_K3)
     return None if change is None else _words("mismatch/k3", "grew", change)
 
 

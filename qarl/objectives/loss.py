@@ -101,6 +101,7 @@ def objective_loss(
     per_token = advantages.detach().float() if advantages.dim() == 2 else advantages.detach().float()[:, None]
     per_token = torch.where(keep, per_token, 0.0)
     against = rollout if correction.bypass_mode else old
+    uses_ratio = settings.loss != "reinforce"
     loss, found = library.policy_loss(
         _VERL_NAMES[settings.loss],
         settings,
@@ -110,10 +111,10 @@ def objective_loss(
         advantages=per_token.clamp(min=0.0) if settings.loss == "positive_only" else per_token,
         response_mask=keep,
         rollout_is_weights=weight,
-        **{"rollout_log_prob" if settings.loss == "reinforce" else "old_log_prob": against},
+        **{"old_log_prob" if uses_ratio else "rollout_log_prob": against},
     )
     advantage = per_token.gather(1, keep.int().argmax(dim=-1, keepdim=True)).squeeze(1)
-    statistics = loss_statistics(new, old, against, rollout, advantage, keep, found)
+    statistics = loss_statistics(new, old, against, rollout, advantage, keep, found, uses_ratio=uses_ratio)
     if correction.rejects or weight is not None:
         statistics |= correction_statistics(mask, keep, weight)
     return loss, statistics

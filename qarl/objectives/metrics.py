@@ -70,12 +70,15 @@ def loss_statistics(
     advantage: torch.Tensor,
     keep: torch.Tensor,
     verl_metrics: dict[str, float],
+    *,
+    uses_ratio: bool = True,
 ) -> dict[str, float]:
     """Return the statistics of a call of verl's losses. `advantage`: [B]; `keep`: bool [B, T]; the log-probs: [B, T].
+    `uses_ratio`: whether the loss has a ratio.
 
     The ratios of a response are geometric means over its kept tokens, as TBPO's are, so that runs can be compared. They
     are to `against`: the old log-probs, or with bypass_mode the rollout's. The size of the update is always to the old
-    ones, so the mismatch is not part of it."""
+    ones, so it contains the mismatch only if those are the rollout's."""
     with torch.no_grad():
         nonempty, tokens = keep.any(dim=-1), keep.sum()
         log_ratio = sequence_log_ratio(log_prob, against, keep)
@@ -97,7 +100,8 @@ def loss_statistics(
         values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
         values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
         lengths = keep.sum(dim=-1)
-        values["max/ratio"] = largest_update(deviation, lengths)
+        if uses_ratio:
+            values["max/ratio"] = largest_update(deviation, lengths)
         update = ratio_deviation(sequence_log_ratio(log_prob, old_log_prob, keep))
         values["max/update"] = largest_update(update, lengths)
         means = {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
@@ -112,8 +116,8 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
         actor/pg_clipfrac_lower: share of tokens that are clipped by dual clip's third bound
         actor/ppo_kl: mean of old_log_prob - log_prob over tokens
         actor/zero_advantage_frac, actor/seq_ratio_*, actor/update_size, actor/*zero_centred_loss_*: as for TBPO
-        actor/ratio_size: the same as actor/update_size for the ratio of the loss. With bypass_mode, and where the old
-            log-probs are the rollout's, it contains the mismatch
+        actor/ratio_size: the same as actor/update_size for the ratio of the loss (`reinforce` has none). With
+            bypass_mode, and if the old log-probs are the rollout's, it contains the mismatch
     For every loss with a correction:
         correction/rejected_response_frac: share of responses of which no token is kept
         correction/rejected_token_frac: share of rejected tokens
@@ -130,7 +134,9 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
         low, high = total["min/deviation"], total["max/deviation"]
         metrics |= {"actor/seq_ratio_min": 1 + low, "actor/seq_ratio_max": 1 + high}
         metrics["actor/seq_ratio_abs_dev_max"] = max(abs(low), abs(high))
-        metrics |= {"actor/update_size": total["max/update"], "actor/ratio_size": total["max/ratio"]}
+        metrics["actor/update_size"] = total["max/update"]
+        if "max/ratio" in total:
+            metrics["actor/ratio_size"] = total["max/ratio"]
     if total.get("sum/weighted_tokens"):
         metrics |= {"correction/weight_min": total["min/weight"], "correction/weight_max": total["max/weight"]}
         if total["sum/weight_squared"]:

@@ -134,9 +134,10 @@ class OldLogProbs:
 
     def begin(self, batch: Batch, compute: Compute, *, seed: int) -> torch.Tensor:
         """Return the old log-probs of a step, FP32 [B, R]. `seed`: seed of the random sample of rows to check."""
-        self.messages, self.found = [], {"old_log_probs/recomputed": 0.0, "old_log_probs/fallback": 0.0}
         skips = self.started and (self.skipping.skips if self.mode == "auto" else self.mode == "rollout")
-        self.started = True
+        self.started, self.messages = True, []
+        self.found = dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 0.0)
+        self.found["old_log_probs/from_rollout"] = float(skips or self.mode == "rollout")
         if not skips:
             own = self._recompute(batch, compute)
             return batch.rollout_log_probs if self.mode == "rollout" else own
@@ -151,7 +152,7 @@ class OldLogProbs:
     def fall_back(self, batch: Batch, compute: Compute) -> torch.Tensor:
         """Recompute all old log-probs, because a check of this step found a difference. Return them."""
         self.skipping.fell_back()
-        self.found["old_log_probs/fallback"] = 1.0
+        self.found |= {"old_log_probs/fallback": 1.0, "old_log_probs/from_rollout": 0.0}
         self.messages.append(
             "the trainer's log-probs differ from the rollout's, so this step recomputes the old log-probs "
             f"(actor.old_log_probs=auto); the next {self.skipping.patience} steps do so, too"
@@ -175,6 +176,7 @@ class OldLogProbs:
         """Return the metrics of a finished step:
 
         old_log_probs/recomputed    1 if a pass over the whole batch computed the trainer's log-probs, otherwise 0
+        old_log_probs/from_rollout  1 if the update used the rollout's log-probs as the old ones, otherwise 0
         old_log_probs/fallback      1 if a check found a difference in a step that had skipped the pass
         old_log_probs/checked_frac  share of the rows whose log-probs the trainer computed before the first optimizer
                                     step, so that `mismatch/*` covers them

@@ -163,21 +163,28 @@ def test_the_size_of_updates_by_hand(sizes: list[float], seen: str | None) -> No
 
 
 @pytest.mark.parametrize(
-    ("recomputed", "mismatch", "ratio", "signs"),
+    ("from_rollout", "k3", "ratio", "signs"),
     [
-        (1.0, 5.0, 0.4, ["update_size"]),
-        (0.0, 0.0, 0.4, ["update_size"]),
-        (None, 5.0, 0.4, ["update_size"]),
-        (0.0, 5.0, 0.4, ["ratio_mismatch"]),
-        (1.0, 5.0, 1.4, ["update_size", "ratio_mismatch"]),
+        (0.0, 1e-2, 0.4, ["update_size"]),
+        (None, 1e-2, 0.4, ["update_size"]),
+        (None, 1e-2, None, ["update_size"]),
+        (1.0, 0.0, 0.4, ["update_size"]),
+        (1.0, 3e-4, 0.4, ["update_size"]),
+        (1.0, None, 0.4, ["update_size"]),
+        (1.0, 5e-4, 0.4, ["ratio_mismatch"]),
+        (1.0, 5e-4, None, []),
+        (0.0, 1e-2, 1.4, ["update_size", "ratio_mismatch"]),
+        (0.0, 3e-4, 1.4, ["update_size"]),
     ],
 )
 def test_a_mismatch_is_not_taken_for_an_update(
-    recomputed: float | None, mismatch: float, ratio: float, signs: list[str]
+    from_rollout: float | None, k3: float | None, ratio: float | None, signs: list[str]
 ) -> None:
-    """Where the old log-probs are the rollout's, both sizes contain it; with bypass_mode, the ratio's does."""
-    sizes = {"actor/update_size": 0.4, "actor/ratio_size": ratio}
-    metrics = {**sizes, "old_log_probs/recomputed": recomputed, "mismatch/abs_max": mismatch}
+    """If the old log-probs are the rollout's, both sizes contain it; with bypass_mode, only the ratio's. Without a
+    ratio (TBPO, reinforce) there is no size of it."""
+    metrics = {"actor/update_size": 0.4, "old_log_probs/from_rollout": from_rollout, "mismatch/k3": k3}
+    if ratio is not None:
+        metrics["actor/ratio_size"] = ratio
     assert [warning.sign for warning in find([{"step": step, **metrics} for step in range(1, 10)])] == signs
 
 

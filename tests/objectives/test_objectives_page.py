@@ -115,6 +115,13 @@ def test_a_veto_needs_the_trainers_log_probs() -> None:
     assert run_config("grpo", veto, old_log_probs="auto")
 
 
+def test_the_rollouts_log_probs_are_bypassed_only_once() -> None:
+    bypass = {"bypass_mode": True}
+    with pytest.raises(ConfigError, match="bypass_mode"):
+        run_config("grpo", bypass, old_log_probs="rollout")
+    assert run_config("grpo", bypass, old_log_probs="auto")
+
+
 def test_a_mismatch_that_is_not_seen_is_not_corrected() -> None:
     rejection = {"rollout_rs": "seq_sum_k3", "rollout_rs_threshold": 1.0}
     for correction in ({"rollout_is": "token"}, rejection):

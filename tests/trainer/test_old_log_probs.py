@@ -190,6 +190,7 @@ def test_auto_skips_the_pass_and_trains_the_same_bits(folder, tmp_path, referenc
     trainer, metrics, said = run(folder, tmp_path, *keys)
     assert trainer.passes == [8, 2, 2, 2]  # of four other rows, two are checked
     assert column(metrics, "recomputed") == [1, 0, 0, 0] and column(metrics, "fallback") == [0] * 4
+    assert column(metrics, "from_rollout") == [0, 1, 1, 1]
     assert column(metrics, "checked_frac") == [1, 0.75, 0.75, 0.75]
     assert column(metrics, "find_prob") == [None, 0.5, 0.5, 0.5]
     assert [one["mismatch/abs_max"] for one in metrics] == [0.0] * 4
@@ -210,6 +211,7 @@ def test_a_difference_in_the_first_mini_batch_is_found_before_any_weight_changes
     before, again = trainer.weights_at_pass[2:4]
     assert torch.equal(before, again)
     assert column(metrics, "fallback") == [0, 0, 1, 0, 0] and column(metrics, "recomputed") == [1, 0, 1, 1, 1]
+    assert column(metrics, "from_rollout") == [0, 1, 0, 0, 0]
     assert 0 < metrics[2]["mismatch/abs_max"] < 1e-5 and metrics[2]["old_log_probs/checked_frac"] == 1
     assert "differ from the rollout's" in said[2][0]
     whole, expected, _ = run(folder, tmp_path / "whole", "actor.old_log_probs=recompute", steps=5, spoil=spoil)
@@ -266,6 +268,7 @@ def test_rollout_takes_the_rollouts_log_probs_and_measures_them(folder, tmp_path
     keys = ("actor.old_log_probs=rollout", "actor.loss=grpo")
     trainer, metrics, _ = run(folder, tmp_path, *keys, steps=3, spoil=spoil)
     assert trainer.passes == [8] and column(metrics, "recomputed") == [1, 0, 0]
+    assert column(metrics, "from_rollout") == [1, 1, 1], "the first pass only measures"
     assert column(metrics, "checked_frac") == [1, 0.5, 0.5] and column(metrics, "fallback") == [0] * 3
     assert all(one["mismatch/abs_max"] > 0 for one in metrics)
     batch = responses(0)

@@ -46,6 +46,7 @@ PASSES = {
     "two_epochs": [8, 1, 1, 1, 1],
 }
 FALLBACKS = {"all_checked": [0, 1, 0, 0, 0], "first_mini_batch": [0, 1, 0, 0, 0], "one_mini_batch": [0, 1, 0, 0, 0]}
+FROM_ROLLOUT = {"auto": [0, 1, 1, 1, 1], "first_mini_batch": [0, 0, 0, 0, 1], "rollout": [1] * 5}
 CHECKED = {
     "auto": [1, 0.75, 0.75, 0.75, 0.75],
     "unchecked": [1, 0.5, 0.5, 0.5, 0.5],
@@ -64,6 +65,8 @@ def test_which_rows_a_step_computes_and_when_it_falls_back(runs, name):
     assert run["passes"] == PASSES[name]
     recomputes = SCENARIOS[name]["keys"]["actor.old_log_probs"] == "recompute"
     assert column(run, "old_log_probs/fallback") == ([None] * COUNT if recomputes else FALLBACKS.get(name, [0] * COUNT))
+    if name in FROM_ROLLOUT:
+        assert column(run, "old_log_probs/from_rollout") == FROM_ROLLOUT[name]
     if name in CHECKED:
         assert column(run, "old_log_probs/checked_frac") == CHECKED[name]
     assert sum("differ from the rollout's" in text for text in run["said"]) == (name in FALLBACKS)

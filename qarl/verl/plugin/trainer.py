@@ -69,6 +69,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         skips = self._started and (self._skipping.skips if self._mode == "auto" else self._mode == "rollout")
         self._started, self._relies = True, None
         metrics |= {"old_log_probs/recomputed": float(not skips), "old_log_probs/fallback": 0.0}
+        metrics["old_log_probs/from_rollout"] = float(skips or self._mode == "rollout")
         metrics["old_log_probs/checked_frac"] = 1.0 if not skips else self._first_rows() / (len(batch) // self._ranks())
         if not skips:
             return self._recompute(batch, metrics)
@@ -97,7 +98,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         """Recompute all old log-probs, because a check of this step found a difference."""
         self._skipping.fell_back()
         metrics |= dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 1.0)
-        metrics["old_log_probs/checked_frac"] = 1.0
+        metrics |= {"old_log_probs/checked_frac": 1.0, "old_log_probs/from_rollout": 0.0}
         _log.warning(
             "step %d: the trainer's log-probs differ from the rollout's, so this step recomputes the old log-probs "
             "(actor.old_log_probs=auto); the next %d steps do so, too",

@@ -219,10 +219,24 @@ def _one_token_to_sample(config: Config) -> Unusual | None:
     return Unusual("rollout.top_k", "rollout.top_k=1 leaves nothing to sample", why, "choose 2 or more, or -1 for all")
 
 
+def _mismatch_in_the_ratio(config: Config) -> Unusual | None:
+    """docs/ablations.md: in W4A16 all eight such runs collapsed."""
+    from_rollout = config.actor.old_log_probs == "rollout"
+    if config.quant.align != "off" or config.quant.scheme not in _INT4[1:] or config.actor.loss == "reinforce":
+        return None
+    if not (from_rollout or config.rollout_correction.bypass_mode):
+        return None
+    key = "actor.old_log_probs" if from_rollout else "rollout_correction.bypass_mode"
+    what = "the ratio of the loss contains the mismatch of 4-bit rollouts"
+    why = "it is far from 1 on some tokens before any update; the W4A16 runs that tried this lost all their reward"
+    return Unusual(key, what, why, "set quant.align=model, or actor.old_log_probs=recompute without bypass_mode")
+
+
 MOST_RESPONSES = 2**20
 _TOGETHER: tuple[Callable[[Config], Unusual | None], ...] = (
     _warm_up_without_end,
     _responses_of_a_step,
     _one_token_to_sample,
     _reinforce_on_old_responses,
+    _mismatch_in_the_ratio,
 )

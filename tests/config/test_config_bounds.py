@@ -145,6 +145,24 @@ def test_too_many_responses_together() -> None:
     assert unusual_values(load_config(["config=run.yaml", f"data.train_batch_size={prompts}", "rollout.n=1024"])) == []
 
 
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("actor.old_log_probs", ["actor.old_log_probs=rollout"]),
+        ("rollout_correction.bypass_mode", ["rollout_correction.bypass_mode=true"]),
+        ("actor.old_log_probs", ["actor.old_log_probs=rollout", "quant.scheme=w4a8"]),
+        (None, ["actor.old_log_probs=auto"]),
+        (None, ["actor.old_log_probs=rollout", "quant.align=model"]),
+        (None, ["actor.old_log_probs=rollout", "quant.scheme=w8a8"]),
+        (None, ["actor.old_log_probs=rollout", "actor.loss=reinforce", "actor.ppo_mini_batch_size=4"]),
+    ],
+)
+def test_a_ratio_that_contains_the_mismatch_is_questioned(key: str | None, given: list[str]) -> None:
+    keys = dict(one.split("=") for one in ["actor.loss=grpo", "quant.align=off", "data.train_batch_size=4", *given])
+    found = unusual_values(load_config(["config=run.yaml", *(f"{name}={value}" for name, value in keys.items())]))
+    assert [unusual.key for unusual in found] == ([] if key is None else [key])
+
+
 def test_values_that_are_not_used_are_not_questioned() -> None:
     assert isinstance(TABLE["seed"], Exempt)
     assert unusual_values(load_config(["config=run.yaml", "optim.muon_lr=1e9", "seed=4294967295"])) == []

@@ -115,8 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "| run | seed | steps | reward, first 10 | last 10 | fell at step | warnings |\n|---|---|---|---|---|---|---|"
     )
     if options.history:
-        for folder in options.history:
-            print(row(folder.name, "", judged(read_metrics(folder))))
+        finished = {folder.name: judged(read_metrics(folder)) for folder in options.history}
+        for name, result in finished.items():
+            print(row(name, "", result))
+        if options.output:
+            versions = json.loads((options.history[0] / "versions.json").read_text())
+            write_json(options.output, {"what": "scripts/warning_signs.py", "versions": versions, "runs": finished})
         return 0
     results: dict[str, dict[str, Any]] = {kind: {} for kind in options.runs}
     good = True

@@ -86,3 +86,13 @@ def test_a_finished_run_is_kept_and_another_one_refused(
     with pytest.raises(SystemExit, match="other arguments"):
         script.train("healthy", 0, 60, tmp_path)
     assert len(calls) == 1
+
+
+def test_the_signs_of_finished_runs_are_written(script: Any, tmp_path: Path) -> None:
+    run, output = tmp_path / "run", tmp_path / "found.json"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in history([0.4] * 5 + [0.0] * 5)))
+    (run / "versions.json").write_text('{"git_commit": "abc"}')
+    assert script.main(["--history", str(run), "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
+    assert found["versions"] == {"git_commit": "abc"} and found["runs"]["run"]["reward_fell_at_step"] == 8

@@ -26,6 +26,7 @@ def main() -> None:
     is_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if is_module else sys.argv[1:]
     if is_module:
+        sys.path[0] = os.getcwd()
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)

@@ -41,7 +41,8 @@ at 16384 tokens (arXiv 2604.07853), is 0.09."""
 GROWN_UPDATE = 0.15
 """A size of updates, in nats, that is too large if it has doubled."""
 LARGE_K3 = 4e-4
-"""A k3, in nats per token, below which a mismatch is no cause of trouble. That of BF16 rollouts is 4e-5."""
+"""A k3, in nats per token, below which a mismatch counts as harmless. It is a choice: that of BF16 rollouts is 4e-5,
+and the runs that collapsed because of it had 1e-2 or more."""
 
 Point = tuple[int, float]
 """A training step and the value of a metric."""
@@ -126,7 +127,8 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     update, ratio = (metrics.get(f"actor/{name}_size", math.nan) for name in ("update", "ratio"))
     k3 = metrics.get("mismatch/k3")
     mismatched = isinstance(k3, float) and k3 >= LARGE_K3
-    from_rollout = metrics.get("old_log_probs/from_rollout") == 1
+    recomputed = metrics.get("old_log_probs/recomputed")  # for runs of before `from_rollout` was logged
+    from_rollout = metrics.get("old_log_probs/from_rollout", recomputed == 0) == 1
     if not (mismatched and from_rollout):
         found["update/size"] = update
     if mismatched and (from_rollout or ratio != update):

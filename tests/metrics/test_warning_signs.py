@@ -188,6 +188,11 @@ def test_a_mismatch_is_not_taken_for_an_update(
     assert [warning.sign for warning in find([{"step": step, **metrics} for step in range(1, 10)])] == signs
 
 
+def test_runs_of_before_from_rollout_was_logged() -> None:
+    metrics = {"actor/update_size": 1.1, "mismatch/k3": 1e-2, "old_log_probs/recomputed": 0.0}
+    assert find([{"step": step, **metrics} for step in range(1, 10)]) == []
+
+
 def test_updates_of_a_constant_size_are_seldom_taken_for_large_ones() -> None:
     """Without a trend, with the noise of the quickstart's runs: what docs/warning_signs.md says of false warnings."""
     warned = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +19,7 @@ print(__name__, sys.argv[1:], torch.cpu._is_amx_tile_supported(), os.environ["ON
 def test_what_runs_sees_no_amx_and_its_own_arguments(how: list[str], tmp_path: Path) -> None:
     (tmp_path / "probe.py").write_text(CODE)
     command = [sys.executable, str(ROOT / "scripts" / "without_amx.py"), *how, "--a", "b"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert found.stdout.split("\n")[0] == "__main__ ['--a', 'b'] False AVX512_CORE_BF16"
 
 

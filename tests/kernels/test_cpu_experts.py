@@ -60,7 +60,8 @@ def all_to(expert: int, ids: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_the_forward_beside_float64(scheme: str, shape: ExpertsShape, tokens: int, one_expert: bool) -> None:
-    """BF16 rounds a low-bit row three times on its way and its sum once."""
+    """BF16 rounds a low-bit row three times on its way and its sum once. With AMX, vLLM's int8 kernel rounds some
+    activations to another code than `quantize_int8`, which the float64 reference uses."""
     x, weights, ids, gate_up, down = make(shape, tokens)
     if one_expert:
         ids = all_to(2, ids)
@@ -69,7 +70,8 @@ def test_the_forward_beside_float64(scheme: str, shape: ExpertsShape, tokens: in
     assert y.shape == x.shape and y.dtype == torch.bfloat16
     operands = x.double(), weights.double(), ids, w1, w2
     expected = exact_bf16(*operands) if scheme == "bf16" else exact(scheme, *operands)
-    assert off(y, expected) < 3e-3
+    other_codes = scheme == "w8a8" and torch.cpu._is_amx_tile_supported()
+    assert off(y, expected) < (5e-3 if other_codes else 3e-3)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])

@@ -128,7 +128,7 @@ def test_the_engine_samples_from_fp32_logits(folder):
     """With both sides in FP32, log-probs differ by FP32 roundings; with one side in BF16, by BF16 roundings."""
     largest = {}
     for name in ("fp32", "model"):
-        made = policy(folder, name, align="model")
+        made = policy(folder, name, align="exact")
         with RolloutEngine(
             EngineConfig(
                 str(folder), get_scheme("bf16"), ("lm_head",), max_model_len=32, kv_cache_gib=0.1, head_dtype=name
@@ -139,7 +139,7 @@ def test_the_engine_samples_from_fp32_logits(folder):
         given = make_batch(rollout, torch.zeros(6), torch.zeros(6), pad_token_id=0)
         for other in ("fp32", "model"):
             with torch.no_grad():
-                own = policy(folder, other, align="model").response_log_probs(given, slice(0, 6), temperature=1.0)
+                own = policy(folder, other, align="exact").response_log_probs(given, slice(0, 6), temperature=1.0)
             largest[name, other] = float((own - given.rollout_log_probs)[given.response_mask].abs().max())
     assert largest["model", "model"] < 1e-3 and largest["fp32", "fp32"] < 5e-6
     assert min(largest["fp32", "model"], largest["model", "fp32"]) > 1e-4

@@ -34,8 +34,13 @@ def make(shape: ExpertsShape = SHAPE, tokens: int = 23) -> tuple[torch.Tensor, .
     return x, (weights / weights.sum(1, keepdim=True)).float(), ids.to(torch.int32), gate_up, down
 
 
-def exact(scheme: str, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: Any, w2: Any) -> torch.Tensor:
-    """float64, with the forward's roundings to BF16 and to 8 bits, which gradients pass straight through."""
+def exact(
+    scheme: str, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: Any, w2: Any, int8: Any = quantize_int8
+) -> torch.Tensor:
+    """float64, with the forward's roundings to BF16 and to 8 bits, which gradients pass straight through.
+
+    `int8`: how the kernel quantizes activations in W8A8."""
+    quantizer = int8 if scheme == "w8a8" else quantize_fp8
 
     def rounded(t: torch.Tensor) -> torch.Tensor:
         return t + (t.detach().bfloat16().double() - t).detach()
@@ -43,7 +48,7 @@ def exact(scheme: str, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     def seen(t: torch.Tensor) -> torch.Tensor:
         if scheme in ("w4a16", "bf16"):
             return t
-        values, scale = (quantize_int8 if scheme == "w8a8" else quantize_fp8)(t.detach().bfloat16())
+        values, scale = quantizer(t.detach().bfloat16())
         return t + (values.double() * scale.double() - t).detach()
 
     out = torch.zeros_like(x)

@@ -18,6 +18,9 @@ setup: $(VENV)/.installed-$(STACK)
 
 # The CPU build of torch is on an index of its own where the default one lacks it: name it in PIP_EXTRA_INDEX_URL.
 $(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml
+	@other=$$(ls $(VENV)/.installed-* 2>/dev/null | grep -v -- '-$(STACK)$$' | sed 's/.*-//'); [ -z "$$other" ] || { \
+	  echo "error: $(VENV) holds the $$other lock; installing the $(STACK) lock over it would mix two builds of torch." >&2; \
+	  echo "  Use make STACK=$$other ..., or another environment for this lock: make STACK=$(STACK) VENV=.venv-$(STACK) ..." >&2; exit 2; }
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on PATH; install Python 3.11 or set PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --no-deps --no-compile --quiet -r $(LOCK) || { \

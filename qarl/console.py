@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from qarl import __version__
 from qarl.errors import UserError
 
 TYPE_CHECKING = False  # importing typing would take longer than all other imports together
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import FrameType
     from typing import NoReturn
 
@@ -36,6 +38,59 @@ def say(text: str) -> None:
 def note(text: str) -> None:
     """Print a note for the user to stderr."""
     say(f"note: {text}")
+
+
+@contextmanager
+def stage(doing: str) -> Iterator[None]:
+    """Say on stderr what a run is `doing` before its first step, and how long it took."""
+    begun = time.perf_counter()
+    say(f"{doing} ...")
+    yield
+    say(f"{doing}: {time.perf_counter() - begun:.1f} s")
+
+
+def terminal_width(longest: int = 100) -> int:
+    """Return the width for text: that of the terminal, but at most `longest` and at least 40."""
+    import shutil
+
+    return max(40, min(longest, shutil.get_terminal_size((longest, 24)).columns))
+
+
+def fit_terminal(text: str) -> str:
+    """Return `text` with its long lines wrapped to the terminal. A line's rest is indented as its last column."""
+    import re
+    import textwrap
+
+    width = terminal_width()
+    lines = []
+    for line in text.splitlines():
+        column = re.match(r" *(\S+ {2,})?", line)
+        indent = " " * min(column.end() if column else 0, width // 2)
+        wrapped = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        lines += [line] if len(line) <= width else wrapped
+    return "\n".join(lines)
+
+
+def show(text: str) -> None:
+    """Print the result of a run. A reader that has closed standard output, as `| head` does, has seen enough."""
+    with suppress(BrokenPipeError):
+        print(text, flush=True)
+
+
+def summary_text(name: str, folder: Path, summary: Mapping[str, object], *, report: bool, argv: Sequence[str]) -> str:
+    """Return the lines that a run prints at its end. `summary`: the content of summary.json. `folder`: the run's.
+    `argv`: the arguments of `qarl train`, which resume the run if it is unfinished and has a checkpoint."""
+    import shlex
+
+    lines = [f"\n{name}: {summary['steps']} steps, written to {folder}"]
+    shown = {key: value for key, value in summary.items() if value is not None and key != "steps"}
+    if report:
+        shown["report"] = folder / "report.html"
+    if not summary.get("finished"):
+        saved = any((folder / "checkpoints").glob("*step_*"))
+        shown["to resume"] = shlex.join(["qarl", "train", *argv]) if saved else "not possible: there is no checkpoint"
+    lines += [f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in shown.items()]
+    return "\n".join(lines)
 
 
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
@@ -96,6 +151,7 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _written(command: Command, arguments: list[str], describe: Describe) -> int:
+    code: int | None = None
     try:
         code = _ended(command, arguments, describe)
         sys.stdout.flush()
@@ -106,8 +162,8 @@ def _written(command: Command, arguments: list[str], describe: Describe) -> int:
         except OSError as lost:
             # Otherwise Python would flush again at its exit, fail, and replace the exit code.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if isinstance(lost, BrokenPipeError) and _wants_help(arguments):
-                return 0  # --help was piped into a pager, and the user has closed it
+            if isinstance(lost, BrokenPipeError) and (code is not None or _wants_help(arguments)):
+                return code or 0  # the reader, such as a pager, has closed it, and the command has ended
             say(f"error: standard output could not be written\n  why: {lost.strerror}")
             return 2
         raise
@@ -123,7 +179,7 @@ def _ended(command: Command, arguments: list[str], describe: Describe) -> int:
             print(f"qarl {__version__}")
             return 0
         if _wants_help(arguments):
-            print(describe([word for word in arguments if word not in HELP and "=" not in word]))
+            print(fit_terminal(describe([word for word in arguments if word not in HELP and "=" not in word])))
             return 0
         return command(arguments)
     except UserError as error:

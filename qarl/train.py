@@ -10,7 +10,7 @@ docs/configuration.md describes every key. `python -m qarl.train` is the same co
 exit codes:
   0    the run ended
   2    the config, the data or the machine cannot be used; one message says why
-  130  ended by Ctrl-C, after the current step was finished and everything was written
+  130  ended by Ctrl-C or SIGTERM, after the current step was finished and everything was written
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qarl.console import run_command, say
+from qarl.console import run_command, say, show, stage, summary_text
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -47,7 +47,7 @@ def _main(argv: list[str]) -> int:
         return 0
     if config.backend == "local":  # verl trains in other processes, see qarl.verl.process
         limit_threads(config.trainer.num_threads)
-    return run(config)
+    return run(config, argv)
 
 
 def describe(topics: list[str]) -> str:
@@ -58,7 +58,9 @@ def describe(topics: list[str]) -> str:
 
 
 def dry_run(config: Config) -> None:
-    """Print the config and write it to a file. Then raise UserError if the backend cannot run it."""
+    """Print the config and write it to a file. Then raise UserError if the backend cannot run it or this model."""
+    from pathlib import Path
+
     from qarl.config import write_resolved
 
     path = config.run_dir / "dry_run.yaml"
@@ -74,33 +76,30 @@ def dry_run(config: Config) -> None:
         from qarl.verl.checks import refuse_unsupported
 
         refuse_unsupported(config)
+    if Path(config.model.path).is_dir():  # a model that is elsewhere is checked by the run
+        from qarl.checks.run import check_run_model
+
+        check_run_model(config)
 
 
-def run(config: Config) -> int:
-    """Train with the configured backend. Return the exit code."""
+def run(config: Config, argv: Sequence[str]) -> int:
+    """Train with the configured backend. Return the exit code. `argv`: the command, which also resumes the run."""
+    from qarl.data.prompts import check_data_files
+
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    check_data_files(config.data)  # before the slow imports
     if config.backend == "verl":
-        from qarl.verl.run import train as train_in_verl
+        with stage("importing PyTorch and verl"):
+            from qarl.verl.run import train as train_in_verl
 
         summary = train_in_verl(config, started=_STARTED)
     else:
-        from qarl.config import write_resolved
-        from qarl.trainer.loop import train
-        from qarl.trainer.resume import open_run
+        with stage("importing PyTorch and vLLM"):
+            from qarl.trainer.loop import train_in_run_folder
 
-        with open_run(config) as checkpoint:
-            write_resolved(config, config.run_dir / "config.yaml")
-            summary = train(config, started=_STARTED, checkpoint=checkpoint)
-    print_summary(config, summary)
+        summary = train_in_run_folder(config, started=_STARTED)
+    show(summary_text(config.name, config.run_dir, summary, report=config.trainer.report, argv=argv))
     return 130 if summary["interrupted"] else 0
-
-
-def print_summary(config: Config, summary: dict[str, object]) -> None:
-    lines = [f"\n{config.name}: {summary['steps']} steps, written to {config.run_dir}"]
-    for key, value in summary.items():
-        if value is not None and key != "steps":
-            lines.append(f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}")
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":

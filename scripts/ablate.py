@@ -250,7 +250,7 @@ def commit() -> str:
 
 
 def search(runner: Runner) -> str:
-    """Run a search to its end. Return its verdict. A failed run says nothing of a collapse, so it stops the search."""
+    """Run a search to its end. Return its verdict. A failed run shows nothing about a collapse: it stops the search."""
     while True:
         if failed := [f"{run.name}: {entry['failed']}" for run, entry in runner.done if entry["failed"]]:
             return f"not decided: {'; '.join(failed)}"

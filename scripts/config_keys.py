@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.align.config_keys import TABLE
-from qarl.align.families import FAMILIES
+from qarl.align.families import FAMILIES, SHOWN
 from qarl.process import package_versions
 
 SHARED = {
@@ -47,8 +47,22 @@ FAMILY = {
     "vllm": ("model_executor/models/{family}.py",),
     "transformers": ("models/{family}/modeling_{family}.py", "models/{family}/configuration_{family}.py"),
 }
-INHERITED = {"vllm": {"qwen3": ("qwen2",)}}
+INHERITED = {
+    "vllm": {
+        "qwen3": ("qwen2",),
+        "arcee": ("llama",),
+        "cwm": ("llama",),
+        "ernie4_5": ("llama",),
+        "mistral": ("llama",),
+    }
+}
 """Families whose classes in vLLM are built of another's."""
+FILES = {
+    "vllm": {"cohere": "commandr", "cwm": "llama", "ernie4_5": "ernie45", "gemma3_text": "gemma3"},
+    "transformers": {"gemma3_text": "gemma3"},
+}
+"""Families whose source is not named like the family."""
+ALL = (*FAMILIES, *SHOWN)
 CONFIGS = {"config", "hf_config", "hf_text_config", "text_config"}
 ROPES = {"rope_parameters", "rope_parameters_dict", "rope_scaling", "rope_params", "scaling"}
 METHODS = {"get", "keys", "items", "update", "pop", "setdefault", "to_dict", "get_text_config", "copy"}
@@ -117,9 +131,9 @@ def fields_of(tree: ast.AST) -> Iterator[str]:
 def read_keys(package: str, family: str) -> list[str]:
     """Every key that `package` may read from a config of `family`, sorted."""
     root = package_root(package)
-    relatives = list(SHARED[package])
+    relatives = list(SHARED[package]) if family in FAMILIES else []  # else Llama's list has them
     for name in (family, *INHERITED.get(package, {}).get(family, ())):
-        relatives += [template.format(family=name) for template in FAMILY[package]]
+        relatives += [template.format(family=FILES[package].get(name, name)) for template in FAMILY[package]]
     found: set[str] = set()
     for relative in relatives:
         tree = ast.parse((root / relative).read_text())
@@ -138,7 +152,7 @@ def versions() -> dict[str, str | None]:
 def table() -> dict[str, Any]:
     return {
         "versions": versions(),
-        "families": {family: {package: read_keys(package, family) for package in FAMILY} for family in FAMILIES},
+        "families": {family: {package: read_keys(package, family) for package in FAMILY} for family in ALL},
     }
 
 
@@ -154,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         TABLE.write_text(json.dumps(found, indent=1) + "\n")
         return 0
     kept = json.loads(TABLE.read_text())
-    for family in FAMILIES:
+    for family in ALL:
         for package in FAMILY:
             old, new = set(kept["families"][family][package]), set(found["families"][family][package])
             for key in sorted(old ^ new):

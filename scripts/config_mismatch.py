@@ -12,14 +12,17 @@ and so is a level that falls back. --unchecked runs what would be refused; --kee
     keys       `model` and `exact`: Llama, Qwen2, Qwen3 and Qwen3-MoE with one key off its default (`config_values.py`),
                and as proof that the key counts, the same engine against a trainer with the key at its default
     families   `off` and `linears`, each causal language model of transformers
+    compared   `off` and `linears`, each family of `SHOWN` with keys away from their defaults
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,13 +30,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-from config_values import KEYS, LEVELS, REFUSED_VALUES, ROTARY, refused_row, small_config
+from config_values import FAMILY_KEYS, KEYS, LEVELS, REFUSED_VALUES, ROTARY, refused_row, small_config
 
-from qarl.align.families import FAMILIES
+from qarl.align.families import FAMILIES, PADDED
 from qarl.checkpoint.json_file import write_json
 from qarl.checks.layers import meta_model
 from qarl.checks.model import check_served
+from qarl.checks.model_folder import load_hf_config
+from qarl.config import load_config
 from qarl.errors import UserError
+from qarl.metrics.tracker import cpu
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import make_batch
@@ -62,10 +68,19 @@ def save_model(config: Any, folder: Path) -> None:
 
 
 def policy(folder: Path, scheme: str, level: str) -> Policy:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return Policy(model, get_scheme(scheme, group_size=32), stays_bf16(model), align=level)
+    """The trainer's model, loaded as a run loads it."""
+    hf_config = load_hf_config(str(folder))
+    changes = {
+        "model.path": str(folder),
+        "model.use_remove_padding": hf_config.model_type not in PADDED,
+        "quant.scheme": scheme,
+        "quant.group_size": 32,
+        "quant.align": level,
+        "quant.ignore": list(stays_bf16(meta_model(hf_config))),
+    }
+    return Policy.load(
+        load_config(["config=quickstart.yaml", *(f"{key}={json.dumps(value)}" for key, value in changes.items())])
+    )
 
 
 def stays_bf16(model: Any) -> tuple[str, ...]:
@@ -165,10 +180,17 @@ def family_cases() -> Iterator[Case]:
             yield name, error, None
 
 
+def compared_cases() -> Iterator[Case]:
+    for family, rows in FAMILY_KEYS.items():
+        for name, keys in rows.items():
+            yield f"{family} {name}", small_config(family, **keys), None
+
+
 CASES: dict[str, tuple[Callable[[], Iterator[Case]], tuple[str, ...]]] = {
     "rotary": (rotary_cases, LEVELS),
     "keys": (key_cases, ("model", "exact")),
     "families": (family_cases, ("off", "linears")),
+    "compared": (compared_cases, ("off", "linears")),
 }
 
 
@@ -211,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     measurement = Measurement(levels, args.responses, args.tokens, checked=not args.unchecked)
     amx = torch.cpu._is_amx_tile_supported() and not args.vector_kernels
     setting = f"random models of 2 layers, {args.responses} responses of {args.tokens} tokens after prompts of 34 to 40"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about = {"date": str(datetime.date.today()), "commit": commit, "cpu": cpu()}
     results: dict[str, dict[str, Any]] = {}
     if args.keep and args.output and args.output.is_file():
         results = json.loads(args.output.read_text())["results"]
@@ -227,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for found in ({"failed": "the process ended"}, None):
                     results[key] = found or attempt(measurement, config, scheme, other)
                     if args.output:
-                        write_json(args.output, {"amx_tiles": amx, "setting": setting, "results": results})
+                        write_json(args.output, about | {"amx_tiles": amx, "setting": setting, "results": results})
                 print(key, json.dumps(results[key]), flush=True)
     print(table(results, levels))
 

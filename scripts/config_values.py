@@ -108,6 +108,46 @@ REFUSED_VALUES: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 
+_EPS = {"rms_norm_eps": 0.01}
+_UNTIED, _TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_LAYERS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+FAMILY_KEYS: dict[str, dict[str, dict[str, Any]]] = {
+    "arcee": {"keys": _EPS | _TIED | _BIASES | {"head_dim": 64}},
+    "cohere": {"keys": {"layer_norm_eps": 0.01, "logit_scale": 0.5, "use_qk_norm": True}},
+    "cwm": {"keys": _EPS | _TIED | _LAYERS | {"head_dim": 64, "mlp_bias": True}},
+    "ernie4_5": {"keys": _EPS | _UNTIED | {"head_dim": 64}},
+    "exaone4": {
+        "keys": _EPS | _TIED | _LAYERS | {"head_dim": 64},
+        "no window": {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 2},
+    },
+    "falcon": {"keys": _UNTIED | {"layer_norm_epsilon": 0.01, "bias": True}, "serial": {"parallel_attn": False}},
+    "gemma": {"keys": _EPS | {"head_dim": 64}},
+    "gemma2": {
+        "keys": _EPS | _LAYERS | {"head_dim": 64, "query_pre_attn_scalar": 64, "final_logit_softcapping": 5.0},
+        "biases": {"attention_bias": True},
+    },
+    "gemma3_text": {
+        "keys": _EPS | _LAYERS | {"head_dim": 64, "query_pre_attn_scalar": 64, "final_logit_softcapping": 5.0},
+        "biases": _UNTIED | {"attention_bias": True},
+    },
+    "granite": {
+        "keys": _EPS | _TIED | _BIASES | {"head_dim": 64},
+        "multipliers": {
+            "embedding_multiplier": 4.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.0,
+        },
+    },
+    "jais2": {"keys": _TIED | {"layer_norm_eps": 0.01, "attention_bias": False, "mlp_bias": False}},
+    "mistral": {"keys": _EPS | _TIED | {"head_dim": 64, "sliding_window": None}, "window": {"sliding_window": 8}},
+    "nemotron": {"keys": _TIED | _BIASES | {"norm_eps": 0.01, "head_dim": 64}},
+    "seed_oss": {"keys": _EPS | _TIED | {"head_dim": 64}},
+}
+"""Family of `SHOWN` -> name of a row -> keys away from their defaults that the row sets together."""
+
+
 def refused_row(family: str, key: str) -> str:
     """Name of the row of a refused value, beside that of another value that both sides honour."""
     return f"{family} {key}" + " refused" * (family in KEYS.get(key, ((),))[0])

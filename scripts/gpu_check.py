@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import datetime
 import importlib.util
 import json
@@ -42,7 +41,15 @@ ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 520
 LEAST_SECONDS = 5
 KEPT_LINES = 400
-PR_SET_PDEATHSIG = 1
+DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+if prctl := getattr(ctypes.CDLL(None), "prctl", None):
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):  # else it was killed before prctl
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""What runs before each command and becomes it. `preexec_fn` would do the same but copies this process's page tables,
+which a machine with little memory refuses to a large process."""
 NO_GPU = "needs a GPU"
 NO_TIME = "no time was left; the next call runs it"
 _MODEL = "scripts/make_tiny_model.py --steps 5 --output {folder}/model --data {folder}/data"
@@ -179,16 +186,9 @@ def run(command: list[str], environment: dict[str, str], seconds: float, keep: C
 
     If this script is killed, Linux kills the command's process, but not what that has started.
     """
-    parent, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
-
-    def die_with_parent() -> None:
-        if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was killed before prctl
-            os._exit(1)
-
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, start_new_session=True, preexec_fn=die_with_parent,
+        [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid()), *command],
+        cwd=ROOT, env=environment, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
     late, finished, deadline = threading.Event(), threading.Event(), time.monotonic() + seconds

@@ -29,6 +29,18 @@ FLAGS = (
 TIMEOUT_S = 60.0
 
 
+AS_THREE_AND_FOUR = """
+import os, sys
+commands, answers = (os.dup(int(number)) for number in sys.argv[1:3])
+os.dup2(commands, 3)
+os.dup2(answers, 4)
+os.set_inheritable(3, True)  # dup2 leaves a descriptor as it is that has the right number already
+os.set_inheritable(4, True)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+"""Becomes Chromium, which reads commands from descriptor 3 and answers on 4."""
+
+
 def find_browser() -> str | None:
     """Return the path of an installed Chromium or Chrome, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -47,15 +59,11 @@ class Browser:
         read_end, self._to = os.pipe()
         self._from, write_end = os.pipe()
 
-        def as_three_and_four() -> None:  # Chromium reads commands from descriptor 3 and answers on 4
-            commands, answers = os.dup(read_end), os.dup(write_end)
-            os.dup2(commands, 3)
-            os.dup2(answers, 4)
-
         command = [program, *FLAGS, f"--user-data-dir={self._profile}", f"--window-size={width},{height}"]
         self._process = subprocess.Popen(
-            command, preexec_fn=as_three_and_four, pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+            [sys.executable, "-I", "-S", "-c", AS_THREE_AND_FOUR, str(read_end), str(write_end), *command],
+            pass_fds=(read_end, write_end), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
         os.close(read_end)
         os.close(write_end)
         os.set_blocking(self._from, False)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from qarl.kernels.triton.activations import quantize_tokens_kernel
+from qarl.kernels.triton.experts import clear_unused_kernel, combine_kernel, swiglu_backward_kernel
 from qarl.kernels.triton.grouped import (
     grouped_scaled_mm_kernel,
     grouped_w4a16_backward_kernel,
@@ -218,4 +219,24 @@ def _activations() -> list[AotKernel]:
     return entries
 
 
-KERNELS: list[AotKernel] = [*W4A16, *_scaled_mm(), *_grouped(), *_quantize(), *_activations()]
+def _between_products() -> list[AotKernel]:
+    types = {"grad_ptr": "*bf16", "gate_up_ptr": "*bf16", "a_scale_ptr": "*fp32", "weight_ptr": "*fp32",
+             "order_ptr": "*i64", "hidden_ptr": "*bf16", "router_ptr": "*fp32", "weighted_ptr": "*bf16",
+             "cols": "i32"}  # fmt: skip
+    entries = []
+    for a, hardware, targets in (
+        ("*bf16", False, (80, 90, 100, 120)), ("*i8", False, (80, 90, 100, 120)),
+        ("*u8", False, (80,)), ("*u8", True, (90, 100, 120)),
+    ):  # fmt: skip
+        config = AotConfig({"QUANTIZED": a != "*bf16", "FP8": a == "*u8", "HARDWARE": hardware, "WEIGHTED": True,
+                            "BLOCK": 1024}, targets=targets)  # fmt: skip
+        entries.append(_entry(swiglu_backward_kernel, types | {"a_ptr": a}, (config,), ("cols",)))
+    types = {"rows_ptr": "*bf16", "place_ptr": "*i64", "y_ptr": "*bf16", "cols": "i32"}
+    entries.append(AotKernel(combine_kernel, types, (AotConfig({"TOP_K": 8, "BLOCK": 1024}),), ("cols",)))
+    types = {"stack_ptr": "*bf16", "ends_ptr": "*i32", "size": "i32", "programs": "i32"}
+    return [*entries, AotKernel(clear_unused_kernel, types, (AotConfig({"BLOCK": 1024}),), ("size", "programs"))]
+
+
+KERNELS: list[AotKernel] = [
+    *W4A16, *_scaled_mm(), *_grouped(), *_quantize(), *_activations(), *_between_products(),
+]  # fmt: skip

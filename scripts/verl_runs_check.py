@@ -1,12 +1,14 @@
-"""Whole verl runs of two steps, one for each thing that is promised of them, and what they logged.
+"""Whole verl runs, one for each thing that is promised of them, and what they logged.
 
     python scripts/verl_runs_check.py --output benchmarks/results/verl_runs_cpu.json
 
 The quickstart in verl at every alignment level, and `exact` on two ranks (two FSDP2 ranks, two copies of the rollout
 engine) and with a KV cache so small that responses are put off; either half of QaRL by itself, from verl's own command
-line (`scripts/verl_halves.sh`); and a run whose trainer was given another `rms_norm_eps` than the engine. Checked of
-every step: mean |δ| against the limit of the level, |δ| of every token if the level promises 0, preemptions if
-there must be some. The mismatch guard must end the last run before its first update, and be silent in the others.
+line (`scripts/verl_halves.sh`); a run whose trainer was given another `rms_norm_eps` than the engine; and eight runs of
+ten steps on two ranks that cover every pair of scheme, dense or experts, dtype of the masters, optimizer and packing.
+Checked of every step: mean |δ| against the limit of the level, |δ| of every token if 0 is promised, preemptions if
+there must be some. The mismatch guard must end the run with the other norm before its first update, and be silent in
+the others.
 `--cases` runs some of them and leaves the others in the file as they are.
 """
 
@@ -28,14 +30,16 @@ import yaml
 from qarl.metrics.guard import resolve_limit
 from qarl.metrics.tracker import METRICS_FILE, read_metrics, write_json
 
-STEPS = 2
 KEPT = ("mismatch/abs_mean", "mismatch/abs_max", "mismatch/k3", "mismatch/over_limit", "rollout/preemptions")
 ALSO_KEPT = ("actor/pg_loss", "actor/inside_band_frac", "response_length/mean")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `verl`: keys of verl's own. `half`: one of `scripts/verl_halves.sh`, from verl's own command line."""
+    """One run. `verl`: keys of verl's own. `half`: one of `scripts/verl_halves.sh`, from verl's own command line.
+
+    `exact`: every token's |δ| must be 0. The level `exact` promises it always, `model` for up to 192 tokens.
+    """
 
     what: str
     level: str
@@ -44,6 +48,8 @@ class Case:
     half: str | None = None
     preempts: bool = False
     refused: bool = False
+    steps: int = 2
+    exact: bool = False
 
 
 CONFIG = Path("configs/quickstart_verl.yaml")
@@ -66,6 +72,40 @@ CASES = {
     "quantized_alone": Case("w4a16 with verl's vanilla loss", "model", half="quantized"),
     "other_norm": Case("w4a16, the trainer's rms_norm_eps set to 0.3", "model", verl=OTHER_NORM, refused=True),
 }
+ROUTERS = '[lm_head, "re:.*\\\\.mlp\\\\.gate$"]'
+
+
+def pair(scheme: str, experts: bool, masters: str, optimizer: str, packed: bool) -> Case:
+    """The case of one row of `tests/verl_backend/test_verl_log_probs.py`, with real engines."""
+    settings = {
+        "quant.scheme": scheme,
+        "optim.name": optimizer,
+        "optim.master_dtype": masters,
+        "model.use_remove_padding": packed,
+        "actor.use_dynamic_bsz": packed,
+        "trainer.n_gpus_per_node": 2,
+        "data.train_batch_size": 8,
+        "actor.ppo_mini_batch_size": 4,
+        "rollout.n": 4,
+    }
+    by_rows = {"actor.ppo_micro_batch_size_per_gpu": 4, "actor.log_prob_micro_batch_size_per_gpu": 8}
+    by_tokens = dict.fromkeys(by_rows, "null") | {"actor.ppo_max_token_len_per_gpu": 400}
+    settings |= by_tokens if packed else by_rows
+    settings |= {"optim.muon_lr": 1e-3} if optimizer == "muon" else {}
+    settings |= {"model.path": "models/tiny-qwen3-moe", "quant.ignore": ROUTERS} if experts else {}
+    what = f"{scheme}, {'experts' if experts else 'dense'}, {masters} masters, {optimizer}, packed: {packed}"
+    return Case(what, "model", settings, steps=10, exact=True)
+
+
+SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
+"""Four schemes and four columns of two values: every pair of two columns needs eight runs."""
+CASES |= {
+    f"pair_{scheme}_{r}": pair(
+        scheme, bool(r ^ (s & 1) ^ (s >> 1)), ("fp32", "bf16")[r], ("muon", "adamw")[r ^ (s & 1)], bool(r ^ (s >> 1))
+    )
+    for s, scheme in enumerate(SCHEMES)
+    for r in (0, 1)
+}
 
 
 def start(name: str, case: Case, root: Path) -> tuple[int, str, list[dict[str, Any]]]:
@@ -79,7 +119,7 @@ def start(name: str, case: Case, root: Path) -> tuple[int, str, list[dict[str, A
             "name": name,
             "output_dir": root,
             "quant.align": case.level,
-            "trainer.total_training_steps": STEPS,
+            "trainer.total_training_steps": case.steps,
             "trainer.val_before_train": "false",
             "trainer.test_freq": -1,
             "trainer.save_final": "false",
@@ -125,9 +165,9 @@ def result(name: str, case: Case, root: Path) -> dict[str, Any]:
     error = text[text.rfind("\nerror: ") + 1 :].strip().splitlines()[:4] if code else []
     fired = any("trainer and engine disagree" in line for line in error)
     within = all(step["mismatch/abs_mean"] <= step["limit"] and not step["mismatch/over_limit"] for step in steps)
-    exact = case.level != "exact" or all(step["mismatch/abs_max"] == 0 for step in steps)
+    exact = not (case.exact or case.level == "exact") or all(step["mismatch/abs_max"] == 0 for step in steps)
     preempted = not case.preempts or all(step["rollout/preemptions"] > 0 for step in steps)
-    healthy = code == 0 and not fired and len(steps) == STEPS and within and exact and preempted
+    healthy = code == 0 and not fired and len(steps) == case.steps and within and exact and preempted
     return {
         "what": case.what,
         "level": case.level,

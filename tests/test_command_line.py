@@ -10,6 +10,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import ROOT
@@ -20,7 +21,7 @@ from qarl.checkpoint.export import _KEYS, FORMATS
 from qarl.config import describe_keys
 from qarl.config.help import WIDTH, key_table, shipped
 from qarl.config.schema import Config, sections
-from qarl.console import run_command
+from qarl.console import run_command, summary_text
 from qarl.doctor.target import GPUS, OPTIONS
 
 MODULES = ["qarl", *(f"qarl.{command}" for command in COMMANDS)]
@@ -76,7 +77,7 @@ WRONG = {
     ("--hlep",): "did you mean --help?",
     ("help",): "did you mean --help?",
     ("--help", "exprot"): "did you mean export?",
-    ("xyz", "--help"): "the commands are train, doctor, diagnose, export, bench",
+    ("xyz", "--help"): "the commands are train, doctor, diagnose, export, report, bench",
     ("config=quickstart.yaml",): "write qarl train config=quickstart.yaml",
     ("train", "--hepl"): "--help describes the keys",
     ("train", "--help", "actr"): "did you mean actor?",
@@ -215,6 +216,37 @@ def test_help_into_a_pager_that_was_left() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_result_that_nobody_reads_any_more_does_not_change_the_exit_code() -> None:
+    """As by `qarl train ... | head`: the run has ended, and its summary goes to a closed pipe."""
+    code = "from qarl.console import *; run = lambda argv: (show('done'), 130 if argv else 0)[1]\n"
+    code += "import sys; sys.exit(run_command(run, None, describe=str))"
+    for arguments, expected in (([], 0), (["x"], 130)):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run([sys.executable, "-c", code, *arguments], stdout=write, stderr=subprocess.PIPE)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (expected, b"")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_narrow_terminal(command: str, out: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main([command, "--help"]) == 0
+    long = [line for line in out.readouterr().out.splitlines() if len(line) > 60]
+    assert all(len(line.split()) <= 2 for line in long), long  # a single long word stays whole
+
+
+def test_a_summary_names_the_command_that_resumes(tmp_path: Path) -> None:
+    def text(finished: bool) -> str:
+        return summary_text(
+            "a", tmp_path, {"steps": 3, "finished": finished}, report=False, argv=["config=a.yaml", "name=b c"]
+        )
+
+    assert "not possible: there is no checkpoint" in text(False) and "resume" not in text(True)
+    (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
+    assert text(False).endswith("qarl train config=a.yaml 'name=b c'")
+
+
 SLOW = "import pathlib, time; pathlib.Path('here').touch()\n"
 ASLEEP = f"{SLOW}time.sleep(60)\n"
 SWALLOWED = f"{SLOW}try:\n    time.sleep(60)\nexcept BaseException:\n    raise RuntimeError('cannot be imported')\n"
@@ -229,6 +261,13 @@ COMMAND_LINES = {
 }
 
 
+SLOW_IMPORTS = {
+    "qarl": ("pydantic_core", "-h"),
+    "qarl.bench": ("torch", "kernels"),
+    "qarl.report": ("html", "runs/quickstart"),
+}
+
+
 class Interrupted:
     """A `qarl` process in a folder whose modules stand in for those that are slow to import."""
 
@@ -236,6 +275,10 @@ class Interrupted:
         for name, source in modules.items():
             (folder / f"{name}.py").write_text(source, encoding="utf-8")
         self.folder = folder
+        for file in ("train", "test"):  # files of data are looked for before torch is imported
+            path = folder / "data" / "column_addition" / f"{file}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
         env = {**os.environ, "PYTHONPATH": str(folder)}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, text=True, **streams)
@@ -255,7 +298,7 @@ class Interrupted:
             err = self.process.communicate(timeout=30)[1]
         finally:
             self.process.kill()
-        return self.process.returncode, err
+        return self.process.returncode, err.removeprefix("importing PyTorch and vLLM ...\n")
 
 
 @pytest.mark.parametrize("command", COMMAND_LINES)
@@ -267,10 +310,8 @@ def test_ctrl_c_while_torch_is_imported(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_ctrl_c_while_the_first_modules_are_imported(module: str, tmp_path: Path) -> None:
-    """pydantic for the config or, in the benchmark, torch."""
-    slow, argument = {"qarl": ("pydantic_core", "-h"), "qarl.bench": ("torch", "kernels")}.get(
-        module, ("pydantic_core", "config=quickstart.yaml")
-    )
+    """pydantic for the config, torch in the benchmark, and html for a report."""
+    slow, argument = SLOW_IMPORTS.get(module, ("pydantic_core", "config=quickstart.yaml"))
     run = Interrupted(tmp_path, {slow: ASLEEP}, ["-m", module, argument])
     run.press("here")
     assert run.end() == (130, "interrupted\n")

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from qarl.align.arguments import check_plain
 from qarl.align.rows import in_rows, lengths_of_rows, rows_mask
 from qarl.kernels.cpu import attention as vllm_attention
 
@@ -56,6 +57,7 @@ def fp32_attention(
 
     Attention is causal if `attention_mask` is None. `kwargs` may contain the lengths of the rows (`qarl.align.rows`).
     """
+    check_plain("model", module, kwargs)
     tiles = not dropout and vllm_attention.uses_tiles(query.device.type, query.shape[-1])
 
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -240,6 +242,7 @@ def engine_attention(
             "quant.align=exact needs rows from position 0, packed or padded on the right, without attention_mask, "
             "key-value cache or attention dropout"
         )
+    check_plain("exact", module, kwargs)
     lengths = lengths_of_rows(query, key, kwargs) or (query.shape[2],) * len(query)
     prefilled = [0] * len(lengths) if prompt_lengths is None else prompt_lengths.tolist()
     if len(prefilled) != len(lengths):

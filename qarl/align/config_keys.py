@@ -15,15 +15,15 @@ A key that neither side reads is harmless and is not checked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from qarl.align.families import FAMILIES
+from qarl.align.compared_keys import TABLE as TABLE
+from qarl.align.compared_keys import by_layer, check_compared_keys
+from qarl.align.families import FAMILIES, SHOWN
 from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.errors import UserError
 from qarl.process import vllm_unusable
 
-TABLE = Path(__file__).with_name("config_keys.json")
 ENGINE_ACTIVATIONS = ("silu",)
 
 
@@ -130,6 +130,12 @@ _KEYS: dict[str, str] = {
 VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.split()}
 """Key -> verdict `both`, `rotary` or `neither`, with a reason. A `Refusal` for the model's family overrides it."""
 
+UNREAD = frozenset(key for key, found in VERDICTS.items() if found in (_LOADING, _TRAINING, _ROTARY)) | {
+    "num_labels",
+    "hidden_dropout",
+    "residual_dropout",
+}
+
 
 def verdict(family: str, key: str) -> str | None:
     """Return `both`, `rotary`, `neither` or `refused`, with a reason, or None if the key is in no group."""
@@ -143,9 +149,13 @@ def verdict(family: str, key: str) -> str | None:
 def check_config_keys(config: Any) -> None:
     """Raise UserError if the config has a refused key with a value that has an effect.
 
-    The error names the side that ignores the key. Configs of families not in `FAMILIES` always pass.
+    The error names the side that ignores the key. In a config of a family in `SHOWN`, every value that was never
+    compared is refused (`qarl.align.compared_keys`). Configs of other families pass; `check_family` refuses them.
     """
     if config.model_type not in FAMILIES:
+        check_compared_keys(config, UNREAD)
+        if config.model_type in SHOWN and not by_layer(getattr(config, "rope_parameters", None) or {}):
+            check_rotary(config)
         return
     for key, refusal in REFUSED.items():
         value = getattr(config, key, None)

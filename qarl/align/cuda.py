@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from qarl.align.arguments import check_plain
 from qarl.align.blocks import align_module
 from qarl.align.rotary import head_size_of
 from qarl.align.rows import Lengths, in_rows, lengths_of_rows, rows_mask, varlen_attention
@@ -232,6 +233,7 @@ def cuda_attention(
             "quant.align=model on a GPU needs rows from position 0, packed or padded on the right, without "
             "attention_mask, key-value cache or attention dropout"
         )
+    check_plain("model", module, kwargs)
     batch, tokens = query.shape[0], query.shape[2]
     lengths = lengths_of_rows(query, key, kwargs) or (tokens,) * batch
     packed = batch == 1 and sum(lengths) == tokens

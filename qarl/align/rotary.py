@@ -42,6 +42,12 @@ class RotaryMatch:
     turns: tuple[torch.Tensor, torch.Tensor] | None
 
 
+PARTIAL = ("nemotron",)
+"""Families whose attention in transformers rotates only the first dimensions, if there are fewer cosines."""
+INTERLEAVED = ("cohere",)
+"""Families whose module repeats each cosine, because they rotate pairs of neighbouring dimensions, as vLLM does for
+them. The comparison takes each cosine once and rotates halves on both sides."""
+
 PLAIN = {
     "default": frozenset[str](),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
@@ -119,13 +125,16 @@ def _transformers_turn(config: Any, positions: torch.Tensor, query: torch.Tensor
     small = copy.deepcopy(config)
     small.num_hidden_layers, small.vocab_size, small.intermediate_size = 0, 1, 1
     small.layer_types, small.pad_token_id = [], None
-    module = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, trust_remote_code=False).model.rotary_emb
+    model = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, trust_remote_code=False)
+    module = model.base_model.rotary_emb
     # One row with all positions, as in the trainer, because `dynamic` and `longrope` look at the largest position.
     cosines, sines = module(query, positions[None])
-    if cosines.shape[-1] != query.shape[-1]:
+    width = cosines.shape[-1]
+    if width != query.shape[-1] and config.model_type not in PARTIAL:
         return None
-    half = query.shape[-1] // 2
-    return _turn(query, cosines[0, :, :half], sines[0, :, :half])
+    every = slice(0, width, 2) if config.model_type in INTERLEAVED else slice(0, width // 2)
+    turned = _turn(query[:, :width], cosines[0, :, every], sines[0, :, every])
+    return torch.cat((turned, query[:, width:].float()), dim=-1)
 
 
 class EngineRotaryEmbedding(nn.Module):

@@ -5,7 +5,8 @@ transformers' `sdpa` would compute the scores of every pair of tokens in the pac
 module registers an attention function that runs once per row and needs no mask:
 
     qarl_rows   transformers' `sdpa`, row by row (levels `off` and `linears`). On CUDA a pack is one call of PyTorch's
-                variable-length Flash Attention (torch.nn.attention.varlen)
+                variable-length Flash Attention (torch.nn.attention.varlen). Neither can cap scores or has sinks, so
+                such rows are computed by `qarl.align.arguments.scored_attention`
 
 A padded row is also computed with its own length, so a row has the same bits padded or packed. (The last bits depend on
 the size of the blocks that PyTorch's CPU attention chooses by the length.)
@@ -26,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from qarl.align.arguments import WITHOUT_SDPA, check_arguments, is_causal, scored_attention
+
 ROWS_ATTENTION = "qarl_rows"
 
 Lengths = tuple[int, ...]
@@ -44,10 +47,12 @@ def register_rows_attention() -> None:
 def use_rows_attention(model: Any) -> bool:
     """Switch a transformers model from `sdpa` to `qarl_rows`.
 
-    If this is impossible, change nothing and return False.
+    If this is impossible, change nothing and return False. Raise UserError if the model passes its attention an
+    argument that would have no effect.
     """
     if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         return False
+    check_arguments(model)
     register_rows_attention()
     model.set_attn_implementation(ROWS_ATTENTION)
     return True
@@ -126,20 +131,47 @@ def rows_attention(
     attention_mask: torch.Tensor | None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return transformers' `sdpa` within each row, [B, T, H, D]. Shapes are as in `in_rows`."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    """Return transformers' `sdpa` within each row, [B, T, H, D]. Shapes are as in `in_rows`.
 
+    Raises:
+        ValueError: the rows have a window, but their tokens also see those after them.
+    """
     lengths = lengths_of_rows(query, key, given)
     if lengths is None or attention_mask is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
-    window = given.get("sliding_window")
-    if query.is_cuda and len(query) == 1 and sum(lengths) == query.shape[2] and not given.get("dropout"):
+        return _attend(module, query, key, value, attention_mask, given), None
+    window, causal = given.get("sliding_window"), is_causal(module, given)
+    if window is not None and not causal:
+        raise ValueError("QaRL does not pack rows whose attention has a window and is not causal")
+    fused = causal and not given.get("dropout") and not _needs_scores(given)
+    if fused and query.is_cuda and len(query) == 1 and sum(lengths) == query.shape[2]:
         return varlen_attention(query, key, value, lengths, given.get("scaling"), window), None
 
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return sdpa_attention_forward(module, query, key, value, _window_mask(query, window), **given)[0]
+        return _attend(module, query, key, value, _window_mask(query, window), given)
 
     return in_rows(attend, query, key, value, lengths), None
+
+
+def _needs_scores(given: Mapping[str, Any]) -> bool:
+    return any(given.get(name) is not None for name in WITHOUT_SDPA)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    given: Mapping[str, Any],
+) -> torch.Tensor:
+    """Return attention [B, t, H, D] with the arguments `given`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not _needs_scores(given):
+        return sdpa_attention_forward(module, query, key, value, mask, **given)[0]
+    causal = is_causal(module, given) and query.shape[2] > 1
+    how = {name: given[name] for name in ("scaling", "dropout", *WITHOUT_SDPA) if name in given}
+    return scored_attention(query, key, value, mask, causal=causal, **how)
 
 
 def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:

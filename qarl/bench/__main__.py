@@ -9,6 +9,8 @@ parts:
   rollout   only the engine: prefill and decode for several batches and lengths
   trainer   only the trainer: old log-probs and update, without an engine
   publish   quantize and publish, part by part
+  against   this checkout's seconds over those of another git revision, phase by phase
+  costs     kernels, copies, synchronisations and bytes of a layer on a GPU; counted without one
   plan      predicted seconds of a step on different hardware, by a roofline; nothing is run
 
 `qarl bench --help PART` describes the keys of a part. `python -m qarl.bench` is the same command.
@@ -35,9 +37,12 @@ _STEPS = ("qarl.bench.steps.arguments", "qarl.bench.steps.run")
 PARTS = {
     "kernels": ("qarl.bench.kernels.arguments", "qarl.bench.kernels.run"),
     **dict.fromkeys(("steps", "rollout", "trainer", "publish"), _STEPS),
-    "plan": ("qarl.bench.plan", ""),
+    "against": ("qarl.bench.against", "run_against"),
+    "costs": ("qarl.bench.costs.run", "run_costs"),
+    "plan": ("qarl.bench.plan", "run_plan"),
 }
-"""Part -> (module with `KEYS`, module with `run`). The first must not import torch, because threads are set later."""
+"""Part -> (module with `KEYS`, module with `run`, or the first module's function that reads the arguments itself).
+The first must not import torch, because threads are set later."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     part = _part(argv[0] if argv else "")
     module, runner = importlib.import_module(PARTS[part][0]), PARTS[part][1]
-    if not runner:
-        return int(module.run_plan(part, argv[1:]))
+    if "." not in runner:
+        return int(getattr(module, runner)(part, argv[1:]))
     arguments = module.KEYS.parse(part, argv[1:])
     limit_threads(arguments.threads if arguments.device == "cpu" else None)
     return int(importlib.import_module(runner).run(arguments))

@@ -1,4 +1,4 @@
-"""`python -m qarl.bench plan`: predict the time of a training step by the roofline of `qarl.bench.roofline`.
+"""`python -m qarl.bench plan`: predict the time of a training step from floating-point operations and bytes.
 
     python -m qarl.bench plan model=Qwen3-8B gpu=h100 gpus=16
     python -m qarl.bench plan model=SmolLM2-135M rates=KERNELS.json prompts=8 n=4 prompt_length=8 response_length=16
@@ -31,8 +31,10 @@ of scheme and level) at the rates in `kernels_cpu.json`."""
 
 def run_plan(part: str, given: Sequence[str]) -> int:
     """Run `python -m qarl.bench plan`, and return the exit code."""
-    defaults = ["gpus=1", "mini_batches=1"] if any(one.startswith("rates=") for one in given) else []
-    work = read(Work, [*defaults, *given], {"gpu": roofline.SHEETS, "schemes": ROLLOUT_SCHEMES})
+    measured = any(one.startswith("rates=") for one in given)
+    defaults = ["gpus=1", "mini_batches=1"] if measured else ["optimizer=muon"]
+    choices = {"gpu": roofline.SHEETS, "schemes": ROLLOUT_SCHEMES, "optimizer": ("muon", "adamw")}
+    work = read(Work, [*defaults, *given], choices)
     rates = roofline.measured_rates(work.rates) if work.rates else roofline.assumed_rates(work.gpu)
     rows = predict(work, rates)
     mean, longest = work.response_length[0], work.response_length[-1]
@@ -102,11 +104,20 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def footer(work: Work) -> str:
     errors = ", ".join(f"{phase} {low:.2f}-{high:.2f}" for phase, (low, high) in ERROR.items())
+    on_gpu = (
+        "On GPUs launches, bytes beyond the least and the publish are counted as in `qarl bench costs`; `constant` is "
+        "assumed.\nScheduler, sampler, norms, all-reduce and waiting are left out, so a real step takes longer.\n"
+    )
+    on_cpu = "A roofline: launches, scheduler, sampler, norms and waiting are left out, so a real step takes longer.\n"
     return (
-        "A roofline: launches, scheduler, sampler, norms and waiting are left out, so a real step takes longer.\n"
-        f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}."
-        + " No GPU has been compared."
-        * (work.rates is None)
-        + f"\nAssumed: {roofline.PUBLISH_PASSES} passes over the published bytes, {roofline.OPTIMIZER_BYTES} bytes per "
-        f"parameter and optimizer step, {roofline.MOST_SEQUENCES} sequences at a time, responses of the mean length."
+        (on_cpu if work.rates else on_gpu)
+        + f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}."
+        + " No GPU has been compared." * (work.rates is None)
+        + f"\nAssumed: {roofline.OPTIMIZER_BYTES} bytes per parameter and step of AdamW, {roofline.MOST_SEQUENCES} "
+        "sequences at a time, responses of the mean length"
+        + (
+            f", {roofline.PUBLISH_PASSES} passes over the published bytes."
+            if work.rates
+            else ", of which the longest is decoded alone to its end."
+        )
     )

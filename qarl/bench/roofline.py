@@ -1,4 +1,8 @@
-"""Roofline of a training step. The time of a phase is the longest of its times for arithmetic, memory and links."""
+"""Roofline of a training step. The time of a phase is the longest of its times for arithmetic, memory and links.
+
+On GPUs what `qarl bench costs` counts comes on top: bytes beyond the least (`elementwise`), and launches, where they
+take longer than the phase. The response that ends last is decoded alone (`tail`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from qarl.bench.overheads import Overheads, overheads
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
@@ -16,8 +21,11 @@ EFFICIENCY = {"bf16": 0.65, "w4a16": 0.55, "w8a8": 0.5, "fp8": 0.5}
 MEMORY = LINK = 0.8
 """Assumed shares of the data sheet's rates: `EFFICIENCY` of large products, `MEMORY` and `LINK` of transfers."""
 OPTIMIZER_BYTES, PUBLISH_PASSES, MOST_SEQUENCES, GPUS_PER_NODE = 38, 4, 256, 8
-"""In order: bytes that an AdamW step moves per parameter (FP32 gradient, moments and master, BF16 weight); number of
-passes over the published bytes; vLLM's max_num_seqs; number of GPUs in a node."""
+"""In order: bytes that an AdamW step moves per parameter (FP32 gradient, moments and master, BF16 weight); on a CPU,
+number of passes over the published bytes; vLLM's max_num_seqs; number of GPUs in a node."""
+LAUNCH_SECONDS = 5e-6
+"""Assumed time in which the host launches one kernel."""
+NEWTON_SCHULZ_STEPS = 5
 SHEETS = {
     "h100": (989.4e12, 1978.9e12, 1978.9e12, 3.35e12, 80 * 10**9, 450e9, 50e9),
     "h200": (989.4e12, 1978.9e12, 1978.9e12, 4.8e12, 141 * 10**9, 450e9, 50e9),
@@ -31,7 +39,8 @@ FP8), memory in bytes/s and bytes, and bytes/s of NVLink and of a GPU's network 
 @dataclass(frozen=True)
 class Rates:
     """Rates of one device. `product`: scheme -> its points (rows, FLOP/s). `memory`, `link` and `network`: bytes/s.
-    `said`: for each rate a line of text that says whether it was measured or assumed."""
+    `launch`: seconds to launch a kernel. `said`: for each rate a line of text that says whether it was measured or
+    assumed."""
 
     device: str
     product: Curves
@@ -40,6 +49,7 @@ class Rates:
     memory_bytes: int = 0
     link: float = math.inf
     network: float = math.inf
+    launch: float = 0.0
 
     def flop_per_s(self, scheme: str, rows: float) -> float:
         """Return the rate of the point in `product` whose number of rows is nearest to `rows`."""
@@ -55,7 +65,9 @@ def assumed_rates(gpu: str) -> Rates:
             f"{peak / 1e12:.0f})" for s, peak in peaks.items()]  # fmt: skip
     for name, share, rate in (("memory", MEMORY, memory), ("NVLink", LINK, nvlink), ("network", LINK, network)):
         said.append(f"{name} {share * rate / 1e9:.0f} GB/s (assumed: {share} of the data sheet's {rate / 1e9:.0f})")
-    return Rates(gpu.upper(), product, MEMORY * memory, tuple(said), size, LINK * nvlink, LINK * network)
+    said.append(f"launch {LAUNCH_SECONDS * 1e6:.0f} us (assumed)")
+    links = (LINK * nvlink, LINK * network)
+    return Rates(gpu.upper(), product, MEMORY * memory, tuple(said), size, *links, LAUNCH_SECONDS)
 
 
 def measured_rates(path: Path) -> Rates:
@@ -91,8 +103,10 @@ class Work:
     gpus              total number; each engine uses tensor_parallel GPUs and gpu_memory_utilization of their memory
     schemes           bf16,w8a8,fp8,w4a16
     prompts, n        prompts per step, each of prompt_length tokens, and responses per prompt
-    response_length   tokens: mean, or mean,longest (memory depends on the longest)
+    response_length   tokens: mean, or mean,longest (memory and the end of the rollout depend on the longest)
     mini_batches, micro_batch   optimizer steps per training step, rows per forward
+    optimizer         muon or adamw; muon on GPUs by default
+    constant          assumed seconds per step that depend on nothing here: Ray, tokenizer, rewards, sleep and wake
     json              the file to write"""
 
     model: str = "Qwen3-8B"
@@ -108,6 +122,8 @@ class Work:
     response_length: tuple[int, ...] = (2048,)
     mini_batches: int = 4
     micro_batch: int = 4
+    optimizer: str = "adamw"
+    constant: float = 5.0
     json: Path | None = None
 
 
@@ -133,8 +149,9 @@ class Roofline:
         the time by which it is longer counts."""
         work, rates, size, trainer = self.work, self.rates, self.size, self.scheme if self.low_bit else "bf16"
         batches = -(-work.prompts * work.n // (work.gpus * work.micro_batch))
-        forward = batches * self.pass_(work.micro_batch, trainer)
-        backward = batches * 2 * self.pass_(work.micro_batch, "bf16")
+        extra = self.overheads(trainer)
+        forward = batches * max(self.pass_(work.micro_batch, trainer), self.launches(extra.forward.kernels))
+        backward = batches * max(2 * self.pass_(work.micro_batch, "bf16"), self.launches(extra.backward.kernels))
         if self.on_gpu:
             backward += batches * self.pass_(work.micro_batch, trainer, head=False)
         published = self.wire[self.scheme] + 2.0 * (size.parameters - self.weights)
@@ -150,11 +167,51 @@ class Roofline:
             "forward": forward,
             "backward": backward,
             "communication": max(gathered / link - 2 * forward - backward, 0.0),
-            "optimizer": work.mini_batches * OPTIMIZER_BYTES * size.parameters / work.gpus / rates.memory,
+            "optimizer": work.mini_batches * self.optimizer(extra),
             "quantize": times * (2 * self.weights + self.wire[self.scheme]) / rates.memory,
-            "publish": PUBLISH_PASSES * published / rates.memory + others * published / link,
+            "publish": self.publish(published, extra) + others * published / link,
         }
+        if rates.launch:
+            seconds["elementwise"] = batches * size.layers * extra.beyond_least / rates.memory
+            seconds |= {"tail": self.tail(), "constant": work.constant}
         return seconds, gathered + others * published, published
+
+    def overheads(self, trainer: str) -> Overheads:
+        """Return what is counted of a layer on a GPU; nothing on a CPU."""
+        work = self.work
+        if not self.rates.launch:
+            return Overheads()
+        tokens = work.micro_batch * (work.prompt_length + work.response_length[0])
+        return overheads(self.size, trainer, self.scheme, tokens, work.gpus)
+
+    def launches(self, kernels: int) -> float:
+        """Return seconds in which the host launches `kernels` kernels in each layer."""
+        return self.size.layers * kernels * self.rates.launch
+
+    def optimizer(self, extra: Overheads) -> float:
+        """Return seconds of an optimizer step on this GPU's share of the parameters."""
+        size, rates, gpus = self.size, self.rates, self.work.gpus
+        if self.work.optimizer == "adamw":
+            return OPTIMIZER_BYTES * size.parameters / gpus / rates.memory
+        rest = OPTIMIZER_BYTES * (size.parameters - size.matrix_parameters) / gpus / rates.memory
+        flop = sum(newton_schulz_flop(n, k) for n, k in size.linears().values()) / gpus
+        moved = extra.optimizer_bytes_per_weight * size.matrix_parameters / gpus
+        return rest + max(flop / rates.flop_per_s("bf16", size.hidden), moved / rates.memory,
+                          self.launches(extra.optimizer_kernels))  # fmt: skip
+
+    def publish(self, published: float, extra: Overheads) -> float:
+        """Return seconds to write the published tensors, without the gather: on GPUs as counted for the sender, and as
+        much again for the receiver."""
+        if not self.rates.launch:
+            return PUBLISH_PASSES * published / self.rates.memory
+        moved = extra.publish.moved * self.size.layers
+        return 2 * max(self.launches(extra.publish.kernels), moved / self.rates.memory)
+
+    def tail(self) -> float:
+        """Return seconds in which the longest response is decoded alone, after those of the mean length have ended."""
+        work, longest = self.work, self.work.response_length[-1]
+        one = (self.product(1, self.scheme) + self.head(1)) / work.tensor_parallel
+        return (longest - work.response_length[0]) * one
 
     def product(self, rows: float, scheme: str) -> float:
         """Return seconds of all linears for `rows` tokens.
@@ -197,3 +254,9 @@ class Roofline:
         cache = at_once * length * self.size.kv_bytes_per_token(work.tensor_parallel) / self.rates.memory
         one = (self.product(at_once, self.scheme) + self.head(at_once)) / work.tensor_parallel + cache
         return one * sequences * (work.response_length[0] - 1) / at_once
+
+
+def newton_schulz_flop(rows: int, columns: int) -> float:
+    """Return FLOP of Muon's Newton-Schulz for a matrix: per step two products of n x n x m and one of n x n x n."""
+    n, m = min(rows, columns), max(rows, columns)
+    return NEWTON_SCHULZ_STEPS * (4.0 * n * n * m + 2.0 * n**3)

@@ -197,10 +197,15 @@ def newest_good(parent: Path) -> tuple[Checkpoint | None, list[tuple[Path, Check
 def prune(parent: Path, keep: int | None) -> None:
     """Remove all but the newest `keep` checkpoints of `parent`. If `keep` is None, remove nothing."""
     for _, folder in list_checkpoints(parent)[keep:] if keep is not None else ():
-        try:
-            remove_folder(folder)
-        except OSError as error:
-            raise StorageError(f"{folder} could not be removed", why=error.strerror) from error
+        remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove the checkpoint in `folder`. Raise StorageError if that fails."""
+    try:
+        remove_folder(folder)
+    except OSError as error:
+        raise StorageError(f"{folder} could not be removed", why=error.strerror) from error
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -224,7 +229,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"there is no checkpoint in {folder}",
             why=f"it has no {STATE_FILE}" if folder.is_dir() else "there is no such folder",
-            fix="use a checkpoint folder of a run with trainer.save_freq: OUTPUT_DIR/NAME/checkpoints/step_N",
+            fix="use a folder that a run has written: OUTPUT_DIR/NAME/checkpoints/step_N",
         )
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

@@ -63,7 +63,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     if not found:
         raise UserError(
             f"the run {run} has no checkpoints",
-            why="checkpoints are written only with trainer.save_freq=N, and its default is -1 (never)",
+            why="it ended before the first was due (trainer.save_freq, trainer.save_minutes)",
             fix="train with trainer.save_freq=N, or use the final model in the export folder of the run",
         )
     chosen = max(found) if step is None else step

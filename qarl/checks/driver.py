@@ -1,4 +1,6 @@
-"""Checks whether the NVIDIA driver can run the CUDA release that PyTorch is built with.
+"""Checks the machine beside a GPU: the NVIDIA driver, and what Triton needs to compile.
+
+The driver must run the CUDA release that PyTorch is built with.
 
 With a driver that is too old, `torch.cuda.is_available()` is false, and PyTorch only warns. The run would then start
 on the CPU, where vLLM's GPU build cannot run. With NVIDIA's package cuda-compat, an old driver can run a newer CUDA on
@@ -7,7 +9,10 @@ data-center GPUs. PyTorch then sees the GPU, and nothing is refused here.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -45,3 +50,24 @@ def check_driver() -> None:
         why=f"CUDA {cuda} needs driver {needed} (R{needed}) or newer; with this driver PyTorch sees no GPU",
         fix=f"install NVIDIA driver R{needed} or newer, or NVIDIA's cuda-compat package on a data-center GPU",
     )
+
+
+def check_compiler() -> None:
+    """Raise UserError if Triton cannot compile its launcher on this GPU machine.
+
+    Triton builds a small C module for each kernel (triton/runtime/build.py). It needs a C compiler and Python's
+    headers, which many images of CUDA lack."""
+    if not torch.cuda.is_available():
+        return
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    lacking = [] if header.is_file() else [f"Python's headers ({header})"]
+    lacking += [] if compiler else ["a C compiler (gcc or clang)"]
+    if lacking:
+        raise UserError(
+            f"Triton lacks {' and '.join(lacking)}",
+            where="this machine",
+            why="vLLM and QaRL run Triton kernels on GPUs, and Triton compiles a C module for each of them",
+            fix="install the packages python3.11-dev and gcc (Debian, Ubuntu) or python3.11-devel and gcc (Fedora), or "
+            "use a Python that has its headers",
+        )

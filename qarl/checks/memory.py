@@ -128,7 +128,7 @@ def estimate(
     ]
     parallel = config.rollout.tensor_model_parallel_size
     found = tuple(part for part in parts if part.bytes)
-    host = [*terms.kept(size, config), *terms.asleep(size, config), *terms.offloaded(size, config, offload)]
+    host = [*terms.asleep(size, config), *terms.offloaded(size, config, offload)]
     host += reference if on_host else []
     if device != "cuda":
         host = []

@@ -19,8 +19,8 @@ full length, V the vocabulary and H the hidden size.
                   more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
                   bytes for each weight of lm_head.
     engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance.
-    kept          For delta publishes, in host memory: the published tensors of the whole model. The engine's worker
-                  keeps one copy. With verl the trainer's process keeps a second copy.
+    kept          For delta publishes on CPUs: the published tensors of the whole model. The engine's worker keeps one
+                  copy. With verl the trainer's process keeps a second copy.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
     reference     With a KL term. Locally a second copy of the weights in the model's dtype and of what `low_bit` keeps
                   between steps. With verl P * 4 bytes, or P * 2 if its model_dtype is bf16, divided by R. On GPUs verl
@@ -221,7 +221,7 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
 
 
 def kept(size: ModelSize, config: Config) -> list[Part]:
-    """Return the published tensors that trainer and engine keep in host memory for delta publishes.
+    """Return the published tensors that trainer and engine keep for delta publishes on CPUs.
 
     The local trainer keeps no tensors, because it compares with the tensors that the engine keeps."""
     if config.publish.delta == "off":

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from qarl.align.families import check_rows
-from qarl.checks.driver import check_driver
+from qarl.checks.driver import check_compiler, check_driver
 from qarl.checks.head import check_head
 from qarl.checks.kernels import check_dense, check_kernels
 from qarl.checks.layers import check_linears
@@ -92,6 +92,7 @@ class Check(NamedTuple):
 CHECKS = (
     Check("loggers", lambda run: check_loggers(run.config.trainer.logger)),
     Check("NVIDIA driver", lambda run: check_driver()),
+    Check("compiler", lambda run: check_compiler()),
     Check("engine installed", lambda run: check_engine_installed()),
     Check("engine's device", lambda run: check_engine_device(run.config)),
     Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
@@ -122,6 +123,9 @@ CHECKS = (
 )
 """All checks, in the order in which they are made."""
 
+MODEL_CHECKS = ("not quantized", "model", "lm_head", "rows", "length", "linears")
+"""Names of the checks that read only the config and the model's folder, so that they hold on any machine."""
+
 
 def checks_for(backend: str) -> list[Check]:
     return [check for check in CHECKS if check.backend in ("", backend)]
@@ -138,6 +142,14 @@ def check_run(config: Config) -> RunInputs:
         print(f"warning: {warning}", file=sys.stderr)
     report_data(run.train_prompts, run.val_prompts)
     return run
+
+
+def check_run_model(config: Config) -> None:
+    """Make those checks of a run that read only the model's folder. Raise the UserError of the first that fails."""
+    run = RunInputs(config)
+    for check in checks_for(config.backend):
+        if check.name in MODEL_CHECKS:
+            check.make(run)
 
 
 def _check_experts(run: RunInputs) -> None:

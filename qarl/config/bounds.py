@@ -143,6 +143,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "trainer.total_training_steps": Bounds(1, 10_000_000, _STEPS),
     "trainer.test_freq": Exempt("a frequency beyond the run's last step means: evaluate at the end"),
     "trainer.save_freq": Exempt("a frequency beyond the run's last step means: save at the end"),
+    "trainer.save_minutes": Exempt("longer than the run means: save at Ctrl-C"),
     "trainer.val_max_prompts": Exempt("above the number of prompts it means all of them"),
     "trainer.num_threads": Bounds(1, 1024, "no machine has that many CPUs"),
     "trainer.max_ckpt_to_keep": Exempt("above the number of checkpoints it means all of them; the doctor counts disk"),

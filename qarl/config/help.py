@@ -7,7 +7,6 @@ docs/configuration.md, from `key_table`.
 from __future__ import annotations
 
 import inspect
-import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from qarl.config.errors import nearest, nearest_key, show
 from qarl.config.schema import Config, sections
 from qarl.config.source import available_configs, find_config
 from qarl.config.types import Unit, good_patterns, possible_path, reward_name
+from qarl.console import terminal_width
 from qarl.errors import UserError
 
 WIDTH = 100
@@ -116,7 +116,7 @@ def _described(key: Key) -> str:
 
 
 def _wrapped(text: str, indent: int, later: int | None = None) -> list[str]:
-    width = max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+    width = terminal_width(WIDTH)
     return textwrap.wrap(
         text,
         width,

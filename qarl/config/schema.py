@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from qarl.config.checks import check
@@ -119,7 +119,8 @@ class RolloutConfig(Section):
 
     enforce_eager: bool | None = None
     """Run vLLM without CUDA graphs. It starts faster but decodes more slowly. null means true on a CPU and false on
-    GPUs. On GPUs only decode steps are captured, and the model is not compiled."""
+    GPUs. On GPUs only decode steps are captured, and the model is not compiled,
+    except in W4A16 and BF16 below quant.align=model, which take vLLM's default."""
 
     free_cache_engine: bool = True
     """On GPUs vLLM sleeps while the trainer works: its weights move to host memory, and its KV cache is freed. false
@@ -144,7 +145,8 @@ class PublishConfig(Section):
     delta: Literal["auto", "off"] = "auto"
     """`auto`: send only the weights and scales that changed since the last complete publish, if this is smaller. The
     engine keeps a copy of the published tensors in host memory for this. With backend=verl, each trainer process keeps
-    one, too. `off`: always send all tensors, and do not count changes."""
+    one, too. Where trainer and engine share a GPU, all tensors are sent, because a copy within the GPU is faster.
+    `off`: always send all tensors, and do not count changes."""
 
 
 class ActorConfig(ObjectiveKeys):
@@ -322,7 +324,11 @@ class TrainerConfig(Section):
     """At the end, write a checkpoint that vLLM can load (compressed-tensors format)."""
 
     save_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
-    """Write a resumable checkpoint every save_freq steps and at the end; -1 means never."""
+    """Write a resumable checkpoint every save_freq steps and at the end; -1 means not by steps."""
+
+    save_minutes: Annotated[float, Unit("minutes")] = Field(default=10.0, ge=-1)
+    """Also write a checkpoint when this many minutes have passed without one, and when Ctrl-C or SIGTERM ends the run;
+    -1 means never. If max_ckpt_to_keep is null, the next checkpoint replaces it. backend=verl saves only by steps."""
 
     max_ckpt_to_keep: Annotated[int | None, Unit("checkpoints")] = Field(default=None, ge=1)
     """Number of newest checkpoints to keep; null keeps all. An old checkpoint is removed when a new one is complete on
@@ -336,12 +342,13 @@ class TrainerConfig(Section):
     """With resume_mode=resume_path: the checkpoint folder, OUTPUT_DIR/NAME/checkpoints/step_N (verl: global_step_N). It
     may belong to a different run."""
 
-    @field_validator("test_freq", "save_freq")
+    @field_validator("test_freq", "save_freq", "save_minutes")
     @classmethod
-    def _not_zero(cls, steps: int) -> int:
-        if steps == 0:
-            raise PydanticCustomError("freq", "0 is not a number of steps", {"fix": "write -1 for never"})
-        return steps
+    def _positive_or_never(cls, count: float, info: ValidationInfo) -> float:
+        if count <= 0 and count != -1:
+            unit = "minutes" if info.field_name == "save_minutes" else "steps"
+            raise PydanticCustomError("freq", f"{count:g} is not a number of {unit}", {"fix": "write -1 for never"})
+        return count
 
 
 class Config(Section):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
+    from qarl.config.schema import DataConfig
+
 _MANY = 900
 """A JSON value with more opening brackets is checked for depth. The number is below Python's recursion limit."""
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
@@ -110,7 +112,14 @@ def load_prompts(
     return PromptDataset(prompts, num_filtered=len(overlong))
 
 
-def _read(file: str, prompt_key: str) -> datasets.Dataset:
+def check_data_files(data: DataConfig) -> None:
+    """Raise UserError if a data file of the config is missing or of an unknown kind."""
+    for file in (*data.train_files, *data.val_files):
+        check_data_file(file)
+
+
+def check_data_file(file: str) -> None:
+    """Raise UserError if the data file is missing or of an unknown kind. The file is not read."""
     path = Path(file)
     if not path.is_file():
         why = "it is a folder" if path.is_dir() else f"looked in {path.absolute().parent}"
@@ -121,6 +130,10 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
             why=f"the name must end in one of {', '.join(_FORMATS)}",
             fix="convert the file, or rename it if only its name is wrong",
         )
+
+
+def _read(file: str, prompt_key: str) -> datasets.Dataset:
+    check_data_file(file)
     rows = _read_rows(file)
     if not len(rows):
         raise _no_rows(file)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from qarl.checkpoint import run_folder
 from qarl.checks.memory import checkpoint_bytes, readable
+from qarl.config import Config
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 from qarl.errors import UserError
@@ -72,17 +73,29 @@ def check_space(context: Context, topic: Topic) -> None:
         saves = max(saves, 1)  # the export is made from a checkpoint
     kept = saves if trainer.max_ckpt_to_keep is None else min(saves, trainer.max_ckpt_to_keep + 1)
     needed = export + kept * sizes["resumable"]
+    by_time = _saves_by_time(context.config)
+    more = max(by_time if trainer.max_ckpt_to_keep is None else min(by_time, trainer.max_ckpt_to_keep + 1) - kept, 0)
+    wanted = needed + more * sizes["resumable"]
     what = (
         f"{readable(free)} free; the run needs {readable(needed)}: export {readable(export)}, and up to {kept} "
         f"checkpoints of {readable(sizes['resumable'])} each"
     )
+    if more:
+        what += f"; trainer.save_minutes may need {more} more"
     fix = "free some space, set output_dir to another disk, or lower trainer.max_ckpt_to_keep"
     if free < needed:
         topic.error(what, where=str(existing), fix=fix)
-    elif free < 2 * needed:
+    elif free < max(2 * needed, wanted):
         topic.warning(what, where=str(existing), fix=fix)
     else:
         topic.ok(what)
+
+
+def _saves_by_time(config: Config) -> int:
+    """Return how many checkpoints of `trainer.save_minutes` may be on disk at once: the newest, and the next."""
+    trainer = config.trainer
+    counts = config.backend == "local" and trainer.save_minutes > 0
+    return min(2, trainer.total_training_steps - 1) if counts else 0
 
 
 def _write_problem(folder: Path) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from qarl.console import terminal_width
 from qarl.errors import UserError
 
 Status = Literal["ok", "note", "warning", "error"]
@@ -119,5 +120,10 @@ class Report:
 
 def _wrapped(text: str, first: str, rest: str) -> str:
     return textwrap.fill(
-        text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        text,
+        terminal_width(_WIDTH),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from qarl.checks import layers, sampling
 from qarl.checks.kernels import check_dense, check_kernels, check_on_gpus
+from qarl.checks.model import check_model
 from qarl.checks.tensor_parallel import ROW_PARALLEL
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
@@ -144,6 +145,10 @@ def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> list[str]:
 def check_alignment(context: Context, topic: Topic) -> None:
     """Which alignment level applies."""
     asked = context.config.quant.align
+    try:
+        check_model(context.hf_config.get())
+    except UserError as error:  # the topic "model" reports it
+        raise NotCheckedError("no level applies to a model that is refused", "train a different model") from error
     level, reasons = context.align_level()
     if level != asked:
         topic.warning(

@@ -94,6 +94,12 @@ def check_driver(context: Context, topic: Topic) -> None:
         topic.ok(f"NVIDIA driver {version}; PyTorch is built with CUDA {torch.version.cuda or 'none: a CPU build'}")
 
 
+def check_compiler(context: Context, topic: Topic) -> None:
+    """Whether Triton can compile on this machine."""
+    if context.target.here and context.target.device == "cuda" and topic.passes(driver.check_compiler):
+        topic.ok("Triton has a C compiler and Python's headers")
+
+
 def check_threads(context: Context, topic: Topic) -> None:
     """Whether the run uses at most as many threads as there are cores."""
     if not context.target.here:
@@ -117,10 +123,12 @@ def check_threads(context: Context, topic: Topic) -> None:
             f"{threads} threads ({source}){each} on {cores} cores",
             where=source,
             why="more threads than cores wait for each other and make a step tens of times slower",
-            fix=f"set trainer.num_threads={max(1, cores // ranks)} or less",
+            fix=f"set trainer.num_threads={cores // ranks} or less"
+            if cores > ranks
+            else "set trainer.num_threads=1, and fewer workers if there are more workers than cores",
         )
     else:
         topic.ok(f"{threads} thread{'s' * (threads > 1)} ({source}){each} on {cores} cores")
 
 
-CHECKS = (check_elsewhere, check_cpu, check_driver, check_gpu, check_threads)
+CHECKS = (check_elsewhere, check_cpu, check_driver, check_compiler, check_gpu, check_threads)

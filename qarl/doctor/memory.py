@@ -70,8 +70,8 @@ def _host(topic: Topic, found: MemoryEstimate, limit: int | None) -> None:
     if not found.host:
         return
     lines, needed = found.host_lines(), found.host_total
-    what = f"host memory of one machine: {readable(needed)} for delta publishes and offloaded tensors"
-    fix = "set publish.delta=off, which sends all tensors and keeps none; or turn off verl's offloading or its KL term"
+    what = f"host memory of one machine: {readable(needed)} for tensors that the GPUs offload"
+    fix = "turn off verl's offloading or its KL term"
     if limit is None:
         topic.note(
             what, why="the doctor cannot see the other machine's memory", fix=f"if it has less, {fix}", lines=lines

@@ -5,11 +5,16 @@ limit is an error. Later it is a warning.
 over the tokens of a batch. Each alignment level has a limit for this mean. A larger mean shows that trainer and engine
 compute different models, for example because a weight is not published. No loss can correct such a mistake.
 
-docs/alignment.md lists the values of healthy runs, which are below the limits. The smallest known mistake gives 2.1e-2.
+These limits must suit every model, so they are wide. Before training, a second limit suits the model at hand:
+`check_noise` compares |δ| with the model's own noise (`qarl.align.noise`), on the same tokens.
+
+docs/alignment.md lists the values of healthy runs, which are below the limits, and of mistakes, which are above.
 `scripts/mismatch_guard_check.py` measures both. This module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
+
+import math
 
 from qarl.errors import UserError
 
@@ -36,6 +41,18 @@ COLDEST = 0.25
 logits, and so their rounding errors, by the temperature. Measured mean |δ| with random weights: 1.8e-3 at temperature
 1, 3.3e-3 at 0.5, 3.9e-3 at 0.3, 6.7e-3 at 0.1.
 """
+
+NOISE_LIMITS = {"off": 1.2, "linears": 1.2, "model": 0.4}
+"""Largest allowed |δ| before training, as a multiple of the noise (`times_noise`), if very many tokens are compared.
+
+- `off` and `linears`: healthy runs have 0.5 to 0.9. At `off`, too, the compared forward multiplies by the published
+  tensors.
+- `model`: healthy runs have 0 without AMX and about 0.1 with it.
+
+At `exact` there is no noise, and the limit of `DEFAULT_LIMITS` is stricter.
+"""
+SMALLEST_NOISE = 1e-6
+"""Noise in nats per token that every model is allowed, because FP32 log-softmaxes differ that much."""
 
 
 class MismatchError(UserError):
@@ -90,4 +107,36 @@ def check_mismatch(
         "published; text was changed after it was sampled; or the alignment does not fit this model or machine",
         fix="compare token by token with `python -m qarl.diagnose`; choose a different quant.align or model, or raise "
         "quant.mismatch_limit if this mismatch is intended",
+    )
+
+
+def times_noise(delta_roots: float, noise_roots: float, tokens: float) -> float:
+    """Return how many times larger |δ| is than the noise: the square of the ratio of their mean square roots.
+
+    `delta_roots`, `noise_roots`: sums over `tokens` tokens of sqrt(|δ|) and of sqrt(|noise|). Square roots, because a
+    few tokens would decide a mean of |δ|. NaN if no token was compared.
+    """
+    if not tokens:
+        return math.nan
+    return (delta_roots / max(noise_roots, tokens * math.sqrt(SMALLEST_NOISE))) ** 2
+
+
+def noise_limit(level: str, tokens: float) -> float:
+    """Return the largest allowed `times_noise` of `tokens` tokens: three standard errors over `NOISE_LIMITS`, for a
+    standard deviation of a token's value that is as large as its mean."""
+    return NOISE_LIMITS[level] * (1 + 3 / math.sqrt(tokens))
+
+
+def check_noise(times: float, *, level: str, tokens: float) -> None:
+    """Raise MismatchError if |δ|, `times` the noise of `tokens` tokens, is more than rounding explains at `level`."""
+    if level not in NOISE_LIMITS or not tokens or times <= noise_limit(level, tokens):
+        return
+    raise MismatchError(
+        f"trainer and engine compute different models: with the published weights on both sides, |δ| is {times:.2g} "
+        f"times what other roundings do to this model; quant.align={level} allows {noise_limit(level, tokens):.2g}",
+        where=f"log-probs of {tokens:.0f} sampled tokens, before the first update",
+        why="possible reasons: only one side uses a key of the model's config; weights or buffers differ; or a family "
+        "whose layers the two sides compute differently",
+        fix="compare token by token with `python -m qarl.diagnose`; choose a different model; or set "
+        "quant.mismatch_limit to the mean |δ| that you accept, which replaces this check",
     )

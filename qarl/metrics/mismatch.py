@@ -25,7 +25,13 @@ import torch
 SAFETY_BOUND = 20.0
 ROLLOUT_IS_THRESHOLD = 2.0
 
+_PIECE = 1 << 20
+"""Tokens that are computed together, so that FP64 intermediates stay small."""
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the sum of a tensor over all ranks, element by element."""
 
 
 def mismatch_metrics(
@@ -46,27 +52,88 @@ def mismatch_metrics(
     Raises ValueError for unequal shapes and for an empty mask.
     """
     mask = _checked_mask(response_mask, old_log_prob, rollout_log_prob)
-    old, rollout = old_log_prob.detach().float(), rollout_log_prob.detach().float()
-    # Set values outside the mask to zero; multiplying by the mask would keep a NaN.
-    all_deltas = (old - rollout).double().masked_fill(~mask, 0.0)
-    delta = all_deltas[mask]
-    magnitude = delta.abs()
-    quantiles = np.quantile(magnitude.cpu().numpy(), list(_QUANTILES.values()))
-    weights = delta.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp().clamp(max=ROLLOUT_IS_THRESHOLD)
-    lengths = mask.sum(-1)
-    mean_delta = (all_deltas.sum(-1) / lengths)[lengths > 0]
-    probs = torch.stack([old[mask].double().exp(), rollout[mask].double().exp()])
+    return token_mismatch(old_log_prob.detach()[mask], rollout_log_prob.detach()[mask], mask.sum(-1))
+
+
+@torch.no_grad()
+def token_mismatch(
+    old: torch.Tensor, rollout: torch.Tensor, lengths: torch.Tensor, reduce: Reduce = lambda value: value
+) -> dict[str, float]:
+    """Return `mismatch_metrics` of log-probs without padding, computed on their device, or {} without any token.
+
+    `old`, `rollout`: the tokens of all responses, one response after the other. `lengths`: int64, the tokens of each
+    response. If ranks have different responses, all must call this function together with `reduce`.
+    """
+    old, rollout = old.float(), rollout.float()
+    delta, filled = old - rollout, lengths > 0
+    pieces = list(zip(old.split(_PIECE), rollout.split(_PIECE), strict=True))
+    lengths = lengths[filled]
+    sums_of_responses = (
+        torch.segment_reduce(delta.double(), "sum", lengths=lengths) if len(lengths) else lengths.double()
+    )
+    mean_delta = sums_of_responses / lengths
+    mine = torch.stack([filled.sum().double(), lengths.sum().double(), (-mean_delta).exp().sum()])
+    found = reduce(torch.cat((mine, torch.stack([_sums(*piece) for piece in pieces]).sum(0))))
+    responses, tokens, perplexities, *sums = found.tolist()
+    if not tokens:
+        return {}
+    magnitude, surprise, k3, weight, weight_squares, mean, other_mean = (one / tokens for one in sums)
+    spreads = torch.stack([_spread(*piece, mean, other_mean) for piece in pieces])
+    together, own, other = reduce(spreads.sum(0)).tolist()
     values = {
-        "abs_mean": magnitude.mean(),
-        "abs_max": magnitude.max(),
-        **{f"abs_{label}": value for label, value in zip(_QUANTILES, quantiles, strict=True)},
-        "k1": -delta.mean(),
-        "k3": (delta.expm1() - delta).mean(),
-        "ess": weights.mean().square() / weights.square().mean(),
-        "ppl_ratio": (-mean_delta).exp().mean(),
-        "pearson": _pearson(probs[0], probs[1]),
+        "abs_mean": magnitude,
+        **_order_statistics(delta.abs(), int(tokens), reduce),
+        "k1": surprise,
+        "k3": k3,
+        "ess": weight * weight / weight_squares,
+        "ppl_ratio": perplexities / responses,
+        "pearson": together / math.sqrt(own * other) if own * other > 0 else math.nan,
     }
-    return {f"mismatch/{name}": float(value) for name, value in values.items()}
+    return {f"mismatch/{name}": value for name, value in values.items()}
+
+
+def _sums(old: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
+    """Return the sums over tokens, FP64 [7]: |δ|, -δ, exp(δ) - δ - 1, weight, its square, both probabilities."""
+    delta = (old - rollout).double()
+    weights = delta.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp().clamp(max=ROLLOUT_IS_THRESHOLD)
+    probabilities = (old.double().exp(), rollout.double().exp())
+    each = (delta.abs(), -delta, delta.expm1() - delta, weights, weights.square(), *probabilities)
+    return torch.stack([one.sum() for one in each])
+
+
+def _spread(old: torch.Tensor, rollout: torch.Tensor, mean: float, other_mean: float) -> torch.Tensor:
+    """Return sums over tokens, FP64 [3]: the product and squares of both probabilities' deviations from their means."""
+    a, b = old.double().exp() - mean, rollout.double().exp() - other_mean
+    return torch.stack([(a * b).sum(), a.square().sum(), b.square().sum()])
+
+
+def _order_statistics(magnitude: torch.Tensor, tokens: int, reduce: Reduce) -> dict[str, float]:
+    """Return the maximum and the quantiles of `magnitude`, FP32 and not negative, over the `tokens` of all ranks.
+
+    Read as integers, the bits of such numbers have the order of the numbers. So counting the upper 16 bits, and then
+    the lower 16 bits of the numbers in one bin, finds the number at any place exactly, without sorting or gathering.
+    Between two numbers a quantile is linear, as in NumPy.
+    """
+    bits = magnitude.contiguous().view(torch.int32)
+    places = {name: share * (tokens - 1) for name, share in (("max", 1.0), *_QUANTILES.items())}
+    wanted = sorted({bound for place in places.values() for bound in (math.floor(place), math.ceil(place))})
+    upper = bits >> 16
+    ends = reduce(torch.bincount(upper, minlength=1 << 16)).cumsum(0)
+    at = torch.tensor(wanted, device=ends.device)
+    bins = torch.searchsorted(ends, at, right=True)
+    before = torch.where(bins > 0, ends[(bins - 1).clamp(min=0)], 0)
+    rest = (at - before).tolist()
+    counts = torch.stack([torch.bincount(bits[upper == one] & 0xFFFF, minlength=1 << 16) for one in bins.tolist()])
+    found = {}
+    for place, one, row, within in zip(wanted, bins.tolist(), reduce(counts), rest, strict=True):
+        low = int(torch.searchsorted(row.cumsum(0), within, right=True))
+        found[place] = float(torch.tensor(one << 16 | low, dtype=torch.int32).view(torch.float32))
+    if math.isnan(found[tokens - 1]):  # as in NumPy, a NaN makes all of them NaN
+        return {f"abs_{name}": math.nan for name in places}
+    return {
+        f"abs_{name}": found[math.floor(place)] + (place % 1) * (found[math.ceil(place)] - found[math.floor(place)])
+        for name, place in places.items()
+    }
 
 
 def _checked_mask(response_mask: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -78,11 +145,6 @@ def _checked_mask(response_mask: torch.Tensor, *others: torch.Tensor) -> torch.T
     if not mask.any():
         raise ValueError("response_mask selects no token")
     return mask
-
-
-def _pearson(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    a, b = a - a.mean(), b - b.mean()
-    return (a * b).sum() / (a.square().sum() * b.square().sum()).sqrt()
 
 
 def response_metrics(

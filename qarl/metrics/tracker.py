@@ -8,6 +8,7 @@ to the file and may repeat steps. `read_metrics` then drops the older entries.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import importlib.util
 import json
@@ -26,6 +27,7 @@ from qarl.checkpoint.storage import StorageError, writing
 from qarl.console import say
 from qarl.errors import UserError
 from qarl.metrics.run_watch import RunWatch
+from qarl.metrics.wandb_key import check_wandb_key
 from qarl.process import package_versions
 
 LOGGERS = ("console", "tensorboard", "wandb")
@@ -89,7 +91,9 @@ class Tracker:
             run_dir.mkdir(parents=True, exist_ok=True)
         history = read_metrics(run_dir) if start_step and (run_dir / METRICS_FILE).is_file() else []
         self._record = _JsonLines(run_dir / METRICS_FILE)
-        self._watch = RunWatch(run_dir, [entry for entry in history if entry["step"] <= start_step])
+        self._watch = RunWatch(
+            run_dir, [entry for entry in history if entry["step"] <= start_step], config_dict.get("actor")
+        )
         self._views: dict[str, _Writer] = {}
         make: dict[str, Callable[[], _Writer]] = {
             "console": lambda: _Console(stream or sys.stdout, total_steps, start_step),
@@ -136,6 +140,9 @@ class Tracker:
             call(self._views[name])
         except Exception as error:
             del self._views[name]
+            if isinstance(error, BrokenPipeError) and name == "console":  # as by `| head`: the reader has seen enough
+                say("note: the reader of the console has closed it; the run continues")
+                return
             problem = _lost_view(name, error)
             problem.__cause__ = error
             self.problem = self.problem or problem
@@ -150,16 +157,18 @@ class Tracker:
 
 def _lost_view(name: str, error: Exception) -> UserError:
     kind = StorageError if isinstance(error, OSError) else UserError
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    advice = "free disk space" if full else "mend what it says"
     return kind(
         f"the logger {name} failed",
         where="trainer.logger",
         why=f"{type(error).__name__}: {error}",
-        fix=f"{METRICS_FILE} in the run folder has all metrics; free disk space, or remove {name} from trainer.logger",
+        fix=f"{METRICS_FILE} in the run folder has all metrics; {advice}, or remove {name} from trainer.logger",
     )
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
-    """Raise UserError if a logger is not console, tensorboard or wandb, or if its package is not installed."""
+    """Raise UserError if a logger is unknown, if its package is not installed, or if W&B has no key."""
     for logger in loggers:
         if logger not in LOGGERS:
             raise UserError(
@@ -173,6 +182,8 @@ def check_loggers(loggers: Sequence[str]) -> None:
                 where="trainer.logger",
                 fix=f"pip install {logger}, or remove {logger} from trainer.logger",
             )
+    if "wandb" in loggers:
+        check_wandb_key()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -292,8 +303,7 @@ class _Console:
         from tqdm import tqdm
 
         self._stream, self._total, self._start_step = stream, total_steps, start_step
-        self._started = time.monotonic()
-        self._accuracy: dict[str, float] = {}
+        self._started: float | None = None
         self._bar = (
             tqdm(total=total_steps, initial=start_step, unit="step", file=stream, dynamic_ncols=True)
             if stream.isatty()
@@ -301,9 +311,9 @@ class _Console:
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        # Accuracy is not measured in every step, so the last measured value stays visible.
-        self._accuracy = {k: metrics[k] for k in ("val/accuracy",) if k in metrics} or self._accuracy
-        figures = _figures({**self._accuracy, **metrics})
+        figures = _figures(metrics)
+        if self._started is None:
+            self._begin(metrics.get("timing_s/step", 0.0) if step > self._start_step else 0.0)
         if self._bar is None:
             print(f"step {step}/{self._total}  {self._pace(step)}{figures}", file=self._stream, flush=True)
             return
@@ -317,12 +327,18 @@ class _Console:
         else:
             self._bar.write(text, file=self._stream)
 
+    def _begin(self, seconds: float) -> None:
+        """Start the clock `seconds` ago, when the first logged step began: what came before is the start of the run."""
+        self._started = time.monotonic() - seconds
+        if self._bar is not None:
+            self._bar.start_t = self._bar.last_print_t = time.time() - seconds
+
     def _pace(self, step: int) -> str:
         """Return seconds per step and the estimated remaining time. Before the first step return an empty string."""
         from tqdm import tqdm
 
         done = step - self._start_step
-        if done <= 0:
+        if done <= 0 or self._started is None:
             return ""
         pace = (time.monotonic() - self._started) / done
         return f"{pace:.2f} s/step  left {tqdm.format_interval(pace * (self._total - step))}  "

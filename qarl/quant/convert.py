@@ -216,13 +216,14 @@ def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def packed_state_dict(
-    model: nn.Module, *, scheme: Scheme | None = None, ignore: Sequence[str] = DEFAULT_IGNORE
+    model: nn.Module, *, scheme: Scheme | None = None, ignore: Sequence[str] = DEFAULT_IGNORE, stacks: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of the model under its checkpoint name, in layer order.
 
     A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. For a model that was
     not converted (`quant.align=off`), pass `scheme` and `ignore`, and the selected linears are quantized here. A tied
-    `lm_head.weight` is left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints.
+    `lm_head.weight` is left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints. `stacks`:
+    leave them whole (`qarl.quant.stacks`). An engine takes both, but whole stacks are published faster.
 
     Tensors are not copied, so clone any that must outlive the next optimizer step.
     """
@@ -238,21 +239,33 @@ def packed_state_dict(
         if name in tied:
             continue
         if layer is None or leaf not in ("weight", *STACKS):
-            yield from unstacked([(name, tensor)])
+            yield from named_tensors(name, tensor, stacks=stacks)
         elif isinstance(layer, QuantLinear):
             yield from layer.quantized().named(owner)
         elif isinstance(layer, QuantExperts):
-            yield from layer.quantized()[leaf].named()
+            stack = layer.quantized()[leaf]
+            yield from stack.stacked() if stacks else stack.named()
         else:
             assert scheme is not None
-            yield from packed_tensor(name, tensor, scheme)
+            yield from packed_tensor(name, tensor, scheme, stacks=stacks)
+
+
+def named_tensors(name: str, tensor: torch.Tensor, *, stacks: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield an unquantized tensor of a state dict as `packed_state_dict` does."""
+    if stacks and is_stack(name, tensor.shape):
+        yield f"{name}.weight", tensor
+    else:
+        yield from unstacked([(name, tensor)])
 
 
 @torch.no_grad()
-def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
+def packed_tensor(
+    name: str, tensor: torch.Tensor, scheme: Scheme, *, stacks: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Quantize `tensor`, the weight of a linear or of a stack of experts, and yield the wire tensors."""
     if is_stack(name, tensor.shape):
-        yield from quantize_stack(tensor.detach(), scheme, name=name).named()
+        stack = quantize_stack(tensor.detach(), scheme, name=name)
+        yield from stack.stacked() if stacks else stack.named()
     else:
         yield from quantize(tensor.detach(), scheme, name=name).named(name.rpartition(".")[0])
 

@@ -52,6 +52,11 @@ class QuantizedStack:
     shape: tuple[int, int, int]
     tensors: dict[str, torch.Tensor]
 
+    def stacked(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and the tensors of a publish."""
+        for leaf, tensor in self.tensors.items():
+            yield f"{self.name}.{leaf}", tensor
+
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield checkpoint names and wire tensors of each expert's matrices, as views of the stacked tensors."""
         for matrix in matrices(self.name, self.shape):

@@ -34,7 +34,7 @@ from qarl.quant.linear import QuantLinear
 from qarl.quant.phases import phase
 from qarl.quant.scheme import Scheme
 from qarl.quant.shards import WeightShard, wire_tensors
-from qarl.quant.stacks import STACKS, unstacked
+from qarl.quant.stacks import STACKS
 from qarl.quant.tensor import QuantizedTensor
 
 
@@ -216,7 +216,7 @@ def sharded_wire_tensors(
     ignore: Sequence[str] = convert.DEFAULT_IGNORE,
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of `qarl.quant.packed_state_dict`, from a model that FSDP2 has sharded.
+    """Yield the tensors of `qarl.quant.packed_state_dict(model, stacks=True)`, from a model that FSDP2 has sharded.
 
     All ranks must call this together. One layer is gathered at a time, and quantized weights are gathered in low bits.
     If the model was not converted (`quant.align=off`), each weight is quantized for this publish.
@@ -235,7 +235,7 @@ def sharded_wire_tensors(
             continue
         owner, _, leaf = name.rpartition(".")
         if owner not in selected or leaf not in ("weight", *STACKS):
-            yield from unstacked([(name, gather(entry))])
+            yield from convert.named_tensors(name, gather(entry), stacks=True)
             continue
         layer = layers[owner]
         shard = layer.shards[leaf] if isinstance(layer, _Sharded) else _shard_of(name, entry, scheme, device)
@@ -255,7 +255,7 @@ def _named(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield checkpoint names and wire tensors of the gathered weight `name`."""
     if len(shape) == 3:
-        yield from QuantizedStack(name, scheme, shape, tensors).named()
+        yield from QuantizedStack(name, scheme, shape, tensors).stacked()
         return
     if "weight_packed" in tensors:
         tensors = {**tensors, "weight_shape": torch.tensor(shape, dtype=torch.int64, device="cpu")}

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from qarl.kernels.device import is_gpu
 from qarl.quant.phases import phase
 from qarl.quant.scheme import QuantArgs
 
@@ -25,9 +26,9 @@ weight holds a NaN or an Inf."""
 
 def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:
     """Return the fused quantizer for a GPU's `weight` if its bytes equal those of `eager`. Otherwise return `eager`."""
-    if not weight.is_cuda or weight.dtype == torch.float16 or importlib.util.find_spec("triton") is None:
+    if not is_gpu(weight.device) or weight.dtype == torch.float16 or importlib.util.find_spec("triton") is None:
         return eager
-    equal = _checked(weight.dtype, weight.device, args, eager)
+    equal = weight.is_meta or _checked(weight.dtype, weight.device, args, eager)
     return _run_fused if equal else eager
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.quant.scheme import Scheme
-from qarl.rollout.gpu import GRAPHS, eager
+from qarl.rollout.gpu import eager, graph_arguments
 from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
 from qarl.vllm_versions.head import FP32_HEAD
 
@@ -74,7 +73,7 @@ def llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.free_cache_engine
         if not eager(config.enforce_eager):
-            arguments |= ENGINE_ARGUMENTS if config.aligned else GRAPHS
+            arguments |= graph_arguments(config.scheme, aligned=config.aligned, kernels=config.kernels)
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed

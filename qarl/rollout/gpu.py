@@ -10,7 +10,9 @@ trainer has loaded its weights, and refuses to start if less than its share of t
 is too large would end the run later, when the engine wakes up for the first time.
 
 CUDA graphs. vLLM's default is to compile the model too. Compiled models round differently from vLLM's own operators,
-which the trainer follows. So only decode steps are captured, and nothing is compiled.
+which the trainer follows at level `model`, and whose 8-bit activations it follows at every level. There only decode
+steps are captured, and nothing is compiled. W4A16 and BF16 below `model` follow no operator around the linears, so
+vLLM's default stays.
 """
 
 from __future__ import annotations
@@ -24,9 +26,20 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
+from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
+from qarl.quant.scheme import Scheme
 
 GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 """vLLM's arguments for CUDA graphs of decode steps without compilation (mode 0). Both vLLM 0.24 and 0.29 have them."""
+
+
+def graph_arguments(scheme: Scheme, *, aligned: bool, kernels: str = "engine") -> dict[str, Any]:
+    """Return vLLM's arguments for CUDA graphs. `aligned`: whether the trainer follows the engine's operators (levels
+    `model` and `exact`). `kernels`: a value of `quant.kernels`; the compiler does not know QaRL's own."""
+    if aligned:
+        return ENGINE_ARGUMENTS
+    return GRAPHS if scheme.input_activations is not None or kernels != "engine" else {}
+
 
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 

@@ -19,7 +19,8 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,12 +34,14 @@ from qarl.checkpoint.folder import (
     Checkpoint,
     damaged,
     prune,
+    remove,
     save_checkpoint,
     tensor_digest,
     tensors_digest,
 )
 from qarl.checkpoint.run_folder import METRICS_FILE, checkpoints_dir
 from qarl.checkpoint.storage import StorageError
+from qarl.console import stage
 from qarl.data import Prompt
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker, read_metrics
@@ -63,8 +66,16 @@ class Checkpoints:
         self.trainer, self.checkpoint = trainer, checkpoint
         self.folder = checkpoints_dir(trainer.config.run_dir)
         self._resume_metrics: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self._saved_at, self._saved_step = time.monotonic(), trainer.step
+        self._passing: Path | None = None
+        """The run's last checkpoint, if the next one replaces it."""
         if checkpoint is not None:
-            restore(trainer, checkpoint)
+            with stage(f"restoring {checkpoint.folder}"):
+                restore(trainer, checkpoint)
+            self._saved_step = checkpoint.step
+            if checkpoint.folder.resolve().parent == self.folder.resolve():
+                self._passing = self._passes(checkpoint.folder, checkpoint.step, checkpoint.config["trainer"])
 
     def resumed(self, tracker: Tracker) -> None:
         """Finish a resume. Call this after the first publish.
@@ -90,21 +101,39 @@ class Checkpoints:
         with checkpoint.using(RNG_FILE):
             set_rng_state(checkpoint.rng())
 
-    def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
-        """Write a checkpoint if one is due. Return its metrics, and `resume/*` in the first step after a resume."""
+    def after_step(self, metrics: dict[str, float], tracker: Tracker, *, stopped: bool) -> dict[str, float]:
+        """Write a checkpoint if one is due. Return its metrics, and `resume/*` in the first step after a resume.
+
+        `stopped`: whether a signal makes this step the last of this process."""
         extra = self._compare(metrics, tracker)
-        freq = self.trainer.config.trainer.save_freq
-        if freq > 0 and (last or self.trainer.step % freq == 0):
-            extra |= self.save(metrics | extra, tracker)
+        self._metrics = metrics | extra
+        if self._due(stopped):
+            extra |= self.save(self._metrics, tracker)
         return extra
+
+    def stopped(self, tracker: Tracker) -> None:
+        """Write the checkpoint of the last step if the signal came too late for `after_step`."""
+        if self._saved_step != self.trainer.step and self._due(stopped=True):
+            self.save(self._metrics, tracker)
+
+    def _due(self, stopped: bool) -> bool:
+        settings, step = self.trainer.config.trainer, self.trainer.step
+        freq, minutes = settings.save_freq, settings.save_minutes
+        if freq > 0 and step % freq == 0:
+            return True
+        if step == settings.total_training_steps:  # a run that has an older checkpoint replaces it at its end
+            return freq > 0 or self._passing is not None
+        return (stopped and (freq > 0 or minutes > 0)) or 0 < minutes * 60 <= time.monotonic() - self._saved_at
 
     def save(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
         """Write the checkpoint of the current step. If the disk refuses to write, report the error and continue."""
         start = time.perf_counter()
-        trainer = self.trainer
+        trainer, settings = self.trainer, self.trainer.config.trainer
+        self._saved_at, self._saved_step = time.monotonic(), trainer.step
+        folder = self.folder / f"step_{trainer.step}"
         try:
             written = save_checkpoint(
-                self.folder / f"step_{trainer.step}",
+                folder,
                 files=ModelFiles.of(trainer.policy.model, trainer.tokenizer),
                 weights=forward_weights(trainer.policy),
                 optimizer=trainer.optimizer.state_dict(),
@@ -114,12 +143,21 @@ class Checkpoints:
         except StorageError as error:
             tracker.message(f"warning: the checkpoint of step {trainer.step} failed, training continues: {error}")
             return {"checkpoint/failed": 1.0, "checkpoint/seconds": time.perf_counter() - start}
+        passing, self._passing = self._passing, self._passes(folder, trainer.step, settings.model_dump())
         try:
-            prune(self.folder, trainer.config.trainer.max_ckpt_to_keep)
+            if settings.max_ckpt_to_keep is None and passing not in (None, folder):
+                remove(passing)
+            prune(self.folder, settings.max_ckpt_to_keep)
         except StorageError as error:
             tracker.message(f"warning: an old checkpoint stays, training continues: {error}")
         seconds = time.perf_counter() - start
         return {"checkpoint/failed": 0.0, "checkpoint/seconds": seconds, "checkpoint/mbytes": written / 1e6}
+
+    @staticmethod
+    def _passes(folder: Path, step: int, settings: Mapping[str, Any]) -> Path | None:
+        """Return `folder` if the run of `settings` saved it only because of the time or its end. Otherwise None."""
+        freq = settings.get("save_freq", -1)
+        return None if freq > 0 and step % freq == 0 else folder
 
     def _compare(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
         """Return the metrics `resume/*` in the first step after a resume, and {} in other steps."""

@@ -120,7 +120,7 @@ def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
     if saved:
         there = f"the newest checkpoint is {saved[0][1]}"
     else:
-        there = "there is no checkpoint (trainer.save_freq), so the trained weights are lost"
+        there = "there is no checkpoint, so the trained weights are lost"
         again = "train again, with trainer.save_freq=N to write checkpoints during training"
     return StorageError(
         f"the model after step {step} could not be exported",

@@ -24,6 +24,7 @@ import torch
 
 from qarl.checks.sampling import sampling_config, truncation
 from qarl.config import Config
+from qarl.console import stage
 from qarl.data import Prompt
 from qarl.data.rewards import score_responses
 from qarl.metrics.error_tokens import text_metrics, text_statistics
@@ -84,7 +85,10 @@ class LocalTrainer:
             # Before the engine, which is awake at first and takes its whole share of the GPU.
             self.reference = Reference(config, self.objective)
         routing = bool(stacked_experts(parts.policy.model))
-        self.engine = engine or RolloutEngine(engine_config(config, level=self.policy.align, routing=routing))
+        if engine is None:
+            with stage("starting the rollout engine (vLLM)"):
+                engine = RolloutEngine(engine_config(config, level=self.policy.align, routing=routing))
+        self.engine = engine
         self.loss_scale = LossScale(active=config.model.dtype == "fp16")
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
 

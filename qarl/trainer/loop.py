@@ -1,21 +1,19 @@
-"""The loop of a local run, from its first publish to its summary. It evaluates, writes checkpoints, and handles Ctrl-C.
+"""The loop of a local run, from its first publish to its summary. It evaluates and writes checkpoints.
 
 The algorithm is in `qarl.trainer.local`.
 """
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 from qarl.checkpoint.folder import Checkpoint
 from qarl.checkpoint.run_folder import EXPORT
 from qarl.checkpoint.storage import check_room
-from qarl.config import Config
+from qarl.config import Config, write_resolved
+from qarl.console import stage
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker, read_metrics, write_versions
 from qarl.trainer.checkpoints import Checkpoints
@@ -23,7 +21,9 @@ from qarl.trainer.ending import finish_run
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.probe import probe
 from qarl.trainer.report import update_report
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.resume import check_free, open_run
+from qarl.trainer.setup import RunParts, prepare_run
+from qarl.trainer.stop import Stop
 
 _BANDS_TOO_NARROW = (
     "after the first mini-batch, over 80% of the responses are outside their band and teach nothing; "
@@ -34,26 +34,45 @@ _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.
 _OVERFLOWED = "because the gradient overflowed in FP16; the loss scale is now {actor/loss_scale:.0f}"
 
 
-def train(config: Config, *, started: float | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
+def train_in_run_folder(config: Config, *, started: float) -> dict[str, Any]:
+    """Make all checks. Only then open the run folder, and call `train`, with the checkpoint if the run resumes."""
+    check_free(config.run_dir)
+    parts = prepare_run(config)
+    with open_run(config) as checkpoint:
+        write_resolved(config, config.run_dir / "config.yaml")
+        return train(config, started=started, checkpoint=checkpoint, parts=parts)
+
+
+def train(
+    config: Config,
+    *,
+    started: float | None = None,
+    checkpoint: Checkpoint | None = None,
+    parts: RunParts | None = None,
+) -> dict[str, Any]:
     """Run `config` to its end or to Ctrl-C. Return the summary, which is also written to `summary.json`.
 
     `started`: `time.perf_counter()` at the start of the program. The summary's seconds count from that time.
-    `checkpoint`: the checkpoint to resume from (`qarl.trainer.resume.open_run`).
+    `checkpoint`: the checkpoint to resume from (`qarl.trainer.resume.open_run`). `parts`: what `prepare_run` returned,
+    or None to call it here.
     """
     start = time.perf_counter() if started is None else started
-    parts = prepare_run(config)
+    parts = parts or prepare_run(config)
     run_dir = config.run_dir
     write_versions(run_dir)
     trainer = LocalTrainer(config, parts)
-    with trainer.engine, finish_step_on_interrupt() as stop:
+    with trainer.engine, Stop() as stop:
         return run_and_keep(trainer, Checkpoints(trainer, checkpoint), stop, start)
 
 
-def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[bool], start: float) -> dict[str, Any]:
-    """Publish and train. Then write summary, export and plots, even after an error. Return the summary."""
+def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, start: float) -> dict[str, Any]:
+    """Publish and train. Then write summary, export and plots, even after an error. Return the summary.
+
+    After a KeyboardInterrupt only the summary is written, because the weights may be those of half a step."""
     config, run_dir = trainer.config, trainer.config.run_dir
     failure: BaseException | None = None
-    report = trainer.publish()
+    with stage("publishing the weights to the engine"):
+        report = trainer.publish()
     if config.trainer.save_final:
         # The export holds the same bytes as a publish. If the disk has no room for them, training would be wasted.
         check_room(run_dir / EXPORT, report.bytes)
@@ -63,10 +82,14 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
         tracker.message(trainer.policy.report)
         checkpoints.resumed(tracker)
         try:
-            tracker.message(probe(trainer))
+            with stage("comparing the log-probs of trainer and engine"):
+                found = probe(trainer)
+            tracker.message(found)
             run_steps(trainer, checkpoints, tracker, stop, start)
         except BaseException as error:
             failure = error
+    interrupted = isinstance(failure, KeyboardInterrupt)
+    stop.work = None if interrupted else "the training has ended, and its last files are being written"
     try:
         history = read_metrics(run_dir)
     except UserError as error:
@@ -75,7 +98,7 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
         "quant_scheme": config.quant.scheme,
         "quant_kernels": config.quant.kernels,
         "quant_align": trainer.policy.align,
-        "interrupted": bool(stop),
+        "interrupted": bool(stop) or interrupted,
         "quantized_ratio": report.quantized_ratio,
         "seconds": time.perf_counter() - start,
     }
@@ -86,22 +109,25 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
         tracker.problem,
         step=trainer.step,
         total=total,
-        save=(lambda folder: trainer.policy.save(folder, trainer.tokenizer)) if config.trainer.save_final else None,
-        plots=config.trainer.plots,
-        report=config.trainer.report,
+        save=(lambda folder: trainer.policy.save(folder, trainer.tokenizer))
+        if config.trainer.save_final and not interrupted
+        else None,
+        plots=config.trainer.plots and not interrupted,
+        report=config.trainer.report and not interrupted,
     )
 
 
-def run_steps(
-    trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: list[bool], start: float
-) -> None:
-    """Evaluate before training (step 0). Then train until the last step, or until `stop` is no longer empty."""
+def run_steps(trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: Stop, start: float) -> None:
+    """Evaluate before training (step 0). Then train until the last step, or until `stop` is true."""
     settings = trainer.config.trainer
     test_freq, total = settings.test_freq, settings.total_training_steps
     if settings.val_before_train and not trainer.step:
-        tracker.log(trainer.evaluate(), step=0)
+        with stage(f"evaluating {len(trainer.parts.val_prompts)} prompts before the first step"):
+            metrics = trainer.evaluate()
+        tracker.log(metrics, step=0)
     trainer.timer.pop()
     while trainer.step < total and not stop:
+        stop.work = f"stopping after step {trainer.step + 1}"
         metrics = trainer.train_step()
         if trainer.step == 1:
             metrics["startup/seconds_to_first_step"] = time.perf_counter() - start
@@ -109,8 +135,8 @@ def run_steps(
         if trainer.parts.val_prompts and (last or (test_freq > 0 and trainer.step % test_freq == 0)):
             metrics |= trainer.evaluate()
         metrics |= trainer.timer.pop()
-        # Look at `stop` again, because Ctrl-C may have come during the evaluation.
-        metrics |= checkpoints.after_step(metrics, tracker, last=trainer.step == total or bool(stop))
+        # Look at `stop` again, because the signal may have come during the evaluation.
+        metrics |= checkpoints.after_step(metrics, tracker, stopped=bool(stop))
         tracker.log(metrics, step=trainer.step)
         update_report(trainer.config, trainer.step)
         for text in trainer.warnings:
@@ -120,24 +146,8 @@ def run_steps(
         if metrics["actor/skipped_steps"]:
             why = _OVERFLOWED.format(**metrics) if "actor/loss_scale" in metrics else _SKIPPED
             tracker.message(f"step {trainer.step}: {metrics['actor/skipped_steps']:.0f} updates skipped, {why}")
-
-
-@contextmanager
-def finish_step_on_interrupt() -> Iterator[list[bool]]:
-    """Yield an empty list. The first Ctrl-C adds an item, and the caller must then end the run after the current step.
-    The second Ctrl-C interrupts at once."""
-    stop: list[bool] = []
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        if stop:
-            raise KeyboardInterrupt
-        stop.append(True)
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    if stop:
+        checkpoints.stopped(tracker)
 
 
 def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:

@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from qarl.align import align_model
+from qarl.align.buffers import check_buffers
 from qarl.align.routing import differing_tokens, recorded_routing, replayed_routing, replays
 from qarl.align.rows import attends_in_rows
 from qarl.checks import hub
 from qarl.checks.head import PLAIN_HEADS, no_fp32_head
+from qarl.checks.model_folder import load_hf_config
 from qarl.checks.weight_files import cannot_load, lacks_tensors
 from qarl.errors import UserError
 from qarl.kernels.kept import Truncation, find_kept
@@ -49,6 +51,10 @@ def check_finite(model: nn.Module, dtype: str) -> None:
             why="FP16's largest number is 65504, BF16's is 3e38",
             fix="set model.dtype=bf16",
         )
+
+
+DROPOUTS = frozenset({"attention_dropout", "hidden_dropout", "residual_dropout"})
+"""Config keys of dropout in the families that are trained. The engine has none, so neither has the trainer."""
 
 
 class Policy:
@@ -81,7 +87,8 @@ class Policy:
         `head_dtype`: a value of `model.head_dtype`. `kernels`: a value of `quant.kernels`.
         `eager`: whether the engine runs without CUDA graphs.
 
-        Raise UserError if `head_dtype` is fp32 without `plain_head`."""
+        Raise UserError if `head_dtype` is fp32 without `plain_head`, or if something has cast the model's buffers."""
+        check_buffers(model)
         self.model, self.scheme, self.ignore = model, scheme, ignore
         self.called = model
         quantized = align != "off" and scheme.quantized
@@ -105,13 +112,16 @@ class Policy:
         from transformers import AutoModelForCausalLM
 
         quant = config.quant
+        hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
+        for key in DROPOUTS & set(vars(hf_config)):  # as an argument, it would reach models that do not have the key
+            setattr(hf_config, key, 0.0)
         try:
             with default_dtype_kept():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     config.model.path,
                     dtype=TORCH_DTYPES[config.model.dtype],
                     attn_implementation="sdpa",
-                    attention_dropout=0.0,
+                    config=hf_config,
                     output_loading_info=True,
                     trust_remote_code=config.model.trust_remote_code,
                     **hub.loading_options(config.model.path),
@@ -247,12 +257,12 @@ class Policy:
         return self.model.config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors to publish, with checkpoint names. The forward of quantized layers uses these tensors."""
-        return list(self.packed_state_dict())
+        """Return the tensors to publish. The forward of quantized layers uses these tensors."""
+        return list(self.packed_state_dict(stacks=True))
 
-    def packed_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def packed_state_dict(self, *, stacks: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         scheme = self.scheme if self.align == "off" else None
-        return packed_state_dict(self.model, scheme=scheme, ignore=self.ignore)
+        return packed_state_dict(self.model, scheme=scheme, ignore=self.ignore, stacks=stacks)
 
     def requantize(self) -> None:
         """Quantize every layer whose weight has changed since it was last quantized."""

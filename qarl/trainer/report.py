@@ -1,6 +1,6 @@
 """Writes the report of a local run during the run: samples of a step's batch, and the page.
 
-If the report cannot be written, the run continues. `python -m qarl.report` can write it later from metrics.jsonl.
+If the report cannot be written, the run continues. `qarl report` can write it later from metrics.jsonl.
 """
 
 from __future__ import annotations

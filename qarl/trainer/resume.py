@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.folder import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
-from qarl.checkpoint.run_folder import checkpoints_dir, fresh_run_dir
+from qarl.checkpoint.run_folder import checkpoints_dir, fresh_run_dir, holds_a_run
 from qarl.checkpoint.storage import recover, set_aside
 from qarl.config import Config
 from qarl.config.errors import show
 from qarl.config.types import as_dotted
-from qarl.console import note
+from qarl.console import note, say
 from qarl.errors import UserError
 from qarl.rollout.gpu import eager
 
@@ -35,7 +35,7 @@ _FREE = frozenset(
     f"trainer.{key}"
     for key in (
         *("total_training_steps", "test_freq", "val_before_train", "val_max_prompts", "logger", "plots", "report"),
-        *("save_final", "save_freq", "max_ckpt_to_keep", "resume_mode", "resume_from_path"),
+        *("save_final", "save_freq", "save_minutes", "max_ckpt_to_keep", "resume_mode", "resume_from_path"),
     )
 ) | {
     *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure", "publish.delta"),
@@ -68,11 +68,13 @@ _ROUNDING = frozenset(
 
 @dataclass(frozen=True)
 class Start:
-    """How a run starts. `damaged`: the skipped checkpoints and their errors. `notes`: messages for the user."""
+    """How a run starts. `damaged`: the skipped checkpoints and their errors. `notes`: messages for the user. `fresh`:
+    why the run does not resume."""
 
     checkpoint: Checkpoint | None = None
     damaged: tuple[tuple[Path, CheckpointError], ...] = ()
     notes: tuple[str, ...] = ()
+    fresh: str = ""
 
     def stays_in(self, run_dir: Path) -> bool:
         """Return whether the run resumes in `run_dir`. If not, an earlier run in this folder is moved aside."""
@@ -96,6 +98,8 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
             note(f"{problem.what} ({problem.why}); it was renamed to {name}, and an earlier checkpoint is used")
         for text in start.notes:
             note(text)
+        found = start.checkpoint
+        say(start_line(config, (found.folder, found.step) if found else None, start.fresh))
         if not start.stays_in(run_dir):
             fresh_run_dir(run_dir)
     with lock_run(run_dir, create=True):
@@ -107,19 +111,42 @@ def find_start(config: Config) -> Start:
     Raise UserError if the checkpoint to resume from is missing or damaged, or if the config changes what is trained."""
     settings, run_dir = config.trainer, config.run_dir
     if settings.resume_mode == "disable":
-        return Start()
+        return Start(fresh="trainer.resume_mode=disable")
     if settings.resume_from_path is not None:
         start = _descendant(config, Path(settings.resume_from_path))
         start = start or Start(open_checkpoint(Path(settings.resume_from_path)))
     elif is_finished(run_dir):
-        return Start(notes=_how_to_extend(config))
+        return Start(fresh=why_fresh(run_dir), notes=_how_to_extend(config))
     else:
         start = _newest(run_dir)
     if start.checkpoint is None:
-        return start
+        return replace(start, fresh=why_fresh(run_dir))
     checkpoint = start.checkpoint
     notes = check_changes(config, checkpoint.folder, checkpoint.step, checkpoint.config)
     return replace(start, notes=notes)
+
+
+def why_fresh(run_dir: Path) -> str:
+    """Return why a run in `run_dir` does not resume, if no checkpoint was chosen by the config and none is there."""
+    if is_finished(run_dir):
+        return f"the run in {run_dir} is finished"
+    return f"the run in {run_dir} has no checkpoint" if holds_a_run(run_dir) else f"there is no run in {run_dir}"
+
+
+def start_line(config: Config, checkpoint: tuple[Path, int] | None, fresh: str) -> str:
+    """Return one line: whether the run resumes and from where, and when it will save checkpoints.
+
+    `checkpoint`: folder and step of the checkpoint to resume from, or None. `fresh`: why there is none."""
+    trainer, begins = config.trainer, f"fresh, because {fresh}"
+    if checkpoint is not None:
+        begins = f"resumes from {checkpoint[0]}, after step {checkpoint[1]} of {trainer.total_training_steps}"
+    when = [f"every {trainer.save_freq} steps"] if trainer.save_freq > 0 else []
+    if config.backend == "local" and trainer.save_minutes > 0:
+        when += [f"every {trainer.save_minutes:g} minutes", "at Ctrl-C"]
+    if config.backend == "verl" and not when and trainer.save_final:
+        when = ["only after the last step (trainer.save_freq=N saves earlier)"]
+    saves = ", ".join(when) or "never, so this run cannot resume (trainer.save_freq=N)"
+    return f"start: {begins}; checkpoints: {saves}"
 
 
 def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from qarl.checks.run import check_run
 from qarl.checks.sampling import check_sampling
 from qarl.checks.weight_files import cannot_build
 from qarl.config import Config
+from qarl.console import stage
 from qarl.data import PromptDataset, PromptSampler
 from qarl.data.rewards import RewardFn
 from qarl.objectives import library
@@ -36,11 +39,13 @@ class RunParts:
 def prepare_run(config: Config) -> RunParts:
     """Run all checks (`qarl.checks.run`), then load the weights. Raise UserError for the first check that fails."""
     library.require(objective_settings(config), advantages=config.algorithm.adv_estimator == "rloo")
-    run = check_run(config)
+    with stage("checking data, model and machine"):
+        run = check_run(config)
     tokenizer = run.tokenizer
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     try:
-        policy = Policy.load(config)
+        with stage(f"loading the weights of {config.model.path}"):
+            policy = Policy.load(config)
     except RuntimeError as error:
         raise cannot_build(config.model.path, " ".join(str(error).split())[:400]) from error
     vocabulary = policy.model.get_output_embeddings().weight.shape[0]
@@ -70,7 +75,7 @@ def engine_config(config: Config, *, level: str, routing: bool = False) -> Engin
         enforce_eager=rollout.enforce_eager,
         free_cache_engine=rollout.free_cache_engine,
         return_routed_experts=routing,
-        delta=config.publish.delta == "auto",
+        delta=config.publish.delta == "auto" and not torch.cuda.is_available(),
         head_dtype=config.model.head_dtype,
         dtype=config.model.dtype,
         aligned=level in ("model", "exact"),

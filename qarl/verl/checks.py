@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.config import Config
+from qarl.config.schema import TrainerConfig
 from qarl.errors import UserError
 
 PLUGIN = "qarl.verl.plugin"
@@ -42,6 +43,11 @@ def unsupported(config: Config) -> dict[str, str]:
         "rollout.rebuild_on_failure": (config.rollout.rebuild_on_failure, "false"),
         # verl's reference policy needs keys of its own, which only the section verl has.
         "actor.use_kl_loss": (config.actor.use_kl_loss, "false"),
+        # verl saves only by steps. The default is not refused, because every config has it.
+        "trainer.save_minutes": (
+            config.trainer.save_minutes not in (-1, TrainerConfig.model_fields["save_minutes"].default),
+            "-1",
+        ),
     }
     return {key: neutral for key, (bad, neutral) in problems.items() if bad}
 

@@ -6,13 +6,34 @@ with all tracebacks so far. The class of such an exception is a subclass of the 
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from qarl.checkpoint.verl_shards import whole_and_torn
 from qarl.errors import UserError
 
-RESUME = "run the same command again: it resumes from the last checkpoint (trainer.save_freq)"
+RESUME = "run the same command again"
+"""The end of a worker's `fix`. A worker does not know the checkpoints, so the driver adds what the command will do."""
 
 
-def as_user_error(failure: BaseException) -> UserError | None:
-    """Return the `UserError` that a worker raised, or a new one if a process died or hangs. Otherwise return None."""
+def as_user_error(failure: BaseException, checkpoints: Path) -> UserError | None:
+    """Return the `UserError` that a worker raised, or a new one if a process died or hangs. Otherwise return None.
+
+    `checkpoints`: the folder of the run's checkpoints. A `fix` that advises to run again says what the run then does.
+    """
+    found = _user_error(failure)
+    if found is None or not (found.fix or "").endswith(RESUME):
+        return found
+    return UserError(found.what, where=found.where, why=found.why, fix=f"{found.fix}: {what_resumes(checkpoints)}")
+
+
+def what_resumes(checkpoints: Path) -> str:
+    """Return what a repeated command does with the complete checkpoints of verl in the folder `checkpoints`."""
+    if whole := whole_and_torn(checkpoints)[0]:
+        return f"it resumes after step {max(whole)}"
+    return "it starts fresh, because there is no checkpoint yet (trainer.save_freq=N writes one every N steps)"
+
+
+def _user_error(failure: BaseException) -> UserError | None:
     import ray
     import zmq
 

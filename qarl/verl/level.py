@@ -13,13 +13,14 @@ from qarl.checks.model import applied_level, lower_level
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
-from qarl.rollout.gpu import GRAPHS
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.gpu import graph_arguments
 
 
-def graph_arguments(config: Config) -> dict[str, Any]:
+def graphs(config: Config) -> dict[str, Any]:
     """Return vLLM's arguments for CUDA graphs: at the levels above `linears` those that the trainer can follow."""
-    return ENGINE_ARGUMENTS if planned_level(config, on_cpu=False) in ("model", "exact") else GRAPHS
+    aligned = planned_level(config, on_cpu=False) in ("model", "exact")
+    return graph_arguments(get_scheme(config.quant.scheme), aligned=aligned, kernels=config.quant.kernels)
 
 
 def planned_level(config: Config, *, on_cpu: bool) -> str:

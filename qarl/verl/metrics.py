@@ -23,6 +23,7 @@ from qarl.metrics.tracker import Tracker, read_metrics, write_summary
 from qarl.report.page import write_report
 from qarl.trainer.ending import Ending
 from qarl.trainer.report import update_report
+from qarl.verl.startup import StartUp
 
 RENAMED = {
     "timing_s/gen": "timing_s/rollout",
@@ -75,6 +76,7 @@ class MetricsFollower:
             config_dict=self.config.model_dump(),
             start_step=self.start_step,
         )
+        self._start_up = StartUp()
         self._thread.start()
         return self
 
@@ -122,6 +124,7 @@ class MetricsFollower:
 
     def _follow(self) -> None:
         while not self._stop.wait(0.2):
+            self._start_up.look()
             self._read()
 
     def _read(self) -> None:
@@ -143,6 +146,7 @@ class MetricsFollower:
 
     def _log(self, entry: Mapping[str, Any]) -> None:
         metrics = our_names(entry["data"])
+        self._start_up.end()
         if entry["step"] == self.start_step + 1:
             metrics["startup/seconds_to_first_step"] = time.perf_counter() - self.start
         self._tracker.log(metrics, step=entry["step"])

@@ -22,9 +22,9 @@ import yaml
 from qarl.checkpoint.run_folder import fresh_run_dir
 from qarl.checkpoint.verl_shards import refuse_code, step_of, what_is_missing
 from qarl.config import Config
-from qarl.console import note
+from qarl.console import note, say
 from qarl.errors import UserError
-from qarl.trainer.resume import check_changes, is_finished, lock_run, supersede
+from qarl.trainer.resume import check_changes, is_finished, lock_run, start_line, supersede, why_fresh
 from qarl.verl.checks import refuse_moved
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -45,6 +45,9 @@ def open_verl_run(config: Config) -> Iterator[int]:
     run_dir = config.run_dir
     with lock_run(run_dir):
         folder = _choose(config)
+        disabled = config.trainer.resume_mode == "disable"
+        fresh = "trainer.resume_mode=disable" if disabled else why_fresh(run_dir)
+        say(start_line(config, (folder, step_of(folder)) if folder else None, fresh))
         if folder is None or not folder.resolve().is_relative_to(run_dir.resolve()):
             fresh_run_dir(run_dir)
         else:

@@ -16,23 +16,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qarl.checkpoint.run_folder import checkpoints_dir
 from qarl.checks.run import check_run
 from qarl.config import ActorConfig, Config, write_resolved
-from qarl.console import note
+from qarl.console import note, stage
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
 from qarl.trainer.ending import Ending
 from qarl.verl import checks
 from qarl.verl.batches import refuse_partial_batches
 from qarl.verl.checks import PLUGIN
-from qarl.verl.failure import as_user_error
-from qarl.verl.level import graph_arguments, level_lines
+from qarl.verl.failure import as_user_error, what_resumes
+from qarl.verl.level import graphs, level_lines
 from qarl.verl.metrics import MetricsFollower
 from qarl.verl.objectives import algorithm_keys, objective_keys, refuse_second_correction
 from qarl.verl.optimizer import optim_keys
 from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 from qarl.verl.routing import routing_keys
+from qarl.verl.startup import answered_interrupt
 from qarl.vllm_versions.head import FP32_HEAD
 
 VERL_BATCHED_TOKENS = 8192
@@ -45,7 +47,8 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     on_cpu = runs_on_cpu(config.backend)
     checks.refuse_unsupported(config)
     set_environment(config, on_cpu)
-    check_run(config)
+    with stage("checking data, model and machine"):
+        check_run(config)
     resolved = verl_config(config, on_cpu=on_cpu)
     for text in differences(config, on_cpu):
         note(text)
@@ -67,9 +70,10 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
     failure: BaseException | None = None
     with MetricsFollower(config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step) as follower:
         try:
-            run_ppo(resolved, task_runner_class=TaskRunnerV1)
+            with answered_interrupt(lambda: what_resumes(checkpoints_dir(config.run_dir))):
+                run_ppo(resolved, task_runner_class=TaskRunnerV1)
         except BaseException as error:
-            failure = as_user_error(error) or error
+            failure = as_user_error(error, checkpoints_dir(config.run_dir)) or error
         finally:
             ray.shutdown()
     summary, first = follower.summary(failure)
@@ -249,6 +253,9 @@ def model_keys(config: Config) -> Keys:
         f"{model}.enable_gradient_checkpointing": config.model.gradient_checkpointing,
         f"{model}.use_remove_padding": config.model.use_remove_padding,
         f"+{model}.override_config.attention_dropout": 0.0,
+        # verl's default, flash_attention_2, needs a package that neither lock has. `qarl.align.rows` replaces sdpa, on
+        # CUDA by PyTorch's own variable-length Flash Attention.
+        f"+{model}.override_config.attn_implementation": "sdpa",
     }
 
 
@@ -304,11 +311,13 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.val_kwargs.temperature": rollout.val_temperature,
         f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
         f"{root}.seed": config.seed,
+        # For models whose tokenizer does not come from their model family.
+        f"{root}.agent.default_agent_loop": "qarl_single_turn",
         f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
     if not on_cpu and not rollout.enforce_eager:
-        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in graph_arguments(config).items()}
+        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in graphs(config).items()}
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
     if scheme.quantized:
@@ -377,7 +386,6 @@ def cpu_keys(config: Config) -> Keys:
         "data.dataloader_num_workers": 0,
         "reward.num_workers": 1,
         "actor_rollout_ref.model.external_lib": f"{PLUGIN}.cpu",
-        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         f"{rollout}.free_cache_engine": False,
@@ -388,8 +396,6 @@ def cpu_keys(config: Config) -> Keys:
         f"{rollout}.enable_chunked_prefill": False,
         f"{rollout}.enable_prefix_caching": False,
         f"{rollout}.agent.num_workers": 1,
-        # For tiny models whose tokenizer does not come from their model family.
-        f"{rollout}.agent.default_agent_loop": "qarl_single_turn",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 64,
         f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
         f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend": executor,

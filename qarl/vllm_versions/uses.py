@@ -41,6 +41,7 @@ PUBLISH: Functions = {
     (_RELOAD, "initialize_layerwise_reload"): ("model",),
     (_RELOAD, "finalize_layerwise_reload"): (),
     (_RELOAD, "record_metadata_for_reloading"): ("model",),
+    (f"{_RELOAD}.layerwise", "initialize_online_processing"): ("layer",),
     ("vllm._custom_ops", "create_onednn_scaled_mm"): (
         "weight", "weight_scales", "output_type", "dynamic_quant", "use_azp", "primitive_cache_size",
     ),

@@ -72,13 +72,24 @@ def run(command: list[str], seconds: float) -> tuple[str, int | None]:
 
 def test_nothing_that_a_part_started_outlives_its_limit(tmp_path: Path) -> None:
     """A process that a shell waits for, one that runs beside it, and one that it left behind."""
-    late = f"(sleep 1; touch {tmp_path}/beside) & echo started; sh -c 'sleep 1; touch {tmp_path}/waited_for'; true"
-    left = f"(sleep 1; touch {tmp_path}/left) & exit 0"
-    assert run(["sh", "-c", left], 0.3) == ("", None)
-    assert run(["sh", "-c", late], 0.3) == ("started\n", None)
+    late = f"(sleep 2; touch {tmp_path}/beside) & echo started; sh -c 'sleep 2; touch {tmp_path}/waited_for'; true"
+    left = f"(sleep 2; touch {tmp_path}/left) & exit 0"
+    assert run(["sh", "-c", left], 1.0) == ("", None)
+    assert run(["sh", "-c", late], 1.0) == ("started\n", None)
     time.sleep(1.2)
     assert not list(tmp_path.iterdir())
     assert run(["sh", "-c", "echo wrong; exit 3"], 9.0) == ("wrong\n", 3)
+
+
+def test_the_script_is_not_copied_to_start_a_part() -> None:
+    """Python runs these hooks for os.fork, and for a Popen that cannot use vfork. A large one may not fork."""
+    code = (
+        f"import os, sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import gpu_check\n"
+        "os.register_at_fork(before=lambda: print('forked'))\n"
+        "print(gpu_check.run(['echo', 'ran'], dict(os.environ), 60, print))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["ran", "0"], done.stderr
 
 
 BENCHES = [part.name for part in gpu_parts.PARTS.values() if "qarl.bench" in part.gpu]

@@ -352,7 +352,7 @@ def resumed(model_folder: Path, folder: Path, capfd: pytest.CaptureFixture[str])
         capfd.readouterr()
         with Tracker(folder.parent / "run", ["console"], 9, {}) as tracker:
             checkpoints.resumed(tracker)
-            metrics = checkpoints.after_step({"mismatch/k3": k3}, tracker, last=False)
+            metrics = checkpoints.after_step({"mismatch/k3": k3}, tracker, stopped=False)
         captured = capfd.readouterr()
         return metrics, captured.out + captured.err
 

@@ -186,10 +186,12 @@ def test_a_run_folder_without_metrics_is_used_as_it_is() -> None:
 
 
 def test_dry_run_writes_the_config_imports_no_torch_and_moves_nothing() -> None:
+    """Only a model folder that is here is checked, which takes transformers."""
     Path("runs/bad").mkdir(parents=True)
     Path("runs/bad/metrics.jsonl").write_text('{"step": 1}\n')
     program = (
-        "import sys; from qarl.train import main; code = main(['config=run.yaml', 'dry_run=true', 'seed=7']);"
+        "import sys; from qarl.train import main;"
+        "code = main(['config=run.yaml', 'dry_run=true', 'seed=7', 'model.path=a/b']);"
         "heavy = {'torch', 'vllm', 'transformers', 'verl', 'datasets'} & set(sys.modules);"
         "print('HEAVY', sorted(heavy)); sys.exit(code)"
     )

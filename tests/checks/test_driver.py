@@ -31,6 +31,23 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return of
 
 
+@pytest.mark.parametrize("sees_gpu", [True, False])
+@pytest.mark.parametrize("header", [True, False])
+@pytest.mark.parametrize("compiler", [True, False])
+def test_triton_needs_headers_and_a_compiler(monkeypatch, tmp_path, sees_gpu, header, compiler) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
+    monkeypatch.setattr(driver.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(driver.shutil, "which", lambda name: "/usr/bin/gcc" if compiler else None)
+    monkeypatch.delenv("CC", raising=False)
+    if header:
+        (tmp_path / "Python.h").touch()
+    if not sees_gpu or (header and compiler):
+        return driver.check_compiler()
+    with pytest.raises(UserError) as error:
+        driver.check_compiler()
+    assert ("Python.h" in str(error.value), "gcc or clang" in str(error.value)) == (not header, not compiler)
+
+
 @pytest.mark.parametrize("form", [CLOSED, OPEN])
 @pytest.mark.parametrize(
     ("version", "cuda", "refused"),

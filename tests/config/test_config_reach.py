@@ -325,6 +325,7 @@ LOCAL: Table = SHARED | {
     ),
     "trainer.save_final": Row(True, files("export/*.safetensors"), ([], ["model.safetensors"])),
     "trainer.save_freq": Row(2, files("checkpoints/*"), ([], ["step_2", "step_3"]), {STEPS: 3}),
+    "trainer.save_minutes": Row(1e-9, files("checkpoints/*"), ([], ["step_3"]), {STEPS: 3}),
     "trainer.max_ckpt_to_keep": Row(
         2, files("checkpoints/*"), (["step_1", "step_2", "step_3"], ["step_2", "step_3"]), RESUMED
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -83,6 +84,10 @@ def test_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         for free, status in ((needed - 1, "error"), (needed, "warning"), (2 * needed, "ok")):
             monkeypatch.setattr(disk.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
             assert topic_of("disk", *arguments)[-1].status == status
+    wanted = sizes["export"] + 2 * sizes["resumable"]  # by time the newest stays until the next is complete
+    for free, status in ((sizes["export"] - 1, "error"), (wanted - 1, "warning"), (wanted, "ok")):
+        monkeypatch.setattr(disk.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        assert topic_of("disk", LONG)[-1].status == status
 
 
 LONG = "trainer.total_training_steps=9"
@@ -130,6 +135,8 @@ def test_bands(length: int, band: float, status: str) -> None:
     bands = [f"actor.{key}={band}" for key in keys]
     (finding,) = topic_of("loss", f"data.max_response_length={length}", *bands)
     assert finding.status == status
+    if status == "warning":  # a band that band_scaling=length would give, too
+        assert f"actor.neg_seq_clip_ratio_low={3e-4 * math.sqrt(16384 / length):.1e}" in (finding.fix or "")
     (finding,) = topic_of("loss", "actor.positive_band=two_sided", *[f"actor.{key}=0.1" for key in keys])
     assert finding.where == "actor.seq_clip_ratio_low"
     (finding,) = topic_of("loss", "actor.loss=grpo", *bands)

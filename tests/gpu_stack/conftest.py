@@ -9,6 +9,7 @@ KINDS = {
     "test_aot": "kernels compiled ahead of time",
     "test_choices": "kernel choices",
     "test_publish": "tensors published",
+    "test_rehearsal": "parts of a verl run on GPUs",
     "test_runner": "Model Runner V2 and engine arguments",
     "test_align_level": "settings of the engine that level model follows",
     "test_symbols": "symbols and signatures",

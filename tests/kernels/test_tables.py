@@ -25,10 +25,8 @@ NAMES = {
 
 @pytest.mark.parametrize("capability", NAMES)
 def test_each_capability_has_its_table(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    tables.architecture.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     assert tables.architecture(torch.device("cuda", 0)) == NAMES[capability]
-    tables.architecture.cache_clear()
 
 
 def operand_bytes(operation: str, tile: tables.Tile) -> int:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from qarl.metrics.mismatch import PhaseTimer, mismatch_metrics, response_metrics
+from qarl.metrics.mismatch import PhaseTimer, mismatch_metrics, response_metrics, token_mismatch
 
 
 def make_batch(spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,6 +91,67 @@ def test_padding_and_empty_responses_do_not_count() -> None:
     empty = torch.zeros(1, 40)
     padded = mismatch_metrics(torch.cat([old, empty]), torch.cat([rollout, empty]), torch.cat([mask, empty.bool()]))
     assert padded == expected
+
+
+def in_float64(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """The definitions in NumPy, over the padded batch."""
+    chosen = mask.numpy().astype(bool)
+    p, q = (np.exp(one.numpy()[chosen].astype(np.float64)) for one in (old, rollout))
+    all_deltas = np.where(chosen, (old - rollout).numpy().astype(np.float64), 0.0)
+    delta, weights = all_deltas[chosen], np.minimum(np.exp(all_deltas[chosen]), 2.0)
+    of_responses = (all_deltas.sum(1) / chosen.sum(1).clip(1))[chosen.any(1)]
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999, "max": 1.0}
+    return {f"mismatch/abs_{name}": np.quantile(abs(delta), share) for name, share in shares.items()} | {
+        "mismatch/abs_mean": abs(delta).mean(),
+        "mismatch/k1": -delta.mean(),
+        "mismatch/k3": (np.expm1(delta) - delta).mean(),
+        "mismatch/ess": weights.mean() ** 2 / (weights**2).mean(),
+        "mismatch/ppl_ratio": np.exp(-of_responses).mean(),
+        "mismatch/pearson": np.corrcoef(p, q)[0, 1],
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("spread", [1e-4, 0.5])
+def test_ranks_with_different_responses_find_the_figures_of_the_whole_batch(ranks: int, spread: float) -> None:
+    """Threads stand for ranks. With five, the last has no response."""
+    old, rollout, mask = make_batch(spread)
+    mask[3] = False
+    shares = [*torch.arange(16).tensor_split(max(ranks - 1, 1)), torch.arange(0)][:ranks]
+    barrier, sent = threading.Barrier(ranks), [torch.zeros(0)] * ranks
+
+    def run(rank: int) -> dict[str, float]:
+        def reduce(value: torch.Tensor) -> torch.Tensor:
+            sent[rank] = value
+            barrier.wait(20)
+            total = torch.stack(sent).sum(0)
+            barrier.wait(20)
+            return total
+
+        o, r, m = (one[shares[rank]] for one in (old, rollout, mask))
+        return token_mismatch(o[m], r[m], m.sum(-1), reduce)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        for found in pool.map(run, range(ranks)):
+            assert found == pytest.approx(in_float64(old, rollout, mask), rel=1e-9, abs=1e-15)
+
+
+class _Largest(TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        if isinstance(found, torch.Tensor) and found.dtype == torch.float64:
+            self.numbers = max(self.numbers, found.numel())
+        return found
+
+
+def test_padding_costs_nothing() -> None:
+    old, rollout = -torch.rand(64, 4096), -torch.rand(64, 4096)
+    mask = torch.arange(4096) < torch.tensor([4096, *[7] * 63])[:, None]
+    with _Largest() as largest:
+        mismatch_metrics(old, rollout, mask)
+    assert largest.numbers <= int(mask.sum())
 
 
 def test_unequal_shapes_and_empty_masks_are_errors() -> None:

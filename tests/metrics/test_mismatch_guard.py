@@ -9,7 +9,15 @@ import sys
 import pytest
 
 from qarl.errors import UserError
-from qarl.metrics.guard import DEFAULT_LIMITS, MismatchError, check_mismatch, resolve_limit
+from qarl.metrics.guard import (
+    DEFAULT_LIMITS,
+    MismatchError,
+    check_mismatch,
+    check_noise,
+    noise_limit,
+    resolve_limit,
+    times_noise,
+)
 
 HEALTHY = [
     ("exact", 0.0, 1000),
@@ -114,6 +122,39 @@ def test_what_is_not_finite_is_over_every_limit(bad, limit):
 )
 def test_limits_by_hand(limit, level, length, expected):
     assert resolve_limit(limit, level, response_length=length) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("deltas", "noises", "expected"),
+    [
+        ([4e-4, 1e-4], [1e-4, 1e-4], 2.25),  # (0.02 + 0.01) / (0.01 + 0.01) = 1.5
+        ([9e-4, 0.0], [1e-4, 4e-4], 1.0),
+        ([0.25, 1e-4, 1e-4], [1e-4, 1e-4, 0.25], 1.0),  # a single token would decide a mean
+        ([0.0, 0.0], [1e-4, 1e-4], 0.0),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([4e-6, 4e-6], [0.0, 0.0], 4.0),  # noise of at least 1e-6
+    ],
+)
+def test_times_noise_by_hand(deltas, noises, expected):
+    roots = (sum(map(math.sqrt, values)) for values in (deltas, noises))
+    assert times_noise(*roots, len(deltas)) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_the_limit_on_the_noise_by_hand():
+    """Three standard errors more than for very many tokens: 30% of 100 tokens, 300% of one."""
+    for level, tokens, expected in (
+        ("off", 100, 1.56),
+        ("linears", 900, 1.32),
+        ("model", 100, 0.52),
+        ("model", 1, 1.6),
+    ):
+        assert noise_limit(level, tokens) == pytest.approx(expected, rel=1e-12)
+        check_noise(0.999 * expected, level=level, tokens=tokens)
+        for over in (1.001 * expected, math.nan, math.inf):
+            with pytest.raises(MismatchError, match=f"quant.align={level} allows"):
+                check_noise(over, level=level, tokens=tokens)
+    check_noise(5.0, level="exact", tokens=100)
+    check_noise(math.nan, level="linears", tokens=0)
 
 
 def test_the_limit_itself_is_allowed():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
 import math
+import os
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +22,8 @@ import torch
 from qarl.errors import UserError
 from qarl.metrics.error_plots import class_values
 from qarl.metrics.plots import main, plot_run
-from qarl.metrics.tracker import Tracker, check_loggers, read_metrics, write_summary, write_versions
+from qarl.metrics.tracker import Tracker, _lost_view, check_loggers, read_metrics, write_summary, write_versions
+from qarl.metrics.wandb_key import check_wandb_key
 
 
 class Terminal(io.StringIO):
@@ -75,7 +80,63 @@ def test_console_without_terminal_writes_plain_lines(tmp_path: Path) -> None:
     assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
     assert lines[:2] == ["hello", "step 0/3  accuracy 0.250"]
     assert lines[2].startswith("step 1/3  ") and " s/step  left 00:00  " in lines[2]
-    assert lines[2].endswith("reward 0.500  accuracy 0.250  k3 4.2e-04  inside band 90%")
+    assert lines[2].endswith("reward 0.500  k3 4.2e-04  inside band 90%")
+
+
+def test_the_pace_is_that_of_steps_and_not_of_the_start(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Tracker(tmp_path, ["console"], 101, {}, stream=stream) as tracker:
+        time.sleep(0.3)
+        tracker.log({"timing_s/step": 0.1}, step=1)
+    assert "step 1/101  0.10 s/step  left 00:10" in stream.getvalue()
+
+
+def test_a_reader_that_closes_the_console_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with Tracker(tmp_path, ["console"], 9, {}, stream=Closed()) as tracker:
+        tracker.log({"reward": 1.0}, step=1)
+        tracker.log({"reward": 1.0}, step=2)
+    assert tracker.problem is None and capsys.readouterr().err.count("the run continues") == 1
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2]
+
+
+OWN = {"WANDB_BASE_URL": "https://own.example"}
+# Environment, .netrc, ./wandb/settings, and whether the run is refused.
+KEYS: dict[str, tuple[dict[str, str], str, str, bool]] = {
+    "nothing": ({}, "", "", True),
+    "key": ({"WANDB_API_KEY": "x"}, "", "", False),
+    "offline": ({"WANDB_MODE": "offline"}, "", "", False),
+    "login": ({}, "machine api.wandb.ai\n  login user\n  password x\n", "", False),
+    "login elsewhere": (OWN, "machine api.wandb.ai login u password x\n", "", True),
+    "own server": (OWN, "machine own.example login u password x\n", "", False),
+    "damaged": ({}, "machine\n", "not a section", True),
+    "offline here": ({}, "", "[default]\nmode = offline\n", False),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_wandb_without_a_key_is_refused_before_it_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    variables, login, settings, refused = KEYS[case]
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"HOME": str(tmp_path), "NETRC": str(tmp_path / ".netrc"), **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".netrc").write_text(login)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text(settings)
+    with pytest.raises(UserError, match="W&B has no key") if refused else contextlib.nullcontext():
+        check_wandb_key()
+
+
+def test_only_a_full_disk_needs_space() -> None:
+    assert "free disk space" in (_lost_view("tensorboard", OSError(errno.ENOSPC, "full")).fix or "")
+    assert "disk" not in (_lost_view("wandb", RuntimeError("api_key not configured")).fix or "")
 
 
 def test_messages_without_the_console_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +168,7 @@ def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
 
 
 def test_wandb_resumes_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x")
     started: list[dict[str, object]] = []
     logged: list[tuple[dict[str, float], int]] = []
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from qarl.metrics.bands import how_to_set, scaled
 from qarl.metrics.run_watch import RunWatch
 from qarl.metrics.tracker import Tracker, read_metrics
 from qarl.metrics.warning_signs import METRICS, SIGNS, WarningSign, find
+from qarl.report.contents import read_warnings
 
 Metrics = dict[str, float]
 
@@ -295,12 +297,29 @@ def test_after_five_steps_the_run_says_which_bands_leave_five_percent_outside(tm
     out = write(tmp_path, history, capsys)
     (line,) = [line for line in out.splitlines() if "bands:" in line]
     assert line == (
-        "step 5: bands: 1% of the responses are outside their band (after the first mini-batch, median of 5 steps); "
-        "actor.seq_clip_ratio_* and actor.neg_seq_clip_ratio_* times 0.5 would leave 5% outside, and so would 0.0004 "
-        "at actor.band_reference_length with actor.band_scaling=length"
+        "step 5: bands: 1% of the responses are outside their band and teach nothing (after the first mini-batch, "
+        "median of 5 steps); bands 0.5 times as wide would leave 5% outside"
     )
     assert warnings_of(tmp_path) == []
     assert "bands:" not in write(tmp_path, history[6:], capsys, start_step=6)
+
+
+def test_bands_that_are_too_narrow_are_a_warning_that_names_the_keys(tmp_path: Path, capsys: Any) -> None:
+    """The doctor and the run say the same of the paper's bands at 64 tokens, where they are 16 times too narrow."""
+    narrow = BAND | {"actor/band_factor_p95_after_first": 16.0, "actor/inside_band_frac_after_first": 0.3}
+    history = [{"step": step, **narrow} for step in range(1, 9)]
+    out = write(tmp_path, history, capsys)
+    (warning,) = warnings_of(tmp_path)
+    assert (warning["sign"], warning["step"], warning["since_step"]) == ("narrow_bands", 5, 1)
+    assert "70% of the responses" in warning["text"] and out.count("bands:") == 1 and warning["remedy"] in out
+    keys = "set actor.seq_clip_ratio_high=6.4e-03, actor.neg_seq_clip_ratio_low=4.8e-03, actor.neg_seq_clip_ratio_high"
+    assert warning["remedy"].startswith(keys) and "actor.band_scaling=length with bands of 4.0e-04" in warning["remedy"]
+    assert how_to_set({}, scaled(1.0, 64)).startswith(keys)
+    assert "band_scaling" not in how_to_set({"band_scaling": "length"}, 2.0)
+    assert [one["remedy"] for one in read_warnings(tmp_path / "warnings.jsonl")] == [warning["remedy"]]
+    write(tmp_path / "resumed", history[:6], capsys)
+    assert "bands:" not in write(tmp_path / "resumed", history[6:], capsys, start_step=6)
+    assert warnings_of(tmp_path / "resumed") == [warning]
 
 
 def test_without_a_second_mini_batch_there_is_no_advice(tmp_path: Path, capsys: Any) -> None:

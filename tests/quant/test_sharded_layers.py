@@ -111,7 +111,7 @@ def test_micro_batches_accumulate(results: Results, world: int, scheme: str) -> 
 
 @pytest.mark.parametrize(("world", "scheme"), CASES)
 def test_what_is_published_is_what_one_process_publishes(results: Results, world: int, scheme: str) -> None:
-    expected = dict(packed_state_dict(local_model(scheme)))
+    expected = dict(packed_state_dict(local_model(scheme), stacks=True))
     for rank in results(world, scheme):
         for published in (rank["published"], rank["unconverted"]):
             assert published.keys() == expected.keys()
@@ -126,7 +126,7 @@ def test_an_update_changes_forward_and_publish(results: Results, world: int, sch
         with torch.no_grad():
             assert torch.equal(rank["second_output"], model(make_input(0)))
         assert not torch.equal(rank["second_output"], rank["output"])
-        published = dict(packed_state_dict(model))
+        published = dict(packed_state_dict(model, stacks=True))
         for found in (rank["second_published"], *rank["checkpointed"]):
             assert found.keys() == published.keys()
             assert all(same_bytes(found[name], tensor) for name, tensor in published.items())

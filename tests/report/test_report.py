@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,13 +236,32 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def screenshots() -> Any:
+def script() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "scripts")
-        module = importlib.import_module("report_screenshot")
-    if module.find_browser() is None:
+        return importlib.import_module("report_screenshot")
+
+
+@pytest.fixture(scope="module")
+def screenshots(script: Any) -> Any:
+    if script.find_browser() is None:
         pytest.skip("no Chromium is installed, so the report is not opened in a browser")
-    return module
+    return script
+
+
+def test_the_browsers_pipe_is_three_and_four(tmp_path: Path, script: Any) -> None:
+    """A program in Chromium's place: it answers a command with its arguments."""
+    program = tmp_path / "program"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "message = json.loads(os.read(3, 1000).rstrip(bytes(1)))\n"
+        "os.write(4, json.dumps({'id': message['id'], 'result': {'argv': sys.argv[1:]}}).encode() + bytes(1))\n"
+        "os.read(3, 1)\n"
+    )
+    program.chmod(0o755)
+    with script.Browser(str(program), width=300, height=200) as browser:
+        found = browser.call("Any.command")["argv"]
+    assert "--remote-debugging-pipe" in found and found[-1] == "--window-size=300,200"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -66,7 +66,7 @@ GIB = 2**30
 
 
 def config(**more: Any) -> EngineConfig:
-    return EngineConfig("model", get_scheme("w4a16"), ("lm_head",), 64, **more)
+    return EngineConfig("model", more.pop("scheme", get_scheme("w4a16")), ("lm_head",), 64, **more)
 
 
 @pytest.fixture
@@ -315,11 +315,19 @@ def test_the_reference_is_loaded_before_the_engine_takes_its_share(monkeypatch: 
     assert calls == ["reference", "engine"]
 
 
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("kernels", ["engine", "qarl"])
 @pytest.mark.parametrize(("asked", "graphs"), [(None, True), (False, True), (True, False)])
-def test_graphs_are_the_default_on_a_gpu_and_nothing_is_compiled(asked: bool | None, graphs: bool, gpu: None) -> None:
-    arguments = llm_arguments(config(enforce_eager=asked))
+def test_what_is_captured_and_compiled_on_a_gpu(
+    scheme: str, aligned: bool, kernels: str, asked: bool | None, graphs: bool, gpu: None
+) -> None:
+    """Nothing is compiled where the trainer follows the engine's operators, or their 8-bit activations."""
+    given = config(enforce_eager=asked, scheme=get_scheme(scheme, 32), aligned=aligned, kernels=kernels)
+    arguments = llm_arguments(given)
     assert arguments["enforce_eager"] is not graphs and arguments["enable_sleep_mode"] is True
-    wanted = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs else None
+    vllms_default = not aligned and scheme in ("bf16", "w4a16") and kernels == "engine"
+    wanted = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs and not vllms_default else None
     assert arguments.get("compilation_config") == wanted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,11 @@ from qarl.rollout.publish.manifest import PublishReport
 
 
 class Trainer:
-    """A trainer whose steps only count; `stop` is filled during the evaluation of step 2, as by Ctrl-C."""
+    """A trainer whose steps only count; Ctrl-C comes during the evaluation of step 2 if `interrupted` is set."""
 
     def __init__(self, settings: Any, *, published: int = 1000) -> None:
         self.config, self.step = settings, 0
-        self.stop: list[bool] = []
+        self.interrupted = False
         self.warnings = ["the mismatch is over its limit"]
         self.timer, self.published = PhaseTimer(None), published
         self.parts = SimpleNamespace(val_prompts=[1])
@@ -32,8 +33,8 @@ class Trainer:
         return {"actor/skipped_steps": 0}
 
     def evaluate(self) -> dict[str, float]:
-        if self.step == 2:
-            self.stop.append(True)
+        if self.step == 2 and self.interrupted:
+            signal.raise_signal(signal.SIGINT)
         return {"val/accuracy": 0.5}
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
@@ -42,11 +43,14 @@ class Trainer:
 
 class Checkpoints:
     def __init__(self) -> None:
-        self.last: list[bool] = []
+        self.after: list[bool] = []
 
     def resumed(self, tracker: Tracker) -> None:
         pass
 
-    def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
-        self.last.append(last)
+    def after_step(self, metrics: dict[str, float], tracker: Tracker, *, stopped: bool) -> dict[str, float]:
+        self.after.append(stopped)
         return {}
+
+    def stopped(self, tracker: Tracker) -> None:
+        pass

@@ -61,11 +61,11 @@ def weights(family: str, *, tie: bool = False, seed: int = 2) -> list[tuple[str,
     return list(packed_state_dict(engine_model(family, tie=tie, seed=seed), scheme=None, ignore=()))
 
 
-def reusing_one_buffer(stream: Any) -> Any:
-    """As verl's receiver hands tensors over: views of memory that the next one overwrites."""
+def feed_in_buckets(receiver: WeightReceiver, stream: Any) -> None:
+    """As verl's receiver hands tensors over: views of memory that the next bucket overwrites."""
     buffer = torch.empty(1 << 16, dtype=torch.uint8)
     for name, tensor in stream:
         raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
         view = buffer[: raw.numel()]
         view.copy_(raw)
-        yield name, view.view(tensor.dtype).view(tensor.shape)
+        receiver.feed([(name, view.view(tensor.dtype).view(tensor.shape))])

@@ -31,7 +31,7 @@ from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES
 from qarl.rollout.engine import RolloutEngine
 from qarl.rollout.publish.manifest import PublishReport, expected_manifest
-from qarl.trainer import local, loop, packing
+from qarl.trainer import local, loop, packing, probe
 from qarl.trainer.setup import RunParts
 from qarl.vllm_versions import head
 
@@ -261,6 +261,7 @@ def stubbed(**stub: Any) -> Iterator[None]:
         patch.setattr(machine, "vllm_without_device", lambda: None)  # the stand-in needs none
         patch.setattr(head, "installed_version", lambda: "0.29.0")
         patch.setattr(packing, "FEWEST_TOKENS", 0)  # it would add a row to a small pack
+        patch.setattr(probe, "NOISE_LIMITS", {})  # the stand-in rounds as the policy does, not as vLLM
         patch.setattr(local, "RolloutEngine", Engine)
         patch.setattr(loop, "LocalTrainer", Trainer)
         PolicyAsLLM.made, Trainer.made, Trainer.doing = [], [], ""

@@ -62,6 +62,7 @@ class Actor:
         self.worker = make(verl.resolved.actor_rollout_ref, role="actor")
         self.worker.init_model()
         engine: Any = self.worker.actor.engine
+        engine.compared = True  # `noise` would be over the limit that the model's own rounding noise gives
         engine.module.model.layers[0].register_forward_pre_hook(self.notes.forward, with_kwargs=True)
         self.notes.masters.append(self.weights())
         engine.optimizer.register_step_pre_hook(lambda *arguments: self.notes.norms.append(self.norm()))

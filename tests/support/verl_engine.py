@@ -132,10 +132,7 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         result["guard"] = gathered(refusal(lambda: engine.train_batch(spoilt, loss)))
     for _ in range(job.get("steps", 1)):
         if "log_prob_micro" in job:
-            data = make_data(rows, mine, job["log_prob_micro"], packed, tokens and 2 * tokens)
-            with engine.eval_mode():
-                found = engine.infer_batch(data)["model_output"]["log_probs"]
-            padded = response_from_nested(found, data["response_mask"]).to_padded_tensor(0.0)
+            padded = log_probs(engine, rows, mine, job)
             rows["old_log_probs"][mine, : padded.shape[1]] = padded
         data = make_data(rows, job.get("update", [mine, mine])[int(rank)], job["micro"], packed, tokens)
         quantized = generations(engine)
@@ -164,9 +161,20 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     if "servers" in job:
         result["servers"] = {dead: ask_servers(engine, dead) for dead in (False, True)}
     result["bypass"] = refusal(lambda: engine.train_batch(make_data(bypassed(rows), mine, job["micro"]), loss))
+    if "log_prob_micro" in job:
+        result["log_probs"] = gathered((mine, log_probs(engine, rows, mine, job)))
     if "checkpoint" in job:
         result |= save_change_load(engine, loss, rows, mine, job)
     return result
+
+
+def log_probs(engine: Any, rows: dict[str, torch.Tensor], mine: list[int], job: dict[str, Any]) -> torch.Tensor:
+    """The old log-probs of the rows `mine`, as verl's worker asks for them: [mine, longest response], 0 on padding."""
+    tokens = job.get("tokens")
+    data = make_data(rows, mine, job["log_prob_micro"], job.get("remove_padding", False), tokens and 2 * tokens)
+    with engine.eval_mode():
+        found = engine.infer_batch(data)["model_output"]["log_probs"]
+    return response_from_nested(found, data["response_mask"]).to_padded_tensor(0.0)
 
 
 def generations(engine: Any) -> list[int]:

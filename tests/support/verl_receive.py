@@ -87,7 +87,7 @@ def cannot_be_made(runner: Any) -> Any:
 
 def reuses_its_buffer() -> dict[str, Any]:
     """The receiver that a worker makes, given views of memory that the next tensor overwrites."""
-    from publish_streams import engine_model, reusing_one_buffer, weights
+    from publish_streams import engine_model, feed_in_buckets, weights
 
     from qarl.rollout.publish.wire import encode_publish
     from qarl.verl.plugin import worker_extension
@@ -96,7 +96,7 @@ def reuses_its_buffer() -> dict[str, Any]:
     vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
     runner = SimpleNamespace(vllm_config=vllm_config, get_model=lambda: model, kv_caches=[])
     receiver = worker_extension.make_receiver(runner)
-    receiver.feed(reusing_one_buffer(encode_publish(weights("llama"), version=1)))
+    feed_in_buckets(receiver, encode_publish(weights("llama"), version=1))
     return {"version": receiver.version}
 
 

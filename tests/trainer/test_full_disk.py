@@ -30,6 +30,7 @@ from qarl.metrics import tracker as tracking
 from qarl.metrics.tracker import Tracker, read_metrics, write_versions
 from qarl.trainer import ending
 from qarl.trainer.loop import run_and_keep
+from qarl.trainer.stop import Stop
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe", "git_takes_no_lock")
 
@@ -42,7 +43,6 @@ class Saving(Trainer):
     def __init__(self, settings: Any, on_step: Callable[[int], None] = lambda step: None) -> None:
         super().__init__(settings)
         self.on_step, self.saved = on_step, 0
-        self.stop = []
 
     def train_step(self) -> dict[str, float]:
         self.on_step(self.step)
@@ -71,7 +71,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 
 def run(trainer: Trainer) -> None:
-    run_and_keep(trainer, Checkpoints(), [], 0.0)
+    run_and_keep(trainer, Checkpoints(), Stop(), 0.0)
 
 
 def summary_of(settings: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
 from qarl.trainer import loop
 from qarl.trainer.loop import run_and_keep, run_steps
+from qarl.trainer.stop import Stop
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
 
@@ -25,9 +27,10 @@ OVERRIDES = ["trainer.total_training_steps=3", "trainer.logger=[]", "trainer.plo
 
 def test_ctrl_c_during_an_evaluation_makes_that_step_the_last_and_warnings_are_shown(tmp_path, capsys):
     trainer, checkpoints = Trainer(config(tmp_path, *OVERRIDES, "trainer.val_before_train=false")), Checkpoints()
-    with Tracker(tmp_path / "run", [], 3, {}) as tracker:
-        run_steps(trainer, checkpoints, tracker, trainer.stop, 0.0)
-    assert checkpoints.last == [False, True]
+    trainer.interrupted = True
+    with Tracker(tmp_path / "run", [], 3, {}) as tracker, Stop() as stop:
+        run_steps(trainer, checkpoints, tracker, stop, 0.0)
+    assert checkpoints.after == [False, True]
     shown = capsys.readouterr().err
     assert [line for line in shown.splitlines() if "over its limit" in line] == [
         "step 1: the mismatch is over its limit",
@@ -42,16 +45,24 @@ def test_a_probe_that_fails_ends_the_run_before_its_first_step(tmp_path, monkeyp
     monkeypatch.setattr(loop, "probe", disagree)
     trainer = Trainer(config(tmp_path, *OVERRIDES, "trainer.save_final=false"))
     with pytest.raises(MismatchError):
-        run_and_keep(trainer, Checkpoints(), [], 0.0)
+        run_and_keep(trainer, Checkpoints(), Stop(), 0.0)
     assert trainer.step == 0
     summary = json.loads((trainer.config.run_dir / "summary.json").read_text())
     assert summary["finished"] is False and "trainer and engine disagree" in summary["failed"]
 
 
+def test_each_stage_before_the_first_step_says_what_it_does_and_its_seconds(tmp_path, capsys):
+    trainer = Trainer(config(tmp_path, *OVERRIDES, "trainer.save_final=false", "trainer.report=false"))
+    run_and_keep(trainer, Checkpoints(), Stop(), 0.0)
+    shown = capsys.readouterr().err.partition("step 1:")[0]
+    for stage in ("publishing the weights", "comparing the log-probs", "evaluating 1 prompts before the first step"):
+        assert re.search(rf"{stage}.* \.\.\.\n(.*\n)*?{stage}.*: \d+\.\d s\n", shown), shown
+
+
 def test_without_room_for_the_export_no_step_is_taken(tmp_path):
     trainer = Trainer(config(tmp_path, *OVERRIDES), published=10**18)
     with pytest.raises(StorageError, match=r"no room for .*export"):
-        run_and_keep(trainer, Checkpoints(), [], 0.0)
+        run_and_keep(trainer, Checkpoints(), Stop(), 0.0)
     assert trainer.step == 0
 
 
@@ -61,7 +72,7 @@ def test_an_export_that_fails_says_what_there_still_is(tmp_path, saved):
     if saved:
         (settings.run_dir / "checkpoints" / "step_2").mkdir(parents=True)
     with pytest.raises(StorageError, match="after step 3 could not be exported") as caught:
-        run_and_keep(Trainer(settings), Checkpoints(), [], 0.0)
+        run_and_keep(Trainer(settings), Checkpoints(), Stop(), 0.0)
     message = str(caught.value)
     assert "File too large" in message and f"metrics and summary are in {settings.run_dir}" in message
     assert ("the newest checkpoint is" in message and "step_2" in message) is saved
@@ -78,7 +89,7 @@ def test_a_failed_step_is_not_hidden_by_a_failed_export(tmp_path, capsys):
 
     trainer.train_step = fail
     with pytest.raises(FloatingPointError):
-        run_and_keep(trainer, Checkpoints(), [], 0.0)
+        run_and_keep(trainer, Checkpoints(), Stop(), 0.0)
     assert "could not be exported" in capsys.readouterr().err
 
 

@@ -89,7 +89,7 @@ def test_starting_verl_leaves_the_threads_to_it(monkeypatch):
     from qarl import train
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(train, "run", lambda config: 0)
+    monkeypatch.setattr(train, "run", lambda *arguments: 0)
     assert train.main(["config=quickstart_verl.yaml", "trainer.num_threads=null"]) == 0
     assert "OMP_NUM_THREADS" not in os.environ
 

@@ -180,6 +180,7 @@ ELSEWHERE = {
 REFUSED = {
     "rollout.rebuild_on_failure": True,
     "actor.use_kl_loss": True,
+    "trainer.save_minutes": 5,
     "quant.kernels": "qarl",
     "rollout.top_p": 0.8,
     "rollout.top_k": 20,

@@ -17,7 +17,7 @@ from same_bytes import same_bytes
 from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.export import ExportRequest, export
 from qarl.quant import get_scheme, packed_state_dict, quantize
-from qarl.quant.stacks import unstacked
+from qarl.quant.stacks import matrices, stacked, unstacked
 from qarl.tbpo import TBPOConfig, tbpo_loss
 
 pytest.importorskip("verl")
@@ -77,7 +77,7 @@ def test_loss_gradient_and_publish_are_those_of_the_local_backend(
         actual = found["gradients"][name].float()
         assert float((actual - expected).abs().max()) <= 2**-7 * float(expected.abs().max()), name
         assert float((actual - expected).norm()) <= 2**-7 * float(expected.norm()), name
-    published = dict(packed_state_dict(policy.model))
+    published = dict(packed_state_dict(policy.model, stacks=True))
     assert found["published"].keys() == published.keys()
     assert all(same_bytes(tensor, found["published"][name]) for name, tensor in published.items())
     assert set(found["made"]) == {0 if scheme == "bf16" else 1} and not found["made_again"]  # BF16: nothing to quantize
@@ -96,14 +96,15 @@ def test_gradient_checkpointing_gives_the_same_gradients(results: Any, scheme: s
 def test_an_update_publishes_the_new_experts_one_by_one(results: Any, scheme: str, world: int) -> None:
     before, after = (results[world][2 * SCHEMES.index(scheme) + i] for i in (0, 1))
     moved = 0
-    for name, master in unstacked(after["masters"].items()):
-        if ".experts." not in name:
-            continue
-        owner, weight = name.removesuffix(".weight"), master.bfloat16()
-        wire = {"weight": weight} if scheme == "bf16" else quantize(weight, get_scheme(scheme, 32)).tensors
-        for leaf, tensor in wire.items():
-            assert same_bytes(after["published"][f"{owner}.{leaf}"], tensor)
-            moved += not same_bytes(before["published"][f"{owner}.{leaf}"], tensor)
+    for name, master in after["masters"].items():
+        for _, expert, rows in matrices(name, tuple(master.shape)) if ".experts." in name else ():
+            weight = master[expert, rows].bfloat16()
+            wire = {"weight": weight} if scheme == "bf16" else quantize(weight, get_scheme(scheme, 32)).tensors
+            for leaf, tensor in wire.items():
+                if leaf != "weight_shape":
+                    new, old = (found["published"][f"{name}.{leaf}"][expert, rows] for found in (after, before))
+                    assert same_bytes(new, tensor)
+                    moved += not same_bytes(old, tensor)
     assert moved > 8
 
 
@@ -122,6 +123,7 @@ def test_a_checkpoint_comes_back_and_exports_what_was_published(
     for kind in ("quantized", "fp32"):
         export(ExportRequest(tmp_path / "run", tmp_path / kind, format=kind))
     exported, masters = (dict(read_tensors(tmp_path / kind)) for kind in ("quantized", "fp32"))
+    exported = dict(stacked(exported.items()))
     assert exported.keys() == published.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in published.items())
     assert all(torch.equal(masters[name], master) for name, master in unstacked(found["masters"].items()))

@@ -16,6 +16,7 @@ import transfer_queue as tq
 import zmq
 
 from qarl.errors import UserError
+from qarl.verl import failure
 from qarl.verl.failure import as_user_error
 from qarl.verl.plugin import replay
 from qarl.verl.plugin.alive import Watch
@@ -182,28 +183,38 @@ def task_error(cause: Exception) -> ray.exceptions.RayTaskError:
     return ray.exceptions.RayTaskError("run", "Traceback: of the task", cause).as_instanceof_cause()
 
 
-def test_a_workers_error_comes_out_as_it_was_raised():
+def test_a_workers_error_comes_out_as_it_was_raised(tmp_path):
     raised = UserError("no room", where="there", fix="make some")
-    found = as_user_error(task_error(raised))
+    found = as_user_error(task_error(raised), tmp_path)
     assert type(found) is UserError
     assert (found.what, found.where, found.fix) == ("no room", "there", "make some")
 
 
-def test_a_socket_that_timed_out_is_explained():
-    found = as_user_error(task_error(zmq.Again()))
-    assert "stopped answering" in found.what and "resumes" in found.fix
+@pytest.mark.parametrize(
+    ("raised", "what", "fix"),
+    [
+        (zmq.Again(), "stopped answering", failure.RESUME),
+        (UserError("a reward failed", fix=f"fix the cause and {failure.RESUME}"), "a reward failed", "fix the cause"),
+    ],
+)
+def test_advice_to_run_again_says_what_that_does(tmp_path, monkeypatch, raised, what, fix):
+    found = as_user_error(task_error(raised), tmp_path)
+    assert what in found.what and fix in found.fix
+    assert "starts fresh, because there is no checkpoint" in found.fix and "resumes" not in found.fix
+    monkeypatch.setattr(failure, "whole_and_torn", lambda folder: ({4: folder, 12: folder}, {16: "torn"}))
+    assert "it resumes after step 12" in as_user_error(task_error(raised), tmp_path).fix
 
 
-def test_a_dead_process_is_named():
+def test_a_dead_process_is_named(tmp_path):
     died = ray.exceptions.ActorDiedError()
     died.error_msg = "The actor died.\n\tclass_name: WorkerDict\n\tpid: 42\nand more"
-    for failure in (died, task_error(died)):
-        found = as_user_error(failure)
+    for error in (died, task_error(died)):
+        found = as_user_error(error, tmp_path)
         assert found.what == "a process of the verl run died" and "pid: 42" in found.where
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("NaN"), KeyboardInterrupt()])
-def test_bugs_stay_what_they_are(error):
-    assert as_user_error(error) is None
+def test_bugs_stay_what_they_are(tmp_path, error):
+    assert as_user_error(error, tmp_path) is None
     if isinstance(error, Exception):
-        assert as_user_error(task_error(error)) is None
+        assert as_user_error(task_error(error), tmp_path) is None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
-from fsdp_ranks import BANDS, QUANT, make_rows, run_engine
+from fsdp_ranks import BANDS, QUANT, as_batch, load_policy, make_rows, run_engine
 from random_models import save_random_model
 
 from qarl.quant import get_scheme
@@ -22,6 +22,8 @@ JOBS = {
     "guarded": {"quant": GUARDED, "bands": BANDS, "lr": 1e-2, "micro": 2},
     "raised limit": {"quant": QUANT, "bands": BANDS, "lr": 1e-2, "micro": 2},
     "guarded without quantization": {"quant": None, "bands": BANDS, "lr": 1e-2, "micro": 2},
+    "noise at linears": {"quant": GUARDED | {"align": "linears"}, "bands": BANDS, "lr": 1e-2, "micro": 4},
+    "noise at off": {"quant": GUARDED | {"align": "off"}, "bands": BANDS, "lr": 1e-2, "micro": 4},
 }
 
 
@@ -30,12 +32,17 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("halves")
     model = str(save_random_model(folder))
     rows = make_rows(model)
-    old = rows["old_log_probs"]
+    with torch.no_grad():
+        old = load_policy(model).response_log_probs(as_batch(rows), slice(0, 8), temperature=1.0)
+    rows["old_log_probs"] = old
     spoilt = old.clone()
     spoilt[1::2] += 0.5  # those of the second rank alone
     noise = 1e-5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
     rows["rollout_log_probs"] = (old + noise) * rows["response_mask"]
     jobs = [job | ({} if name.endswith("alone") else {"guard": spoilt}) for name, job in JOBS.items()]
+    for name, job in zip(JOBS, jobs, strict=True):
+        if name.startswith("noise"):  # far below the limits of the levels
+            job["guard"] = rows["rollout_log_probs"] + 0.05
     return dict(zip(JOBS, run_engine(folder, 2, model, rows, jobs), strict=True))
 
 
@@ -74,6 +81,15 @@ def test_a_mismatch_over_the_limit_stops_all_ranks_before_the_first_update(resul
     for text in results[job]["guard"]:
         assert "trainer and engine disagree" in text and f"nats per token, over the {limit}" in text
     (metrics,) = results[job]["metrics"]  # the update after it, of healthy log-probs
+    assert metrics["mismatch/over_limit"] == [0.0]
+
+
+@pytest.mark.parametrize("level", ["linears", "off"])
+def test_more_than_rounding_noise_stops_all_ranks_before_the_first_update(results, level):
+    found = results[f"noise at {level}"]
+    for text in found["guard"]:
+        assert "trainer and engine compute different models" in text and f"quant.align={level} allows" in text
+    (metrics,) = found["metrics"]  # the update after it, of healthy log-probs
     assert metrics["mismatch/over_limit"] == [0.0]
 
 

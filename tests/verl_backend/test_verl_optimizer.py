@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
-from fsdp_ranks import BANDS, QUANT, make_rows, run_engine
+from fsdp_ranks import BANDS, OURS, QUANT, SETTINGS, make_rows, run_engine
 from random_models import save_random_model
 from same_bytes import same_bytes
 from transformers import AutoModelForCausalLM
@@ -22,11 +22,6 @@ from qarl.optim.optimizer import MuonAdamW
 pytest.importorskip("verl")
 pytestmark = [needs_w4a16_cpu, pytest.mark.verl, pytest.mark.slow]  # tests/optim/test_shards.py is the short form
 
-OURS = {"optimizer_impl": "qarl.optim.optimizer", "optimizer": "MuonAdamW", "weight_decay": 0.1}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "muon": {"eps": 1e-8, "seed": 5, "muon_lr": 2e-3, "muon_momentum": 0.9},
-    "adamw": {"eps": 1e-8, "seed": 5},
-}
 LR = 1e-3
 KINDS = [("muon", "fp32"), ("muon", "bf16"), ("adamw", "bf16")]
 

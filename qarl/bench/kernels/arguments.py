@@ -37,7 +37,7 @@ class Arguments:
     operation    linear, input_gradient, quantize, quantize_activations; for expert layers also grouped_linear,
                  grouped_input_gradient, experts
     group_size   group size of int4 weights
-    seconds      time to measure each group of competitors; each is called at least `rounds` times
+    seconds      seconds to measure the kernels that are compared; each is called at least `rounds` times
     rounds       minimum number of calls of each competitor
     threads      number of threads on a CPU
     json         the file to write"""

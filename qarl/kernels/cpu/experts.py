@@ -127,6 +127,8 @@ class VllmCpuExperts:
 
 def _prepared(tensors: Tensors) -> PreparedProduct:
     kernel = _kernel_of(tensors)
+    if hasattr(kernel, "prepare_stack"):
+        return PreparedProduct(kernel, kernel.prepare_stack(tensors))
     each = ({name: tensor[expert] for name, tensor in tensors.items()} for expert in range(sizes_of(tensors)[0]))
     return PreparedProduct(kernel, [kernel.prepare(expert) for expert in each])
 

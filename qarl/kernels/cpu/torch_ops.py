@@ -119,6 +119,14 @@ class VllmCpuFP8Linear:
         return PreparedScaled(upcast_e4m3(weight) if same_bits else weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod
+    def prepare_stack(tensors: Mapping[str, torch.Tensor]) -> list[PreparedScaled]:
+        """Prepare all matrices of a stack [E, N, K] at once. Each result is a view."""
+        weight, scale = tensors["weight"], tensors["weight_scale"].transpose(1, 2).contiguous()
+        if _fp32_matmul_equals_scaled_mm(weight.shape[2]):
+            weight = upcast_e4m3(weight)
+        return [PreparedScaled(*both) for both in zip(weight.unbind(), scale.unbind(), strict=True)]
+
+    @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
         values, scale = quantize_fp8(x)
         padding = (0, 0, 0, max(_FP8_MIN_ROWS - x.shape[0], 0))

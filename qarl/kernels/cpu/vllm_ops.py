@@ -96,6 +96,14 @@ class VllmCpuWNA16Linear(BF16Activations):
         return PreparedWNA16(weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod
+    def prepare_stack(tensors: Mapping[str, torch.Tensor]) -> list[PreparedWNA16]:
+        """Prepare all matrices of a stack [E, N, ...] at once. Each result is a view."""
+        tiles, scales = tensors.get("weight_tiles"), tensors["weight_scale"].transpose(1, 2).contiguous()
+        if tiles is None:
+            tiles = to_tiles(tensors["weight_packed"].flatten(0, 1)).unflatten(0, (len(scales), -1))
+        return [PreparedWNA16(*both) for both in zip(tiles.unbind(), scales.unbind(), strict=True)]
+
+    @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedWNA16, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16, any strides -> [M, N] BF16."""
         if x.stride(1) != 1:  # the operator reads rows at their stride but assumes adjacent elements

@@ -9,6 +9,8 @@ backward is straight-through and the same for all kernels. Ŵgu and Ŵd are the 
     dx  = sum over experts of [dg du] Ŵgu              in the router's order, without atomic additions
     dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: the forward's operands in BF16, dequantized if 8-bit
 
+With Triton, dWd is dy^T (w â). a has fewer columns than dy, and the pass over memory that makes [dg du] makes w â too.
+
 Products are in BF16 with FP32 sums. The values that the backward computes again can differ from the engine's forward in
 the last BF16 bit. W4A8 is not supported. A token's experts must all be different.
 """
@@ -20,10 +22,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
+from qarl.kernels.activations import quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.cpu.experts import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.kernels.experts import grouped
-from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, combine, route, scheme_of, sizes_of
+from qarl.kernels.experts.grouped import (
+    ExpertsShape,
+    Routing,
+    Tensors,
+    combine,
+    dequantized_rows,
+    has_triton,
+    route,
+    scheme_of,
+    sizes_of,
+)
 from qarl.kernels.experts.vllm import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.kernels.registry import Choice, NamedKernel, first_available
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
@@ -73,7 +85,7 @@ class _GroupedExperts:
         gate_up, down = prepared
         routing = route(topk_ids, sizes_of(gate_up)[0])
         state = _products(cls, x, gate_up, routing)
-        y = grouped.product(state.a, state.a_scale, down, routing.ends)
+        y = grouped.product(*_activations(cls, state), down, routing.ends)
         weight = topk_weights.flatten()[routing.order, None]
         return combine((y.float() * weight).to(y.dtype), routing, topk_ids.shape[1])
 
@@ -217,24 +229,21 @@ class _FusedExperts(torch.autograd.Function):
             return _zeros(ctx.needs_input_grad[:4], x, topk_weights, sizes_of(gate_up))
         routing = route(topk_ids, sizes_of(gate_up)[0])
         state = _products(kernel, x, gate_up, routing)
-        a = _dequantized(state.a, state.a_scale)
         grad = grad_outputs[0][routing.token]
         grad_a = grouped.input_gradient(grad, down, routing.ends)
-        weight = topk_weights.flatten().float()[routing.order, None]
+        between = _with_triton if has_triton(x.device) else _with_pytorch
+        made = between(kernel, state, grad, grad_a, topk_weights.flatten().float(), routing.order, need_down)
         grad_router = grad_down = grad_gate_up = grad_x = None
         if need_router:
-            by_row = (grad_a.float() * a.float()).sum(1)
-            grad_router = torch.empty_like(by_row).index_put_((routing.order,), by_row)
-            grad_router = grad_router.view(topk_weights.shape).to(topk_weights.dtype)
+            grad_router = made.router.view(topk_weights.shape).to(topk_weights.dtype)
         if need_down:
-            grad_down = grouped.weight_gradient((grad.float() * weight).to(grad.dtype), a, routing.ends)
-        if need_x or need_gate_up:
-            grad_h = _silu_mul_backward(grad_a.float() * weight, state.gate, state.up)
-            if need_x:
-                rows = grouped.input_gradient(grad_h, gate_up, routing.ends)
-                grad_x = combine(rows, routing, topk_ids.shape[1])
-            if need_gate_up:
-                grad_gate_up = grouped.weight_gradient(grad_h, _dequantized(state.x, state.x_scale), routing.ends)
+            grad_down = grouped.weight_gradient(made.grad, made.a, routing.ends)
+        if need_x:
+            rows = grouped.input_gradient(made.hidden, gate_up, routing.ends)
+            grad_x = combine(rows, routing, topk_ids.shape[1])
+        if need_gate_up:
+            inputs = dequantized_rows(state.x, state.x_scale)
+            grad_gate_up = grouped.weight_gradient(made.hidden, inputs, routing.ends)
         return grad_x, grad_router, grad_gate_up, grad_down, None, None
 
 
@@ -253,32 +262,33 @@ def _zeros(
 
 
 class _State(NamedTuple):
-    """Values of the forward, with rows sorted by expert: input `x`, `gate`, `up`, and `a`, the input of down_proj.
+    """Values of the forward, with rows sorted by expert: input `x`, and `gate_up` [M, 2I].
 
-    Scales are None if the values are not 8-bit.
+    `x_scale` is None if x is not 8-bit.
     """
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
-    gate: torch.Tensor
-    up: torch.Tensor
-    a: torch.Tensor
-    a_scale: torch.Tensor | None
+    gate_up: torch.Tensor
 
 
 def _products(kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) -> _State:
     scheme = scheme_of(gate_up)
     scale: torch.Tensor | None = None
-    a_scale: torch.Tensor | None = None
     if scheme in _EIGHT_BIT:
         x, scale = kernel.quantize(scheme, x.contiguous())  # each token is quantized once for all its experts
     rows = _gathered(x, routing.token)
     row_scale = None if scale is None else scale[routing.token]
-    gate, up = grouped.product(rows, row_scale, gate_up, routing.ends).chunk(2, dim=1)
-    a = silu_mul(gate, up)
-    if scheme in _EIGHT_BIT:
-        a, a_scale = kernel.quantize(scheme, a)
-    return _State(rows, row_scale, gate, up, a, a_scale)
+    return _State(rows, row_scale, grouped.product(rows, row_scale, gate_up, routing.ends))
+
+
+def _activations(kernel: Any, state: _State) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the input of down_proj [M, I], and its scales [M, 1] if it is 8-bit."""
+    a = silu_mul(*state.gate_up.chunk(2, dim=1))
+    if state.x_scale is None:
+        return a, None
+    made: tuple[torch.Tensor, torch.Tensor] = kernel.quantize("w8a8" if state.x.dtype == torch.int8 else "fp8", a)
+    return made
 
 
 def _gathered(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -286,8 +296,42 @@ def _gathered(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)[token].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[token]
 
 
-def _dequantized(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return values if scale is None else dequantize(values, scale)
+class _Between(NamedTuple):
+    """What the backward computes between its products, with rows sorted by expert.
+
+    `hidden` BF16 [M, 2I]: the gradient of gate and up. `router` FP32 [M]: that of the routing weights, in the order of
+    `topk_ids`. grad^T a is the gradient of down_proj, with BF16 `grad` [M, H] and `a` [M, I].
+    """
+
+    hidden: torch.Tensor
+    router: torch.Tensor
+    grad: torch.Tensor
+    a: torch.Tensor
+
+
+def _with_triton(
+    kernel: Any, state: _State, grad: torch.Tensor, grad_a: torch.Tensor, weights: torch.Tensor, order: torch.Tensor,
+    need_down: bool,
+) -> _Between:  # fmt: skip
+    from qarl.kernels.triton.experts import swiglu_backward
+
+    # Without scales, the kernel computes a again, which costs less than to write and read it.
+    a, scale = (None, None) if state.x_scale is None else _activations(kernel, state)
+    made = swiglu_backward(grad_a, state.gate_up, a, scale, weights, order, weighted=need_down)
+    return _Between(made.hidden, made.router, grad, made.hidden if made.weighted is None else made.weighted)
+
+
+def _with_pytorch(
+    kernel: Any, state: _State, grad: torch.Tensor, grad_a: torch.Tensor, weights: torch.Tensor, order: torch.Tensor,
+    need_down: bool,
+) -> _Between:  # fmt: skip
+    a = dequantized_rows(*_activations(kernel, state))
+    weight = weights[order, None]
+    by_row = (grad_a.float() * a.float()).sum(1)
+    router = torch.empty_like(by_row).index_put_((order,), by_row)
+    if need_down:
+        grad = (grad.float() * weight).to(grad.dtype)
+    return _Between(_silu_mul_backward(grad_a.float() * weight, *state.gate_up.chunk(2, dim=1)), router, grad, a)
 
 
 def _silu_mul_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

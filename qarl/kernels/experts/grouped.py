@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from qarl.kernels.activations import dequantize
+from qarl.kernels.device import is_gpu
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.reference import grouped_linear
 from qarl.kernels.triton.linears import unavailable
@@ -49,9 +51,31 @@ def route(topk_ids: torch.Tensor, experts: int) -> Routing:
 
 def combine(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
     """Sum each token's experts in FP32, in the router's order: BF16 rows [T k, N] sorted by expert -> BF16 [T, N]."""
+    if has_triton(rows.device):
+        from qarl.kernels.triton.experts import combine as combine_in_one_pass
+
+        place = torch.empty_like(routing.order)
+        place[routing.order] = torch.arange(len(rows), device=rows.device)
+        return combine_in_one_pass(rows, place, top_k)
     restored = torch.empty_like(rows)
     restored[routing.order] = rows
     return restored.view(-1, top_k, rows.shape[1]).float().sum(1).to(rows.dtype)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Return whether Triton computes what is between the products. In PyTorch it is a chain of FP32 operations."""
+    return unavailable("bf16", device) is None
+
+
+def dequantized_rows(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return activations in BF16 [M, K]: `values` times their FP32 scales [M, 1], or `values` if `scale` is None."""
+    if scale is None:
+        return values
+    if has_triton(values.device):
+        from qarl.kernels.triton.quantize import dequantize_rows
+
+        return dequantize_rows(values, scale)
+    return dequantize(values, scale)
 
 
 def scheme_of(tensors: Tensors) -> str:
@@ -101,7 +125,7 @@ def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> 
 
 def _bf16_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """x [M, K], weight [E, N, K] of any strides -> [M, N]."""
-    return F.grouped_mm(x, weight.mT, offs=ends) if x.is_cuda else grouped_linear(x, weight, ends)
+    return F.grouped_mm(x, weight.mT, offs=ends) if is_gpu(x.device) else grouped_linear(x, weight, ends)
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -109,12 +133,16 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> 
 
     For experts without rows it is 0.
     """
-    if not grad.is_cuda:
+    if not is_gpu(grad.device):
         starts = [0, *ends.tolist()]
         parts = [slice(start, end) for start, end in pairwise(starts)]
         return torch.stack([grad[part].t() @ x[part] for part in parts])
     made: torch.Tensor = F.grouped_mm(grad.t(), x, offs=ends)
     # PyTorch does not promise zeros for an expert without rows.
+    if has_triton(made.device):
+        from qarl.kernels.triton.experts import clear_unused
+
+        return clear_unused(made, ends)
     counts = ends.diff(prepend=ends.new_zeros(1))
     return made.masked_fill_((counts == 0)[:, None, None], 0.0)
 

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from qarl.kernels.device import capability, is_gpu
+
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether the kernels of this process run under the interpreter."""
 
@@ -105,7 +107,7 @@ def has_e4m3(device: torch.device) -> bool:
 
     GPUs before capability 8.9 do not have it, and the interpreter's version rounds differently.
     """
-    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return not INTERPRETED and torch.version.hip is None and capability(device) >= (8, 9)
 
 
 def require(condition: bool, message: str) -> None:
@@ -119,6 +121,6 @@ def require_device(*tensors: torch.Tensor) -> None:
     devices = {tensor.device for tensor in tensors}
     require(len(devices) == 1, f"tensors are on different devices: {sorted(map(str, devices))}")
     require(
-        INTERPRETED or tensors[0].is_cuda,
+        INTERPRETED or is_gpu(tensors[0].device),
         f"Triton kernels need a GPU, not {tensors[0].device} (TRITON_INTERPRET=1 runs them on CPU, for tests)",
     )

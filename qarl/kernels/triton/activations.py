@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from qarl.kernels.activations import FP8
+from qarl.kernels.device import launch
 from qarl.kernels.triton._compat import (
     LAUNCH,
     e4m3_bits,
@@ -99,7 +100,8 @@ def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     values, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
     if x.shape[0]:
         block, warps = row_block(x.shape[1])
-        quantize_tokens_kernel[(x.shape[0],)](
+        launch(
+            quantize_tokens_kernel, (x.shape[0],),
             x, values.view(torch.uint8) if dtype == FP8 else values, scale, x.shape[1], x.stride(0),
             FP8=dtype == FP8, HARDWARE=has_e4m3(x.device), BLOCK=block, SINGLE=x.shape[1] <= block,
             num_warps=warps, **LAUNCH,

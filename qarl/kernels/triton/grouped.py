@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qarl.kernels.device import launch
 from qarl.kernels.triton._compat import LAUNCH, require, require_device
 from qarl.kernels.triton._int4_tile import backward_tile, forward_tile, in_order
 from qarl.kernels.triton.quantize import dequantize_int4, dequantize_rows
@@ -118,7 +119,8 @@ def grouped_w4a16_linear(
     if y.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
         tiles_m = row_tiles(m, experts, tile.BM)
-        grouped_w4a16_kernel[(tiles_m * triton.cdiv(n, tile.BN),)](
+        launch(
+            grouped_w4a16_kernel, (tiles_m * triton.cdiv(n, tile.BN),),
             x, packed.view(torch.int16), scale, ends, y, experts, tiles_m, n, k, x.stride(0),
             tile.BM, tile.BN, tile.BK, group, k % tile.BK == 0, PTX, _size(experts), **tile.launch, **LAUNCH,
         )  # fmt: skip
@@ -141,7 +143,8 @@ def grouped_w4a16_backward_input(
     if dx.numel():
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
         tiles_m = row_tiles(m, experts, tile.BM)
-        grouped_w4a16_backward_kernel[(tiles_m * triton.cdiv(k, tile.BK),)](
+        launch(
+            grouped_w4a16_backward_kernel, (tiles_m * triton.cdiv(k, tile.BK),),
             grad, packed.view(torch.int16), scale, ends, dx, experts, tiles_m, n, k, grad.stride(0),
             tile.BM, tile.BN, tile.BK, group, n % tile.BN == 0, PTX, _size(experts), **tile.launch, **LAUNCH,
         )  # fmt: skip
@@ -176,7 +179,8 @@ def grouped_scaled_mm(
         x = x if x.stride(1) == 1 else x.contiguous()
         flat, tiles_m = weight.flatten(0, 1), row_tiles(m, experts, tile.BM)
         tma = takes_tma(x, flat)
-        grouped_scaled_mm_kernel[(tiles_m * triton.cdiv(n, tile.BN),)](
+        launch(
+            grouped_scaled_mm_kernel, (tiles_m * triton.cdiv(n, tile.BN),),
             TensorDescriptor.from_tensor(x, [tile.BM, tile.BK]) if tma else x,
             TensorDescriptor.from_tensor(flat, [tile.BN, tile.BK]) if tma else flat,
             x_scale, weight_scale, ends, y, experts, tiles_m, m, n, k, x.stride(0),

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 
 from qarl.kernels.activations import BF16Activations
+from qarl.kernels.device import capability, has_gpu, is_gpu
 
-MIN_CAPABILITY = {"w4a16": (8, 0), "w8a8": (8, 0), "fp8": (9, 0)}
+MIN_CAPABILITY = {"bf16": (8, 0), "w4a16": (8, 0), "w8a8": (8, 0), "fp8": (9, 0)}
 """For each scheme, the lowest CUDA capability whose tensor cores have the instructions that Triton 3.6 emits."""
 
 
@@ -40,14 +41,14 @@ def unavailable(scheme_name: str, device: torch.device) -> str | None:
     """Return why Triton does not support the scheme on `device`, or None if it does."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    if device.type != "cuda":
+    if not is_gpu(device):
         return f"runs on GPUs, not on {device.type}"
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return "there is no GPU in this machine"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     needed = MIN_CAPABILITY[scheme_name]
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < needed:
+    if torch.version.hip is None and capability(device) < needed:
         return f"needs compute capability {needed[0]}.{needed[1]}"
     if torch.version.hip is not None and scheme_name == "fp8":
         return "AMD GPUs use different FP8 types"

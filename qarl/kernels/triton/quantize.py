@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qarl.kernels.device import launch
 from qarl.kernels.triton._compat import (
     LAUNCH,
     e4m3_bits,
@@ -236,7 +237,8 @@ def quantize_int4(
     if groups:
         words = triton.next_power_of_2(group_size // 8)
         a_program = max(WEIGHT_TILE // (words * 8), 1)
-        quantize_int4_kernel[(triton.cdiv(groups, a_program),)](
+        launch(
+            quantize_int4_kernel, (triton.cdiv(groups, a_program),),
             weight, packed, scale, packed if copy is None else copy, flag, groups, cols // group_size,
             weight.stride(0), GROUP=group_size, WORDS=words, GROUPS=a_program, BF16_GRID=grid == torch.bfloat16,
             DEQUANTIZE=dequantize, CONTIGUOUS=weight.is_contiguous(), num_warps=4 if words < 512 else 8, **LAUNCH,
@@ -256,7 +258,8 @@ def quantize_rows(
     flag = weight.new_zeros(1, dtype=torch.int32)
     if rows:
         block, warps = row_block(cols)
-        quantize_rows_kernel[(rows,)](
+        launch(
+            quantize_rows_kernel, (rows,),
             weight, _storage(values), scale, scale if copy is None else copy, flag, cols, weight.stride(0),
             HALF_RANGE=_HALF_RANGE[dtype], FP8=dtype != torch.int8, HARDWARE=has_e4m3(weight.device),
             BF16_GRID=grid == torch.bfloat16, DEQUANTIZE=dequantize, BLOCK=block, SINGLE=cols <= block,
@@ -276,7 +279,8 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if packed.numel():
         packed, scale = packed.contiguous(), scale.contiguous()
         require_device(packed, scale)
-        dequantize_int4_kernel[(triton.cdiv(packed.numel(), 512),)](
+        launch(
+            dequantize_int4_kernel, (triton.cdiv(packed.numel(), 512),),
             packed, scale, out, packed.numel(), WORDS_PER_GROUP=words_a_row // scale.shape[1], BLOCK=512,
             num_warps=4, **LAUNCH,
         )  # fmt: skip
@@ -296,7 +300,8 @@ def dequantize_rows(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         values = values if values.stride(1) == 1 else values.contiguous()
         require_device(values, scale)
         block = min(triton.next_power_of_2(cols), 2048)
-        dequantize_rows_kernel[(rows, triton.cdiv(cols, block))](
+        launch(
+            dequantize_rows_kernel, (rows, triton.cdiv(cols, block)),
             _storage(values), scale.contiguous(), out, cols, values.stride(0), FP8=values.dtype != torch.int8,
             HARDWARE=has_e4m3(values.device), BLOCK=block, num_warps=4, **LAUNCH,
         )  # fmt: skip

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qarl.kernels.device import launch
 from qarl.kernels.triton._compat import INTERPRETED, LAUNCH, require, require_device, to_bf16, to_fp32
 from qarl.kernels.triton._split import leave_part, split, sum_parts
 from qarl.kernels.triton.tables import Tile, architecture, choose, processors
@@ -175,7 +176,8 @@ def scaled_mm(
         dtype = torch.int32 if operation == "w8a8" else torch.float32
         count, workspace, counter = split(tile, tiles, triton.cdiv(k, tile.BK), tile.BM * tile.BN, device, dtype)
     tma = takes_tma(x, weight)
-    scaled_mm_kernel[(programs, count)](
+    launch(
+        scaled_mm_kernel, (programs, count),
         TensorDescriptor.from_tensor(x, [tile.BM, tile.BK]) if tma else x,
         TensorDescriptor.from_tensor(weight, [tile.BN, tile.BK]) if tma else weight,
         x_scale, weight_scale, bias, y, workspace, counter, m, n, k, x.stride(0), count,

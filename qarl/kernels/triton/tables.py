@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qarl.kernels import device as device_of
+
 PATH = Path(__file__).with_name("tables.json")
 """The file with the tables."""
 
@@ -80,12 +82,11 @@ def tables() -> dict[str, dict[str, tuple[Rule, ...]]]:
     }
 
 
-@cache
 def architecture(device: torch.device) -> str:
     """Return the name of the table for `device`. For the CPU (the interpreter) it is Hopper's."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if not device_of.is_gpu(device) or torch.version.hip is not None:
         return "hopper"
-    major, _ = torch.cuda.get_device_capability(device)
+    major, _ = device_of.capability(device)
     return {9: "hopper", 12: "blackwell_geforce"}.get(major, "ampere" if major < 9 else "blackwell")
 
 
@@ -95,10 +96,9 @@ def choose(operation: str, device: torch.device, m: int, n: int, k: int, group_s
     return next((rule.tile for rule in rules if rule.serves(m, n, k, group_size)), None)
 
 
-@cache
 def processors(device: torch.device) -> int:
     """Return the number of SMs of `device`. Under the interpreter return 8, so that sums are split there too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return device_of.processors(device) if device_of.is_gpu(device) else 8
 
 
 def parts(tile: Tile, tiles: int, blocks: int, device: torch.device) -> int:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from qarl.kernels.device import launch
 from qarl.kernels.triton._compat import INTERPRETED, LAUNCH, require, require_device, to_bf16
 from qarl.kernels.triton._int4_tile import backward_tile, forward_tile, in_order
 from qarl.kernels.triton._split import leave_part, split, sum_parts
@@ -139,7 +140,8 @@ def w4a16_linear(
     x = x if x.stride(1) == 1 else x.contiguous()
     tiles = triton.cdiv(m, tile.BM) * triton.cdiv(n, tile.BN)
     count, workspace, counter = split(tile, tiles, triton.cdiv(k, tile.BK), tile.BM * tile.BN, x.device)
-    w4a16_kernel[(tiles, count)](
+    launch(
+        w4a16_kernel, (tiles, count),
         x, packed.view(torch.int16), scale, bias, y, workspace, counter, m, n, k, x.stride(0), count,
         tile.BM, tile.BN, tile.BK, group, k % tile.BK == 0, PTX, **tile.launch, **LAUNCH,
     )  # fmt: skip
@@ -170,7 +172,8 @@ def w4a16_backward_input(
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     tiles = triton.cdiv(m, tile.BM) * triton.cdiv(k, tile.BK)
     count, workspace, counter = split(tile, tiles, triton.cdiv(n, tile.BN), tile.BM * tile.BK, grad.device)
-    w4a16_backward_kernel[(tiles, count)](
+    launch(
+        w4a16_backward_kernel, (tiles, count),
         grad, packed.view(torch.int16), scale, dx, workspace, counter, m, n, k, grad.stride(0), count,
         tile.BM, tile.BN, tile.BK, group, n % tile.BN == 0, PTX, **tile.launch, **LAUNCH,
     )  # fmt: skip

@@ -21,15 +21,15 @@ from functools import lru_cache
 
 import torch
 
-_BLOCK = 4096  # words in a block; all blocks have the same weights, `_weights(1, ...)`
-_CHUNK = 1 << 16  # words at a time on CPU, so that the intermediate tensors stay in the cache
+BLOCK = 4096  # words in a block; all blocks have the same weights, `weights(1, ...)`
+CHUNK = 1 << 16  # words at a time on CPU, so that the intermediate tensors stay in the cache
 _GPU_CHUNK = 1 << 22  # words at a time on a GPU: enough to fill it, and at most 64 MB of intermediate tensors
 _LOWER = 0xFFFFFFFF
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the checksum of each tensor (any dtype, shape, strides and device)."""
-    sums = [_checksum(tensor.detach()) for tensor in tensors]
+    sums = [checksum(tensor.detach()) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for i, value in enumerate(sums):
         by_device.setdefault(value.device, []).append(i)
@@ -40,7 +40,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     return result
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum as 0-d int64. It depends on the number of bytes, so trailing zeros change it."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     size = flat.numel()
@@ -49,26 +49,26 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     if size > whole:
         tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
         tail[: size - whole] = flat[whole:]
-        total = total + _mixed(tail.view(torch.int64), _weights(3, 1, flat.device)).sum()
+        total = total + _mixed(tail.view(torch.int64), weights(3, 1, flat.device)).sum()
     return total
 
 
 def _words(data: torch.Tensor, size: int) -> torch.Tensor:
     """Return the checksum of whole words, `data` uint8 [8 * words], plus `size`."""
     count, device = data.numel() // 8, data.device
-    inner = _weights(1, _BLOCK, device)
-    if count <= _BLOCK:
+    inner = weights(1, BLOCK, device)
+    if count <= BLOCK:
         return _mixed(_as_words(data), inner[:count]).sum() + size
     total = torch.full((), size, dtype=torch.int64, device=device)
-    step = _CHUNK if device.type == "cpu" else _GPU_CHUNK
-    outer = _weights(2, 1 << (count // _BLOCK).bit_length(), device)
+    step = CHUNK if device.type == "cpu" else _GPU_CHUNK
+    outer = weights(2, 1 << (count // BLOCK).bit_length(), device)
     for start in range(0, count, step):
         chunk = _as_words(data[8 * start : 8 * (start + step)])
-        first, rows = start // _BLOCK, chunk.numel() // _BLOCK
+        first, rows = start // BLOCK, chunk.numel() // BLOCK
         if rows:
-            sums = _mixed(chunk[: rows * _BLOCK].view(rows, _BLOCK), inner).sum(1)
+            sums = _mixed(chunk[: rows * BLOCK].view(rows, BLOCK), inner).sum(1)
             total = total + _mixed(sums, outer[first : first + rows]).sum()
-        rest = chunk[rows * _BLOCK :]
+        rest = chunk[rows * BLOCK :]
         if rest.numel():
             total = total + _mixed(_mixed(rest, inner[: rest.numel()]).sum(), outer[first + rows])
     return total
@@ -86,11 +86,18 @@ def _mixed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (mixed >> 32).bitwise_and_(_LOWER).bitwise_xor_(mixed)
 
 
+def mix(words: torch.Tensor) -> torch.Tensor:
+    """Mix contiguous words in place, in one operation on their halves. It needs a little-endian machine."""
+    halves = words.view(-1).view(torch.int32)
+    halves[::2].bitwise_xor_(halves[1::2])
+    return words
+
+
 @lru_cache(maxsize=64)
-def _weights(seed: int, count: int, device: torch.device) -> torch.Tensor:
+def weights(seed: int, count: int, device: torch.device) -> torch.Tensor:
     """Return `count` pseudorandom odd int64 numbers (splitmix64's finalizer, applied to consecutive numbers)."""
     if device.type != "cpu":
-        return _weights(seed, count, torch.device("cpu")).to(device)
+        return weights(seed, count, torch.device("cpu")).to(device)
     numbers = (torch.arange(count, dtype=torch.int64) + seed * (1 << 40)) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ (numbers >> shift)) * _signed(factor)

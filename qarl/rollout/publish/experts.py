@@ -1,19 +1,15 @@
-"""Experts in the engine's model: where their tensors belong, and how they are written on a CPU.
+"""Experts in the engine's model: where their stacks belong, and how they are written on a CPU.
 
-A checkpoint has three matrices per expert, `mlp.experts.M.gate_proj` and so on. vLLM stacks all experts of a layer in
-one module, `mlp.experts.routed_experts`. For each expert, `w13_*` contains gate_proj above up_proj, and `w2_*` contains
-down_proj.
-
-The tensors `weight_shape` of experts are checked, but not passed to vLLM. `w13` would get two of them, one from
-gate_proj and one from up_proj, and vLLM's layerwise reload would count the second as an additional weight.
+A publish has two stacks per layer, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` (`qarl.quant.stacks`). vLLM
+has the same stacks in one module, `mlp.experts.routed_experts`: `w13_*` [E, 2I, ...], gate above up, and `w2_*`
+[E, H, ...].
 
 On a CPU, experts are written by the functions of this module. They require QaRL's plugin for vLLM
-(`qarl.rollout.vllm_plugin`). On other devices, vLLM's layerwise reload writes experts.
+(`qarl.rollout.vllm_plugin`). On other devices, vLLM's layerwise reload writes them, from whole stacks (`reload`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -24,29 +20,26 @@ from qarl.errors import UserError
 from qarl.rollout.vllm_plugin import not_loaded
 
 Part = dict[str, torch.Tensor]
-MATRICES = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
-"""Each matrix of an expert -> vLLM's stack that contains it. `write_low_bit` and `write_bf16` rely on this order."""
-_STACKED = ".routed_experts"
-_OWNER = re.compile(rf"(.*)[.](\d+)[.]({'|'.join(MATRICES)})")
+STORED = {"gate_up_proj": "w13", "down_proj": "w2"}
+"""Each stack of a publish -> vLLM's name for it. The functions that write a layer rely on this order."""
+_EXPERTS = ".routed_experts"
 
 
 def place_of(owner: str, modules: Container[str]) -> str | None:
-    """Return the engine's module for the checkpoint module `owner`, or None if `owner` is not an expert's matrix."""
-    match = _OWNER.fullmatch(owner)
-    place = f"{match[1]}{_STACKED}" if match else None
-    return place if place in modules else None
+    """Return the engine's module for the published stack `owner`, or None if `owner` is not a stack of experts."""
+    parent, _, stack = owner.rpartition(".")
+    place = f"{parent}{_EXPERTS}"
+    return place if stack in STORED and place in modules else None
 
 
-def place_in_layer(owner: str) -> tuple[int, int]:
-    """Return a sort key for a layer's expert matrices: expert number, then the order of `MATRICES`."""
-    match = _OWNER.fullmatch(owner)
-    assert match is not None, owner
-    return int(match[2]), list(MATRICES).index(match[3])
+def place_in_layer(owner: str) -> int:
+    """Return a sort key for a layer's stacks: the order of `STORED`."""
+    return list(STORED).index(owner.rpartition(".")[2])
 
 
 def stored_as(owner: str, leaf: str) -> str:
-    """Return vLLM's name for the tensor `leaf` of the expert matrix `owner`, for example `w13_weight_scale`."""
-    return f"{MATRICES[owner.rpartition('.')[2]]}_{leaf}"
+    """Return vLLM's name for the tensor `leaf` of the stack `owner`, for example `w13_weight_scale`."""
+    return f"{STORED[owner.rpartition('.')[2]]}_{leaf}"
 
 
 def holds_experts(module: nn.Module) -> bool:
@@ -54,29 +47,29 @@ def holds_experts(module: nn.Module) -> bool:
     return any(kind.__name__ == "RoutedExperts" for kind in type(module).__mro__)
 
 
-def matrices_of(name: str, module: nn.Module) -> list[str]:
-    """Return the names of the checkpoint modules that the RoutedExperts module `name` contains."""
-    layer: Any = module
-    parent = name.removesuffix(_STACKED)
-    return [f"{parent}.{expert}.{matrix}" for expert in range(layer.global_num_experts) for matrix in MATRICES]
+def stacks_of(name: str) -> list[str]:
+    """Return the names of the published stacks that the RoutedExperts module `name` contains."""
+    return [f"{name.removesuffix(_EXPERTS)}.{stack}" for stack in STORED]
 
 
 def quantized_experts(model: nn.Module) -> set[str]:
-    """Return the names of the expert matrices that the engine has quantized."""
+    """Return the names of the stacks that the engine has quantized."""
     found: set[str] = set()
     for name, module in model.named_modules():
         if holds_experts(module) and not _is_a(module, "UnquantizedFusedMoEMethod"):
-            found.update(matrices_of(name, module))
+            found.update(stacks_of(name))
     return found
 
 
-def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None:
-    """Raise UserError if the published experts of a layer (`owners`) are not those of the engine (`module`)."""
-    ours, theirs = set(owners), set(matrices_of(name, module))
-    if ours != theirs:
+def check_all_there(name: str, module: nn.Module, owners: Iterable[str], count: int) -> None:
+    """Raise UserError if the published stacks of a layer (`owners`) of `count` experts are not those of the engine."""
+    layer: Any = module
+    ours, theirs = set(owners), set(stacks_of(name))
+    if ours != theirs or count != layer.global_num_experts:
         raise UserError(
             f"the trainer and the engine have different experts in {name}",
-            where=f"only the engine: {sorted(theirs - ours)[:4]}; only the trainer: {sorted(ours - theirs)[:4]}",
+            where=f"only the engine: {sorted(theirs - ours)}; only the trainer: {sorted(ours - theirs)}; "
+            f"experts: {count} in the trainer, {layer.global_num_experts} in the engine",
             why="experts that are not written would keep the random numbers that the engine starts with",
             fix="use a different model, and report this one: QaRL cannot publish to its family yet",
         )
@@ -98,28 +91,62 @@ def _is_a(module: nn.Module, method: str) -> bool:
 
 
 def write_low_bit(module: nn.Module, parts: list[Part]) -> None:
-    """Pass the published tensors of all expert matrices of a layer to the layer's kernel."""
+    """Pass the published stacks of a layer to the layer's kernel."""
     layer: Any = module
-    layer.quant_method.write(layer, *_stacked(parts))
+    layer.quant_method.write(layer, *parts)
 
 
 def write_bf16(module: nn.Module, parts: list[Part]) -> None:
     """Write BF16 weights, and let vLLM's own code pack them, as when the engine starts."""
     layer: Any = module
-    for stack, tensors in zip(("w13", "w2"), _stacked(parts), strict=True):
+    for stack, tensors in zip(STORED.values(), parts, strict=True):
         getattr(layer, f"{stack}_weight").data = tensors["weight"]
     layer.quant_method.process_weights_after_loading(layer)
 
 
+def reload(module: nn.Module, parts: list[Part], cut: list[Part] | None) -> None:
+    """Load published stacks into `module`, inside vLLM's layerwise reload, which then processes them.
+
+    vLLM's own loader takes experts one by one, which for a large model takes longer than everything else. So if a stack
+    fits its parameter, each parameter gets a loader that copies it whole. `cut`: this worker's part of `parts`, or None
+    if QaRL does not know it; then, and if vLLM has padded a parameter, its own loader cuts and places each expert."""
+    from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+
+    layer: Any = module
+    whole = {name: _oriented(getattr(layer, name), tensor) for name, tensor in _by_parameter(cut or parts).items()}
+    if cut is None or any(getattr(layer, name).shape != tensor.shape for name, tensor in whole.items()):
+        _load_one_by_one(layer, _by_parameter(parts))
+        return
+    for name in whole:
+        getattr(layer, name).weight_loader = _copy_stack
+    initialize_online_processing(module)
+    for name, tensor in whole.items():
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, tensor)
+
+
+def _by_parameter(parts: list[Part]) -> Part:
+    named = zip(STORED.values(), parts, strict=True)
+    return {f"{stack}_{leaf}": tensor for stack, part in named for leaf, tensor in part.items()}
+
+
+def _oriented(parameter: nn.Parameter, stack: torch.Tensor) -> torch.Tensor:
+    """Return `stack`, or a view with its matrices transposed if vLLM stores them so before it processes them."""
+    return stack.transpose(1, 2) if getattr(parameter, "is_transposed", False) else stack
+
+
+def _copy_stack(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+    param.data.copy_(loaded_weight)
+
+
+def _load_one_by_one(layer: Any, stacks: Part) -> None:
+    """Call vLLM's loader for every matrix. "w1" is gate, "w3" up and "w2" down."""
+    for name, stack in stacks.items():
+        shards = {"w1": 0, "w3": 1} if name.startswith("w13") else {"w2": 0}
+        for expert, tensor in enumerate(stack):
+            for shard, place in shards.items():
+                parameter = getattr(layer, name)
+                parameter.weight_loader(parameter, tensor.chunk(len(shards))[place], name, shard, expert)
+
+
 _WRITERS = {"LowBitExpertsMethod": write_low_bit, "RepairedUnquantizedMethod": write_bf16}
-
-
-def _stacked(parts: list[Part]) -> tuple[Part, Part]:
-    """Stack the matrices of all experts: return gate_up [E, 2I, ...] and down [E, H, ...]."""
-    gates, ups, downs = parts[0::3], parts[1::3], parts[2::3]
-    names = [name for name in gates[0] if name != "weight_shape"]
-    both = list(zip(gates, ups, strict=True))
-    return (
-        {name: torch.stack([torch.cat((gate[name], up[name])) for gate, up in both]) for name in names},
-        {name: torch.stack([down[name] for down in downs]) for name in names},
-    )

@@ -19,12 +19,10 @@ import torch
 from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
 from qarl.quant.meta import meta_model
-from qarl.quant.quantize import FLOAT_BITS
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.quant.stacks import unstacked
+from qarl.quant.stacks import is_of_expert, is_stack, matrices
 from qarl.rollout.publish.experts import quantized_experts
-
-_AT_ONCE = 1 << 24  # numbers that are looked at together, so that a large tensor needs no large intermediate one
+from qarl.rollout.publish.units import has_nonfinite
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ def expected_manifest(
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Manifest:
-    """Return name, dtype and shape of each checkpoint tensor of a model with this Hugging Face config, if all linear
-    layers except those in `ignore` are quantized with `scheme`. `dtype`: that of all other tensors."""
+    """Return name, dtype and shape of each tensor of a publish, for a model with this Hugging Face config in which all
+    linear layers except those in `ignore` are quantized with `scheme`. `dtype`: that of all other tensors."""
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -98,14 +96,47 @@ def expected_manifest(
     linears = select_linears(model, scheme, ignore)[0] if scheme.quantized else {}
     tied = tied_names(model)
     manifest: Manifest = {}
-    for name, tensor in unstacked((name, t) for name, t in model.state_dict().items() if name not in tied):
+    for name, tensor in model.state_dict().items():
         owner, _, leaf = name.rpartition(".")
-        if owner in linears and leaf == "weight":
+        if name in tied:
+            continue
+        if is_stack(name, tensor.shape):
+            matrix = next(matrices(name, tuple(tensor.shape))).name
+            manifest |= _specs_of_stack(name, tensor, scheme if matrix in linears else None)
+        elif owner in linears and leaf == "weight":
             for suffix, (dtype, shape) in scheme.wire_tensors(*tensor.shape).items():
                 manifest[f"{owner}.{suffix}"] = TensorSpec(dtype, shape)
         else:
             manifest[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
     return manifest
+
+
+def _specs_of_stack(name: str, stack: torch.Tensor, scheme: Scheme | None) -> Manifest:
+    """Return the specs of a stack of experts, which is quantized if `scheme` is not None."""
+    if scheme is None:
+        return {f"{name}.weight": TensorSpec(stack.dtype, tuple(stack.shape))}
+    wire = scheme.wire_tensors(stack.shape[1], stack.shape[2])
+    return {
+        f"{name}.{leaf}": TensorSpec(dtype, (len(stack), *shape))
+        for leaf, (dtype, shape) in wire.items()
+        if leaf != "weight_shape"
+    }
+
+
+def of_matrices(manifest: Manifest) -> Manifest:
+    """Return the manifest of the same tensors with each expert's matrices by themselves, as in a checkpoint."""
+    found: Manifest = {}
+    for name, spec in manifest.items():
+        stack, _, leaf = name.rpartition(".")
+        if not is_stack(stack, spec.shape):
+            found[name] = spec
+            continue
+        for matrix in matrices(stack, (spec.shape[0], spec.shape[1], spec.shape[2])):
+            rows = matrix.rows.stop - matrix.rows.start
+            found[f"{matrix.name}.{leaf}"] = TensorSpec(spec.dtype, (rows, spec.shape[2]))
+            if leaf == "weight_packed":
+                found[f"{matrix.name}.weight_shape"] = TensorSpec(torch.int64, (2,))
+    return found
 
 
 def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
@@ -153,8 +184,11 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
 
 def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manifest) -> None:
     """Raise UserError if a tensor is missing, unexpected or sent twice, has the wrong dtype or shape, or holds NaN or
-    Inf. The message names the first eight such tensors."""
+    Inf. The message names the first eight such tensors. The experts may be in stacks or, as in a checkpoint, one by
+    one."""
     named = list(tensors)
+    if any(is_of_expert(name) for name, _ in named):
+        expected = of_matrices(expected)
     bad = set(not_finite((name, tensor) for name, tensor in named if name in expected))
     check_specs([(name, TensorSpec.of(tensor)) for name, tensor in named], expected, not_finite=bad)
 
@@ -193,20 +227,10 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
-            by_device.setdefault(tensor.device, []).append((name, _has_nonfinite(tensor.detach())))
+            by_device.setdefault(tensor.device, []).append((name, has_nonfinite(tensor.detach())))
     return [
         name
         for found in by_device.values()
         for (name, _), bad in zip(found, torch.stack([flag for _, flag in found]).tolist(), strict=True)
         if bad
     ]
-
-
-def _has_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
-    """Return, as 0-d bool, whether a float tensor contains NaN or Inf. Read as integers, the bits of float magnitudes
-    have the order of the magnitudes, so checking the maximum is enough. This is ten times as fast as `isfinite`."""
-    bits = FLOAT_BITS.get(tensor.dtype)
-    if bits is None:
-        return ~torch.isfinite(tensor).all()
-    parts = tensor.contiguous().view(bits.integer).view(-1).split(_AT_ONCE)
-    return torch.stack([(part & bits.magnitude_mask).amax() for part in parts]).amax() >= bits.nonfinite

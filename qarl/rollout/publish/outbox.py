@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+import torch
+
 from qarl.rollout.publish.kept import KeptTensors, Sent, Tally
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, NamedTensor, encode_publish, read_record
 
@@ -44,7 +46,7 @@ class Outbox:
             if name == BEGIN:
                 self.kept.begin(changes=base is not None)
             elif name == UNIT:
-                self._apply(unit, read_record(name, tensor))
+                self._apply(unit, read_record(name, tensor) if base else _as_sent(unit, tensor))
                 unit = {}
             elif name == COMMIT:
                 self.kept.commit(version)
@@ -56,3 +58,7 @@ class Outbox:
         for name, digest in content["digests"].items():
             keep = self.kept.change if name in content.get("deltas", ()) else self.kept.put
             keep(name, unit[name], digest)
+
+
+def _as_sent(unit: dict[str, Any], digests: torch.Tensor) -> dict[str, Any]:
+    return {"digests": dict(zip(unit, digests.tolist(), strict=True))}

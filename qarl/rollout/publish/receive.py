@@ -5,9 +5,10 @@ the publish fails, for example because a tensor is missing or damaged, or becaus
 stale. A stale engine must not generate, because it may have weights of two versions. The next complete publish repairs
 it. After `ReloadFailed` the receiver is `broken`, and the engine must be replaced.
 
-The receiver holds the tensors of only one unit (a decoder layer) in memory. Set `clone=True` if these tensors are views
-of a buffer that the transport reuses, as in verl. If the sender requests it, the receiver also keeps a copy of all
-tensors for delta publishes (`qarl.rollout.publish.kept`).
+The receiver holds the tensors of only one unit (a decoder layer) in memory, and writes them before it knows whether
+their checksums are right: it compares all of them at the end, so that no unit waits for the device. Set `clone=True` if
+the tensors of one `feed` are views of a buffer that the transport reuses for the next one, as in verl. If the sender
+requests it, the receiver also keeps a copy of all tensors for delta publishes (`qarl.rollout.publish.kept`).
 
 After a delta, the receiver also writes unchanged tensors, because an engine that slept may have lost them. Set
 `skip_unchanged=True` if only publishes change the engine's weights. Then unchanged modules are skipped.
@@ -24,9 +25,9 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.rollout.publish import captured, wire
-from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.kept import KeptTensors
 from qarl.rollout.publish.manifest import Manifest, TensorSpec, check_specs
+from qarl.rollout.publish.units import check_unit
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
 from qarl.vllm_versions.differences import kv_cache_tensors
 
@@ -74,6 +75,8 @@ class WeightReceiver:
         self._places: dict[str, captured.Place] = {}
         self._seen: set[str] = set()
         self._unit: list[wire.NamedTensor] = []
+        self._compare: list[tuple[list[str], torch.Tensor]] = []
+        """Names of tensors, and their checksums here and at the sender: int64 [2, names]."""
 
     @classmethod
     def of_runner(cls, runner: Any, expected: Manifest, **options: bool) -> WeightReceiver:
@@ -119,6 +122,8 @@ class WeightReceiver:
             for name, tensor in weights:
                 last = name
                 self._take(name, tensor)
+            if self.clone:
+                self._unit = [(name, tensor.clone()) for name, tensor in self._unit]
         except BaseException as error:
             if not self.broken:
                 self.abort(f"at {last}: {_in_one_line(error)}")
@@ -132,7 +137,7 @@ class WeightReceiver:
         """End a publish that cannot be completed. The receiver stays stale."""
         version = "a publish" if self._open is None else f"the publish of version {self._open}"
         self.mark_stale(f"{version} did not complete: {reason}")
-        self._open, self._unit, self._seen = None, [], set()
+        self._open, self._unit, self._seen, self._compare = None, [], set(), []
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         if name == wire.BEGIN:
@@ -144,7 +149,10 @@ class WeightReceiver:
                 fix="send everything that qarl.rollout.publish.wire.encode_publish yields, in order",
             )
         elif name == wire.UNIT:
-            self._write_unit(wire.read_record(name, tensor))
+            if self._is_delta:
+                self._end_changes(wire.read_record(name, tensor))
+            else:
+                self._end_unit(tensor)
         elif name == wire.COMMIT:
             self._commit(wire.read_record(name, tensor))
         elif wire.is_record(name):
@@ -153,13 +161,13 @@ class WeightReceiver:
                 fix="use the same version of QaRL on both sides",
             )
         else:
-            self._unit.append((name, tensor.clone() if self.clone else tensor))
+            self._unit.append((name, tensor))
 
     def _begin(self, record: dict[str, Any]) -> None:
         if self.broken:
             raise ReloadFailed("this engine is broken and takes no more publishes", why=self.stale_because)
         base, held = record.get("base"), self.held
-        self._open, self._seen, self._unit = int(record["version"]), set(), []
+        self._open, self._seen, self._unit, self._compare = int(record["version"]), set(), [], []
         self.seconds = {"transfer": 0.0, "apply": 0.0}
         self.mark_stale(f"the publish of version {self._open} did not complete", doubt=False)
         self._is_delta = base is not None
@@ -181,51 +189,60 @@ class WeightReceiver:
         if announced is not None:
             check_specs(announced.items(), self.expected)
 
-    def _write_unit(self, record: dict[str, Any]) -> None:
+    def _end_unit(self, digests: torch.Tensor) -> None:
+        """Write a unit. `digests`: its checksums, which `_commit` compares with those computed here."""
+        names = [name for name, _ in self._unit]
+        if digests.dtype != torch.int64 or digests.shape != (len(names),):
+            unit = wire.unit_of(names[0]) if names else "a unit"
+            expected = self._units.get(unit, [])
+            lost, extra = ([n for n in one if n not in other] for one, other in ((expected, names), (names, expected)))
+            raise _not_as_sent(unit, lost, extra) if lost or extra else wire.unreadable(wire.UNIT)
+        found = check_unit([tensor for _, tensor in self._unit]).digests
+        self._compare.append((names, torch.stack((found, digests.to(found.device, non_blocking=True)))))
+        self._check_new(self._unit)
+        self._write(dict(self._unit))
+        if self.kept:
+            for name, tensor in self._unit:
+                self.kept.put(name, tensor, 0)
+        self._unit = []
+
+    def _end_changes(self, record: dict[str, Any]) -> None:
+        """Apply the changes of a unit, and write it."""
         names, digests = [name for name, _ in self._unit], record["digests"]
         if names != list(digests):
-            lost = [name for name in digests if name not in names]
-            extra = [name for name in names if name not in digests]
-            raise wire.TransferFailed(
-                f"{record['unit']} did not arrive as it was sent",
-                where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
-                why="the transport dropped, added or reordered tensors",
-                fix=f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault",
-            )
-        whole = self._whole_unit(record)
+            lost, extra = [n for n in digests if n not in names], [n for n in names if n not in digests]
+            raise _not_as_sent(record["unit"], lost, extra)
+        whole = self._changed_unit(record)
+        self._check_new(whole)
+        found = check_unit([tensor for _, tensor in whole]).digests.tolist() if whole else []
+        assert self.kept is not None
+        for (name, _), digest in zip(whole, found, strict=True):
+            _check_digest(name, digest, self.kept.digests[name])
+        chosen = self.plan.whole_modules(set(names)) if self.skip_unchanged else None
+        self._write({name: t for name, t in whole if chosen is None or name.rpartition(".")[0] in chosen})
+        self._unit = []
+
+    def _check_new(self, whole: list[wire.NamedTensor]) -> None:
+        """Raise if a tensor of a unit has come before, or does not fit the engine."""
         if doubled := [name for name, _ in whole if name in self._seen]:
             raise wire.TransferFailed(
-                f"{record['unit']} arrived twice",
+                f"{wire.unit_of(doubled[0])} arrived twice",
                 where=", ".join(doubled[:4]),
                 why="the transport delivered the same tensors again",
                 fix=f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault",
             )
         known = {name: self.expected[name] for name, _ in whole if name in self.expected}
         check_specs([(name, TensorSpec.of(tensor)) for name, tensor in whole], known)
-        if self._is_delta and self.kept:
-            digests = self.kept.digests
-        for (name, _), found in zip(whole, checksums(tensor for _, tensor in whole), strict=True):
-            if found != digests[name]:
-                raise wire.TransferFailed(
-                    f"{name} was damaged on the way to the engine",
-                    where=f"checksum {found & (2**64 - 1):016x}, sent as {digests[name] & (2**64 - 1):016x}",
-                    why="the engine did not receive the bytes that the trainer's forward used",
-                    fix=f"{wire.RETRY}; if the error comes back, check the memory of this machine",
-                )
-        start = time.perf_counter()
-        chosen = self.plan.whole_modules(set(names)) if self._is_delta and self.skip_unchanged else None
-        self.plan.write({name: tensor for name, tensor in whole if chosen is None or name.rpartition(".")[0] in chosen})
-        self._applied += time.perf_counter() - start
-        if self.kept and not self._is_delta:
-            for name, tensor in whole:
-                self.kept.put(name, tensor, digests[name])
         self._seen.update(name for name, _ in whole)
-        self._unit = []
 
-    def _whole_unit(self, record: dict[str, Any]) -> list[wire.NamedTensor]:
-        """Return all tensors of the received unit on the engine's device, with changes already applied."""
-        if not self._is_delta or self.kept is None:
-            return self._unit
+    def _write(self, tensors: dict[str, torch.Tensor]) -> None:
+        start = time.perf_counter()
+        self.plan.write(tensors)
+        self._applied += time.perf_counter() - start
+
+    def _changed_unit(self, record: dict[str, Any]) -> list[wire.NamedTensor]:
+        """Return all tensors of the received unit on the engine's device, with changes applied."""
+        assert self.kept is not None
         deltas = set(record["deltas"])
         names = self._units.get(record["unit"], [])
         for name, tensor in self._unit:
@@ -255,6 +272,9 @@ class WeightReceiver:
                 else f"the last record has version {record['version']}",
                 fix="publish every tensor of packed_state_dict(model)",
             )
+        digests = self._compare_digests()
+        if self.kept and not self._is_delta:
+            self.kept.digests = digests
         if self.kept and self.kept.commit(self._open) != record.get("fingerprint"):
             raise wire.TransferFailed(
                 f"the engine's tensors differ from version {self._open} of the trainer's",
@@ -272,6 +292,16 @@ class WeightReceiver:
         self._applied += time.perf_counter() - start
         self.version, self._open = self._open, None
 
+    def _compare_digests(self) -> dict[str, int]:
+        """Return the checksums of all units that were sent whole. Raise TransferFailed if one is not that sent."""
+        if not self._compare:
+            return {}
+        names = [name for names, _ in self._compare for name in names]
+        found, sent = torch.cat([both for _, both in self._compare], 1).tolist()
+        for name, mine, theirs in zip(names, found, sent, strict=True):
+            _check_digest(name, mine, theirs)
+        return dict(zip(names, found, strict=True))
+
     def _check_addresses(self) -> None:
         """Raise TensorsMoved if a publish has moved a tensor that one of vLLM's CUDA graphs can have captured."""
         if not self._checks_addresses:
@@ -284,6 +314,25 @@ class WeightReceiver:
                 why=f"the graphs would use memory that was freed: {shown}. A new engine has the same fault with these "
                 "layers",
             )
+
+
+def _not_as_sent(unit: str, lost: list[str], extra: list[str]) -> wire.TransferFailed:
+    return wire.TransferFailed(
+        f"{unit} did not arrive as it was sent",
+        where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
+        why="the transport dropped, added or reordered tensors",
+        fix=f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault",
+    )
+
+
+def _check_digest(name: str, found: int, sent: int) -> None:
+    if found != sent:
+        raise wire.TransferFailed(
+            f"{name} was damaged on the way to the engine",
+            where=f"checksum {found & (2**64 - 1):016x}, sent as {sent & (2**64 - 1):016x}",
+            why="the engine did not receive the bytes that the trainer's forward used",
+            fix=f"{wire.RETRY}; if the error comes back, check the memory of this machine",
+        )
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -1,9 +1,10 @@
 """The trainer's side of a publish to an engine in the same process. It checks all tensors, then passes them to vLLM.
 
-    validate   compare names, dtypes and shapes with the engine's config, look for NaN and Inf, and make checksums
-    transfer   the engine's receiver takes the tensors unit by unit and compares the checksums
+    validate   compare names, dtypes and shapes with the engine's config, and look for NaN and Inf
+    transfer   make checksums; the engine's receiver takes the tensors unit by unit and computes them again
     apply      write each unit into vLLM's modules
-    commit     refresh tied layers and clear a corrupt KV cache, then set the version, then reset the prefix cache
+    commit     compare the checksums, refresh tied layers and clear a corrupt KV cache, then set the version, then reset
+               the prefix cache
 
 If any step fails, even the first, the engine is stale, because its weights are not the trainer's current weights.
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from qarl.rollout.publish.checksum import checksums
+from qarl.quant.stacks import stacked
 from qarl.rollout.publish.kept import KeptTensors, Sent, Tally
 from qarl.rollout.publish.manifest import Manifest, PublishReport, TensorSpec, check_complete, quantized_layers
 from qarl.rollout.publish.wire import RETRY, NamedTensor, TransferFailed, encode_publish
@@ -48,13 +49,13 @@ def publish_weights(
     try:
         tensors = list(stream)
         check_complete(tensors, engine.expected)
-        digests = dict(zip((name for name, _ in tensors), checksums(t for _, t in tensors), strict=True))
+        tensors = list(stacked(tensors))
         manifest = {name: TensorSpec.of(tensor) for name, tensor in tensors}
         validated = time.perf_counter()
         kept = receiver.kept
         base = kept if delta and kept is not None and kept.fingerprint is not None and _fits(kept, manifest) else None
         encoded = encode_publish(
-            tensors, version=version, manifest=manifest, digests=digests, keep=delta, base=base, tally=tally
+            tensors, version=version, manifest=manifest, checked=True, keep=delta, base=base, tally=tally
         )
         receiver.feed(engine.transport(sent.count(encoded)))
         if receiver.version != version:
@@ -91,9 +92,7 @@ def _report(
         if layer not in layers or leaf == "bias":
             continue
         quantized_bytes += tensor.nbytes
-        if leaf == "weight":
-            elements += tensor.numel()
-        elif leaf == "weight_shape":
-            elements += int(tensor.prod())
+        if leaf in ("weight", "weight_packed"):
+            elements += tensor.numel() * (8 if leaf == "weight_packed" else 1)
     nbytes = sum(tensor.nbytes for _, tensor in tensors)
     return PublishReport(version, len(tensors), nbytes, quantized_bytes, 2 * elements, seconds)

@@ -73,15 +73,14 @@ def _cut_vocabulary(module: nn.Module, parts: list[Part]) -> list[Part]:
 
 
 def _cut_experts(module: nn.Module, parts: list[Part]) -> list[Part]:
-    """`parts` are in the order of `experts.place_in_layer`: gate, up and down of each expert."""
+    """`parts`: the stack of gate and up, [E, 2I, ...], and that of down, [E, H, ...]."""
     parallel = _parallel_of_experts(module)
     rank, size = parallel.tp_rank, parallel.tp_size
     if size == 1:
         return parts
-    return [
-        _columns(part, rank, size) if number % 3 == 2 else _rows(part, rank, len(_weight(part)) // size)
-        for number, part in enumerate(parts)
-    ]
+    gate_up, down = parts
+    halves = {name: tensor.unflatten(1, (2, size, -1))[:, :, rank] for name, tensor in gate_up.items()}
+    return [{name: half.flatten(1, 2) for name, half in halves.items()}, _columns(down, rank, size)]
 
 
 _CUTS: dict[str, Cut] = {
@@ -117,18 +116,14 @@ def _columns(part: Part, rank: int, count: int) -> Part:
     found = dict(part)
     for name in split & part.keys():
         tensor = part[name]
-        if tensor.shape[1] % count:
+        if tensor.shape[-1] % count:
             raise UserError(
-                f"{tensor.shape[1]} {'groups' if name == 'weight_scale' else 'columns'} of a weight cannot be split "
+                f"{tensor.shape[-1]} {'groups' if name == 'weight_scale' else 'columns'} of a weight cannot be split "
                 f"over {count} workers",
                 where=f"rollout.tensor_model_parallel_size={count}",
                 why="a worker needs whole groups, because the weights of a group share one scale",
                 fix="lower rollout.tensor_model_parallel_size or quant.group_size",
             )
-        size = tensor.shape[1] // count
-        found[name] = tensor[:, rank * size : (rank + 1) * size].contiguous()
+        size = tensor.shape[-1] // count
+        found[name] = tensor[..., rank * size : (rank + 1) * size].contiguous()
     return found
-
-
-def _weight(part: Part) -> torch.Tensor:
-    return part["weight_packed"] if "weight_packed" in part else part["weight"]

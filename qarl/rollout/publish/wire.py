@@ -2,18 +2,23 @@
 
     qarl.begin    the version; also name, dtype and shape of every tensor that will follow, if they are known
     tensors       the tensors of one unit: a decoder layer, or a module outside the decoder layers
-    qarl.unit     a checksum for each tensor of the unit
+    qarl.unit     the checksums of the unit's tensors, int64, in their order
     ...           more units
     qarl.commit   the version again; only now is the publish complete
 
-Records are tensors too (JSON in uint8). So any transport that keeps the order of named tensors can carry them, for
-example verl's buckets or a list in one process. The engine's side is `qarl.rollout.publish.receive`. Both sides hold
-one unit in memory at a time. A unit contains all parts of a layer that the engine fuses (q/k/v, gate/up).
+Records are tensors too (all but `qarl.unit` are JSON in uint8). So any transport that keeps the order of named tensors
+can carry them, for example verl's buckets or a list in one process. The engine reads them in
+`qarl.rollout.publish.receive`.
+Both sides hold one unit in memory at a time. A unit contains all parts of a layer that the engine fuses (q/k/v,
+gate/up), and its experts as stacks (`qarl.quant.stacks`).
+
+Between the first record and the last, neither side waits for its device. The sender looks for NaN and Inf, and the
+receiver compares checksums, unit by unit, and both read the results before the last record.
 
 A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.kept`). `qarl.begin` then contains
-the fingerprint of that publish, `base`, and no list of tensors. A unit contains only changed tensors. `qarl.unit` lists
-under `deltas` the tensors that are sent as payloads of `qarl.rollout.publish.delta`. Checksums are always of whole
-tensors.
+the fingerprint of that publish, `base`, and no list of tensors. A unit contains only changed tensors. `qarl.unit` is
+JSON then, with the checksums by name. It lists under `deltas` the tensors that are sent as payloads of
+`qarl.rollout.publish.delta`. Checksums are always of whole tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +32,10 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
-from qarl.rollout.publish.checksum import checksums
+from qarl.quant.stacks import stacked
 from qarl.rollout.publish.kept import KeptTensors, NamedTensor, Tally, changed_members, fingerprint_of
-from qarl.rollout.publish.manifest import Manifest, TensorSpec, not_finite
+from qarl.rollout.publish.manifest import Manifest, TensorSpec
+from qarl.rollout.publish.units import Checked, check_unit
 
 PREFIX = "qarl."
 BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
@@ -60,7 +66,7 @@ def encode_publish(
     *,
     version: int,
     manifest: Manifest | None = None,
-    digests: Mapping[str, int] | None = None,
+    checked: bool = False,
     run: str | None = None,
     keep: bool = False,
     base: KeptTensors | None = None,
@@ -71,8 +77,7 @@ def encode_publish(
     Args:
         manifest: the specs of all tensors. If given, the engine refuses a missing tensor or a wrong shape before it
             changes any weight. If None, the engine finds the mistake only when it reaches that tensor.
-        digests: the checksum of each tensor by name. Pass it only if `check_complete` has accepted the tensors. If
-            None, this function computes the checksums and checks every unit for NaN and Inf.
+        checked: whether `check_complete` has accepted the tensors. If not, they are checked for NaN and Inf here.
         run: the name of the run that owns the weights, for transports that two runs could share by mistake.
         keep: whether the receiver keeps the tensors, so that the next publish can be a delta.
         base: the tensors that the receiver has kept. If given, the publish is a delta, and `keep` must be true.
@@ -85,21 +90,19 @@ def encode_publish(
     begin: dict[str, Any] = {"version": version, "tensors": specs} | ({} if run is None else {"run": run})
     if keep:
         begin |= {"keep": True, "base": base and base.fingerprint}
-    tally, all_digests = tally or Tally(), dict[str, int]()
+    tally, units = tally or Tally(), list[tuple[list[str], Checked]]()
     tally.known = base is not None
     yield record(BEGIN, begin)
-    for unit, group in groupby(tensors, key=lambda item: unit_of(item[0])):
+    for unit, group in groupby(stacked(tensors), key=lambda item: unit_of(item[0])):
         members = list(group)
-        if digests is None:
-            _check_finite(members)
-            found = dict(zip((name for name, _ in members), checksums(t for _, t in members), strict=True))
-        else:
-            found = {name: digests[name] for name, _ in members}
-        all_digests |= found
+        names = [name for name, _ in members]
+        units.append((names, check_unit([tensor for _, tensor in members], finite=not checked)))
         if base is None:
             yield from members
-            yield record(UNIT, {"unit": unit, "digests": found})
+            yield UNIT, units[-1][1].digests
             continue
+        _refuse_nonfinite(units[-1:])
+        found = dict(zip(names, units[-1][1].digests.tolist(), strict=True))
         sent: dict[str, int] = {}
         deltas = []
         for name, tensor, is_delta in changed_members(members, base, tally):
@@ -107,8 +110,18 @@ def encode_publish(
             deltas += [name] * is_delta
             yield name, tensor
         yield record(UNIT, {"unit": unit, "digests": sent, "deltas": deltas})
-    proof = {"fingerprint": fingerprint_of(version, all_digests)} if keep else {}
+    _refuse_nonfinite(units)
+    proof = {"fingerprint": fingerprint_of(version, read_digests(units))} if keep else {}
     yield record(COMMIT, {"version": version, **proof})
+
+
+def read_digests(units: Iterable[tuple[list[str], Checked]]) -> dict[str, int]:
+    """Return the checksums of all units by name."""
+    named = list(units)
+    if not named:
+        return {}
+    names = [name for names, _ in named for name in names]
+    return dict(zip(names, torch.cat([checked.digests for _, checked in named]).tolist(), strict=True))
 
 
 def is_record(name: str) -> bool:
@@ -120,13 +133,17 @@ def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     try:
         content = json.loads(tensor.cpu().numpy().tobytes())
     except (ValueError, RuntimeError) as error:
-        raise TransferFailed(
-            f"the record {name} of a publish cannot be read",
-            why=f"{type(error).__name__}: {error}",
-            fix=f"{RETRY}; if the error comes back, the network or the memory of a machine damages the data",
-        ) from error
+        raise unreadable(name, f"{type(error).__name__}: {error}") from error
     assert isinstance(content, dict)
     return content
+
+
+def unreadable(name: str, why: str = "it does not fit the tensors before it") -> TransferFailed:
+    return TransferFailed(
+        f"the record {name} of a publish cannot be read",
+        why=why,
+        fix=f"{RETRY}; if the error comes back, the network or the memory of a machine damages the data",
+    )
 
 
 def read_specs(content: Mapping[str, str] | None) -> Manifest | None:
@@ -142,11 +159,14 @@ def record(name: str, content: Mapping[str, Any]) -> NamedTensor:
     return name, torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _check_finite(members: list[NamedTensor]) -> None:
-    if bad := not_finite(members):
-        raise UserError(
-            f"{len(bad)} tensors to publish hold NaN or Inf",
-            where=", ".join(bad[:8]),
-            why="the engine would return NaN, and its KV cache would keep the NaN",
-            fix="lower optim.lr or actor.grad_clip, or check what the last update did to these weights",
-        )
+def _refuse_nonfinite(units: list[tuple[list[str], Checked]]) -> None:
+    flagged = [(names, checked.bad, checked.owners) for names, checked in units if checked.bad is not None]
+    if not flagged or not bool(torch.stack([bad.any() for _, bad, _ in flagged]).any()):
+        return
+    bad = [names[i] for names, flags, owners in flagged if owners is not None for i in owners[flags].unique().tolist()]
+    raise UserError(
+        f"{len(bad)} tensors to publish hold NaN or Inf",
+        where=", ".join(bad[:8]),
+        why="the engine would return NaN, and its KV cache would keep the NaN",
+        fix="lower optim.lr or actor.grad_clip, or check what the last update did to these weights",
+    )

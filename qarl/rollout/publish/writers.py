@@ -16,8 +16,8 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +123,8 @@ class WritePlan:
             target.cut = shards.cut_of(target.module, len(target.parts))
             target.writer = _choose_writer(target, direct)
             if experts.holds_experts(target.module):
-                experts.check_all_there(target.name, target.module, target.parts)
+                count = next(s.shape[0] for name, s in expected.items() if name.rpartition(".")[0] in target.parts)
+                experts.check_all_there(target.name, target.module, target.parts, count)
                 target.parts.sort(key=experts.place_in_layer)
         self._check_all_written(expected)
 
@@ -185,18 +186,31 @@ class WritePlan:
             else:
                 target.write([parts[owner] for owner in target.parts])
         if reloaded:
-            owners = {owner for target in reloaded for owner in target.parts}
-            chosen = {n: t for n, t in tensors.items() if n.rpartition(".")[0] in owners and not self._is_implied(n)}
-            _reload(self.model, self.vllm_config, [target.module for target in reloaded], chosen)
+            self._reload(reloaded, parts)
 
     def whole_modules(self, names: Iterable[str]) -> set[str]:
         """Return the checkpoint modules that must be written together if the tensors `names` change."""
         return {part for name in names for part in self.by_owner[name.rpartition(".")[0]].parts}
 
-    def _is_implied(self, name: str) -> bool:
-        """Return whether `name` is an expert's `weight_shape`, which vLLM computes from its config."""
-        owner, _, leaf = name.rpartition(".")
-        return leaf == "weight_shape" and experts.holds_experts(self.by_owner[owner].module)
+    def _reload(self, targets: list[Target], parts: Mapping[str, Part]) -> None:
+        """Load `targets` with vLLM's layerwise reload. Stacks of experts do not pass through the model's loader, which
+        takes experts one by one."""
+        stacks = [target for target in targets if experts.holds_experts(target.module)]
+        others = {
+            f"{owner}.{leaf}": tensor
+            for target in targets
+            if target not in stacks
+            for owner in target.parts
+            for leaf, tensor in parts[owner].items()
+        }
+        modules = [target.module for target in targets]
+        with _reloading(self.vllm_config, modules, [owner for target in targets for owner in target.parts]):
+            loader: Any = self.model
+            for target in stacks:
+                given = [parts[owner] for owner in target.parts]
+                experts.reload(target.module, given, target.cut(target.module, given) if target.cut else None)
+            if others:
+                loader.load_weights(others.items())
 
 
 def _fused_names(model: nn.Module) -> dict[str, str]:
@@ -341,14 +355,14 @@ def _stacked(parts: list[Part], name: str) -> torch.Tensor:
     return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
 
 
-def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load `tensors` into `modules` with vLLM's layerwise reload.
+@contextmanager
+def _reloading(vllm_config: Any, modules: list[nn.Module], owners: list[str]) -> Iterator[None]:
+    """In this context, load the weights of `modules` with their `weight_loader`, for vLLM's layerwise reload.
 
-    It processes them as at the engine's start, and copies the results into the old storage."""
+    vLLM processes them as at the engine's start, and copies the results into the old storage."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    loader: Any = model
     model_config = vllm_config.model_config
     named = {f"module{i}": module for i, module in enumerate(modules)}
     kept = nullcontext() if captured.on_cpu() else captured.addresses_kept(named)
@@ -358,11 +372,11 @@ def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensor
         for module in modules:
             initialize_layerwise_reload(module)
         try:
-            loader.load_weights(tensors.items())
+            yield
             for module in modules:
                 finalize_layerwise_reload(module, model_config)
         except BaseException as error:
-            names = ", ".join(list(tensors)[:4])
+            names = ", ".join(owners[:4])
             raise ReloadFailed(f"vLLM could not reload {names} ...", why=f"{type(error).__name__}: {error}") from error
 
 

@@ -7,8 +7,8 @@ because a single turn needs no joining.
 
 The loop also checks that the tokens that it returns for training are those that the engine sampled.
 
-The key `actor_rollout_ref.rollout.agent.default_agent_loop=qarl_single_turn` chooses this loop. `qarl.verl.plugin.cpu`
-registers it.
+The key `actor_rollout_ref.rollout.agent.default_agent_loop=qarl_single_turn` chooses this loop. `plugin.py`
+registers it as soon as verl has imported its own loops.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Prepares verl's processes on CPU. They import this module when they read a model's config, because the key
+"""Prepares verl's trainers on CPU. They import this module when they read a model's config, because the key
 `actor_rollout_ref.model.external_lib` names it.
 
-- In a trainer, this module makes the process group, and verl then uses it. Otherwise verl would ask torch for a group
-  over "cpu:gloo" and the platform's device (verl/utils/distributed.py). On CPU these are one device, and torch raises.
-- In a worker of agent loops, this module registers QaRL's loop (`agent_loop.py`).
+It makes the process group, and verl then uses it. Otherwise verl would ask torch for a group over "cpu:gloo" and the
+platform's device (verl/utils/distributed.py). On CPU these are one device, and torch raises.
 """
 
-import importlib
 import os
-import sys
 
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 
 if get_device_name() == "cpu" and "RAY_LOCAL_WORLD_SIZE" in os.environ:
     initialize_global_process_group_ray(backend="cpu:gloo")
-if "verl.experimental.agent_loop.agent_loop" in sys.modules:
-    importlib.import_module("qarl.verl.plugin.agent_loop")

@@ -6,18 +6,17 @@ Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every metho
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
     _build_optimizer       builds QaRL's optimizer if the config names it, and otherwise verl's
     prepare_model_inputs   tells attention the rows of the forward, which verl packs or pads (`qarl.verl.plugin.rows`)
-    prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
-                           from FP32 logits: of packed rows in blocks (`qarl.verl.plugin.head`), and of padded rows with
-                           flash-attn's kernel if verl has it, which computes in FP32
+    prepare_model_outputs  computes log-probs over the tokenizer's vocabulary with log_softmax from FP32 logits: of
+                           packed rows in blocks, of padded rows with flash-attn's kernel if verl has it
     infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
-    train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, and
-                           collect statistics
+    train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, collect
+                           statistics, and compare with the engine before the first update
     optimizer_step, lr_scheduler_step   do nothing if the first mini-batch shows that the old log-probs, which are the
                            rollout's, are not the trainer's (`qarl.verl.plugin.first_mini_batch`)
-    forward_backward_batch   quantizes the shards that have changed, which FSDP2 then gathers in low bits
-    save_checkpoint        also writes a record of the state. load_checkpoint compares the loaded state with the record
-    get_per_tensor_param   publishes exactly the tensors that the next forward multiplies by. On CPU it also publishes
-                           an unquantized actor, because verl's receiver cannot load weights into vLLM's linears on CPU
+    forward_backward_batch   quantizes the shards that have changed
+    save_checkpoint, load_checkpoint   also write, and compare the loaded state with, a record of the state
+    get_per_tensor_param   publishes the tensors that the next forward multiplies by, on CPU also of an unquantized
+                           actor, because verl's receiver cannot load weights into vLLM's linears there
 
 verl first looks for an engine that is registered for the device's vendor (verl/workers/engine/base.py). verl itself
 registers no engine for NVIDIA, AMD or `cpu`, so QaRL registers this one for them.
@@ -40,6 +39,7 @@ from verl.utils.fsdp_utils import MixedPrecisionPolicy, apply_fsdp2, fsdp2_load_
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
+from qarl.align.buffers import check_buffers, restore_buffers
 from qarl.align.families import check_rows
 from qarl.align.routing import replays
 from qarl.align.rows import use_rows_attention
@@ -61,6 +61,7 @@ from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
 from qarl.verl.plugin.held import all_hold
 from qarl.verl.plugin.loss import MICRO_BATCH, OURS, MicroBatch
+from qarl.verl.plugin.noise import check_first
 from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
@@ -91,7 +92,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _responses: int | None = None
     _tokens: int = 1
     _updated: bool = False
-    """Whether this process has made an update. After an update the weights are no longer the loaded ones."""
+    """Whether this process has made an update, so that the weights are no longer the loaded ones."""
     _temperature: float = 1.0
     _keeps_lr: bool = False
     """Whether the next `lr_scheduler_step` does nothing, because the update was dropped."""
@@ -120,6 +121,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             if get_device_name() == "cpu":
                 use_rows_attention(module)
             return module
+        restore_buffers(module)  # verl has cast them to the masters' dtype
         device = torch.device(get_device_name())
         report: Any = "linears: BF16 in the forward"
         if self.scheme.quantized and self.quant.align != "off":
@@ -136,8 +138,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module: Any) -> Any:
         if self.quant is None and get_device_name() != "cpu":
             return super()._build_fsdp_module(module)
-        # This is verl's own FSDP2 set-up with two changes. A quantized actor's block inputs are not cast to BF16,
-        # because the residual stream is FP32. On CPU no memory is pinned and nothing is offloaded.
+        # verl's own, but a quantized actor's block inputs stay FP32. On CPU no memory is pinned and nothing offloaded.
         config = self.engine_config
         precision = config.mixed_precision or {}
         if get_device_name() == "cpu" and config.strategy != "fsdp2":
@@ -164,6 +165,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         full_state = module.state_dict()
         apply_fsdp2(module, fsdp_kwargs, config)
         fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
+        check_buffers(module)
         # Parameters arrive in BF16, so autocast to BF16 would change only what alignment computes in FP32.
         self._autocast_dtype = param_dtype if self.quant is None else torch.float32
         self.scaler = None
@@ -343,6 +345,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         rows = _tokens_of(micro_batch)
         rollout = rows.get("rollout_log_probs", None)
+        if not self._updated:
+            check_first(self, super().forward_step, micro_batch, rows)
         mine = MicroBatch(rollout, self._responses, self._tokens)
         token = MICRO_BATCH.set(mine)
         try:
@@ -360,10 +364,10 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
-        # verl sets `base_sync_done` only if it publishes itself (checkpoint_engine.backend=naive). With other backends
-        # the servers wait for tensors already and answer no questions. The checkpoint engine says what they hold.
+        # verl sets `base_sync_done` only if it publishes itself (checkpoint_engine.backend=naive), on the same devices:
+        # a copy within a GPU is faster than a delta. Else the servers wait for the first rank's stream already.
         held = [self._ask_servers()] if base_sync_done else []
-        outbox = self._outbox if base_sync_done or self.rank == 0 else None  # only the first rank's stream is sent
+        outbox = self._outbox if (get_device_name() == "cpu" if base_sync_done else self.rank == 0) else None
         # The scheduler counts training steps, and a checkpoint restores its count.
         version = self.lr_scheduler.last_epoch
         stream = encode(self._wire_tensors(), version=version, run=run_identity(), outbox=outbox, held=held)
@@ -373,15 +377,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         """Return the fingerprint of the published tensors that all engines hold, or None if any does not hold those
         that the first rank sent last. Raise UserError on all ranks if a rollout server is dead.
 
-        Only the first rank asks the servers, and all other ranks wait for the result before they publish. Otherwise a
-        deadlock is possible. A rank that publishes early waits for the first rank, because all ranks gather each tensor
-        together, and the first rank waits for that rank's engine, which waits for tensors and does not answer.
+        Only the first rank asks the servers, and the others wait for the result. If one published early, it would wait
+        for the first rank, because all ranks gather each tensor together, and the first rank for that rank's engine,
+        which waits for tensors and does not answer.
         """
         found: list[Any] = [{}, None]
         if self.rank == 0:
             self._servers.ask()
             found[0] = self._servers.dead(publish_timeout())
-            mine = self._outbox.kept.fingerprint if self._outbox else None
+            mine = self._outbox.kept.fingerprint if self._outbox else None  # None if nothing was sent through it
             found[1] = mine if mine and not found[0] and all_hold(mine, publish_timeout()) else None
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(found, src=0)
@@ -390,11 +394,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return held
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        device = get_device_id()
-
         def gather(entry: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                entry = entry.detach().to(device, non_blocking=True)
+                entry = entry.detach().to(get_device_id(), non_blocking=True)
                 if entry.is_floating_point():
                     entry = entry.to(torch.bfloat16)
                 return entry.full_tensor() if isinstance(entry, DTensor) else entry

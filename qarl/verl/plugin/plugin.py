@@ -26,6 +26,7 @@ FOLLOWERS = {
     "verl.trainer.ppo.core_algos": "qarl.verl.plugin.loss",
     "verl.workers.engine": "qarl.verl.plugin.engine",
     "verl.trainer.ppo.v1": "qarl.verl.plugin.trainer",
+    "verl.experimental.agent_loop.agent_loop": "qarl.verl.plugin.agent_loop",
 }
 """Maps each verl module with a registry to the QaRL module that registers itself there on import."""
 

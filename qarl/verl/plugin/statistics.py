@@ -15,7 +15,7 @@ import torch
 from verl.utils.device import get_device_id
 
 from qarl.metrics.error_tokens import text_metrics, text_statistics
-from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.mismatch import Reduce, token_mismatch
 from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 
 
@@ -96,10 +96,9 @@ class StepStatistics:
         )
 
     def add_tokens(self, old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> None:
-        """Add log-probs and mask of one micro-batch, each [B, T]."""
+        """Add log-probs and mask of one micro-batch, each [B, T]. Their tokens stay on their device."""
         valid = mask.bool()
-        old, rollout = old_log_prob[valid].float(), rollout_log_prob[valid].float()
-        self.tokens.append((old.cpu(), rollout.cpu(), valid.sum(-1).cpu()))
+        self.tokens.append((old_log_prob[valid].float(), rollout_log_prob[valid].float(), valid.sum(-1)))
 
     @property
     def mean_length(self) -> float:
@@ -110,7 +109,8 @@ class StepStatistics:
 
     def metrics(self, group: Any = None) -> dict[str, float]:
         """Return the step's metrics on the first rank of `group`, and {} on the others. All ranks must call it."""
-        gathered = _gather((self.tbpo, self.tokens, self.routing, self.text), group)
+        mismatch = self._mismatch(group)
+        gathered = _gather((self.tbpo, self.routing, self.text), group)
         if gathered is None:
             return {}
         ranks = [tbpo for tbpo, *_ in gathered]
@@ -118,21 +118,31 @@ class StepStatistics:
         later = [one for rank in ranks for mini_batch in rank[1:] for one in mini_batch]
         found = reduce_metrics(everything) | after_first_metrics(later)
         found |= text_metrics(part for *_, parts in gathered for part in parts)
-        tokens = [part for _, parts, *_ in gathered for part in parts]
-        if any(old.numel() for old, _, _ in tokens):
-            found |= mismatch_metrics(*_padded(tokens))
-        other, known = (sum(counts) for counts in zip(*(routing for _, _, routing, _ in gathered), strict=True))
+        found |= mismatch
+        other, known = (sum(counts) for counts in zip(*(routing for _, routing, _ in gathered), strict=True))
         if known:
             found["mismatch/other_experts_frac"] = other / known
         return found
 
+    def _mismatch(self, group: Any) -> dict[str, float]:
+        """Return the mismatch metrics of all ranks' tokens. Each rank sums its own on its device."""
+        device = self.tokens[0][0].device if self.tokens else torch.device("cpu")
+        if torch.distributed.is_initialized():
+            device = torch.empty(0, device=get_device_id()).device
+        empty = (torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+        old, rollout, lengths = (torch.cat(parts).to(device) for parts in zip(*(self.tokens or [empty]), strict=True))
+        return token_mismatch(old, rollout, lengths, _reduce_over(group))
 
-def _padded(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    """Return old log-probs, rollout log-probs and mask, each padded to [responses, longest]."""
-    old, rollout, lengths = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
-    zeros = torch.zeros(mask.shape)
-    return zeros.masked_scatter(mask, old), zeros.masked_scatter(mask, rollout), mask
+
+def _reduce_over(group: Any) -> Reduce:
+    """Return the function that sums a tensor over the ranks of `group`."""
+
+    def reduce(value: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(value, group=group)
+        return value
+
+    return reduce
 
 
 def _gather(value: Any, group: Any) -> list[Any] | None:

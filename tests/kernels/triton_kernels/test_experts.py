@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_rig import DEVICE, INTERPRETED
 
 from qarl.kernels.experts import grouped
@@ -59,3 +62,31 @@ def test_the_input_gradient_of_8_bit_experts(scheme: str) -> None:
     assert ((found.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-3).all()
     with pytest.raises(ValueError, match=r"expected \[M, 40\]"):
         grouped_scaled_backward_input(grad[:, :8], tensors["weight"], tensors["weight_scale"], ends)
+
+
+class Sizes(TorchDispatchMode):
+    """How many FP32 numbers each operator's largest output has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp32: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+            self.fp32[str(func)] = max(made.numel(), self.fp32.get(str(func), 0))
+        return made
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_the_backward_makes_no_fp32_copy_of_its_rows(scheme: str) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN).bfloat16().to(DEVICE).requires_grad_()
+    down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE).bfloat16().to(DEVICE).requires_grad_()
+    x = torch.randn(19, HIDDEN).bfloat16().to(DEVICE).requires_grad_()
+    weights, ids = (t.to(DEVICE) for t in torch.rand(19, EXPERTS).topk(TOP_K))
+    experts = LowBitExperts.of(TritonExperts, wire(gate_up.detach().cpu(), scheme), wire(down.detach().cpu(), scheme))
+    y = fused_experts(x, weights.requires_grad_(), ids, gate_up, down, experts)
+    with Sizes() as sizes:
+        y.backward(torch.ones_like(y))
+    assert {name: size for name, size in sizes.fp32.items() if size >= 19 * TOP_K * INTERMEDIATE} == {}

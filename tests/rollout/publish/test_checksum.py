@@ -16,22 +16,22 @@ def one(tensor: torch.Tensor) -> int:
 
 def by_hand(data: bytes) -> int:
     """The definition, word by word, in Python's integers."""
-    block, mask = checksum._BLOCK, (1 << 64) - 1
+    block, mask = checksum.BLOCK, (1 << 64) - 1
 
     def mixed(word: int, weight: int) -> int:
         word = (word ^ (word >> 32)) * weight & mask
         return word ^ (word >> 32)
 
-    inner = checksum._weights(1, block, torch.device("cpu")).tolist()
+    inner = checksum.weights(1, block, torch.device("cpu")).tolist()
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data) // 8 * 8, 8)]
-    outer = checksum._weights(2, len(words) // block + 1, torch.device("cpu")).tolist()
+    outer = checksum.weights(2, len(words) // block + 1, torch.device("cpu")).tolist()
     total = len(data)
     for number in range(0, len(words), block):
         row = sum(mixed(word, inner[i]) for i, word in enumerate(words[number : number + block])) & mask
         total += mixed(row, outer[number // block]) if len(words) > block else row
     if len(data) % 8:
         tail = int.from_bytes(data[len(data) // 8 * 8 :], "little")
-        total += mixed(tail, checksum._weights(3, 1, torch.device("cpu")).item())
+        total += mixed(tail, checksum.weights(3, 1, torch.device("cpu")).item())
     total &= mask
     return total - (1 << 64) if total >= 1 << 63 else total
 
@@ -40,7 +40,7 @@ def by_hand(data: bytes) -> int:
 def test_it_is_the_sum_that_it_says(size, monkeypatch):
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     assert one(data) == by_hand(data.numpy().tobytes())
-    monkeypatch.setattr(checksum, "_CHUNK", 4096)
+    monkeypatch.setattr(checksum, "CHUNK", 4096)
     assert one(data) == by_hand(data.numpy().tobytes()), "in chunks"
 
 
@@ -60,7 +60,7 @@ def test_every_flipped_bit_shows(dtype):
 @pytest.mark.parametrize("bit", [0, 7, 31, 32, 47, 62, 63])
 def test_the_same_bit_flipped_in_several_words_shows(bit):
     """Signs above all: an odd multiple of 2**63 is 2**63, and two of them are nothing."""
-    words = torch.randint(-(2**62), 2**62, (3 * checksum._BLOCK + 77,), dtype=torch.int64)
+    words = torch.randint(-(2**62), 2**62, (3 * checksum.BLOCK + 77,), dtype=torch.int64)
     before, flip = one(words), torch.tensor(1 << bit if bit < 63 else -(1 << 63))
     for places in ([0, 1], [5, 4096 + 5], [3, 9000, 9001, 12300], list(range(0, 4096, 4)), list(range(12365))):
         damaged = words.clone()
@@ -86,7 +86,7 @@ def test_the_top_of_every_word_shows(size):
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_weights_are_odd_and_each_is_another(seed):
-    weights = checksum._weights(seed, 4096, torch.device("cpu"))
+    weights = checksum.weights(seed, 4096, torch.device("cpu"))
     assert (weights & 1).all() and weights.unique().numel() == 4096
 
 
@@ -133,7 +133,7 @@ def test_a_large_tensor_off_the_cpu_needs_no_large_intermediate_tensors(offset):
     """An embedding of 1.2 GB on the meta device, which takes the way of a GPU."""
     data = torch.empty(151936 * 4096 * 2 + offset, dtype=torch.uint8, device="meta")[offset:]
     with Largest() as watched:
-        checksum._checksum(data)
+        checksum.checksum(data)
     assert watched.nbytes <= 8 * checksum._GPU_CHUNK <= 32 * 2**20
 
 
@@ -141,5 +141,5 @@ def test_chunks_of_a_gpu_give_the_same_sum(monkeypatch):
     """The GPU's way with a small chunk, on tensors that begin anywhere in their storage."""
     data = torch.randint(0, 256, (5 * 4096 * 8 + 21,), dtype=torch.uint8)
     wanted = [one(data[start:].clone()) for start in (0, 1, 8, 13)]
-    monkeypatch.setattr(checksum, "_CHUNK", 2 * 4096)
+    monkeypatch.setattr(checksum, "CHUNK", 2 * 4096)
     assert [one(data[start:]) for start in (0, 1, 8, 13)] == wanted

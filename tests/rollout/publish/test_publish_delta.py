@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from publish_streams import engine_model, receiver, reusing_one_buffer, weights
+from publish_streams import engine_model, feed_in_buckets, receiver, weights
 
 from qarl.rollout.publish.kept import KeptTensors, Tally, fingerprint_of
 from qarl.rollout.publish.outbox import Outbox
@@ -208,7 +208,10 @@ FAULTS = {
     "flipped bit in a count": (flip(Q, at=9), f"changes of {Q} cannot be applied"),
     "position off by one": (position_off_by_one, f"{Q} was damaged|changes of {Q} cannot be applied"),
     "wrong base": (other_base, "do not apply to the tensors that the engine has kept"),
-    "no base": (no_base, r"is \w+ \[\d+\], the engine expects|do not fit the engine|is not complete"),
+    "no base": (
+        no_base,
+        r"is \w+ \[\d+\], the engine expects|do not fit the engine|is not complete|cannot be read|did not arrive",
+    ),
     "unknown tensor": (an_unknown_tensor, r"model\.extra cannot be applied[\s\S]*not a tensor of"),
 }
 
@@ -265,7 +268,7 @@ class Remote:
         return list(self.outbox.stream(tensors, version=version, held=[self.engine.receiver.held]))
 
     def feed(self, stream: list) -> None:
-        self.engine.receiver.feed(reusing_one_buffer(stream))
+        feed_in_buckets(self.engine.receiver, stream)
 
 
 def test_two_processes_stay_together():

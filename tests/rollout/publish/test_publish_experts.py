@@ -16,8 +16,9 @@ from same_bytes import same_bytes
 
 from qarl.errors import UserError
 from qarl.quant import get_scheme
+from qarl.quant.stacks import stacked
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-from qarl.rollout.publish.wire import TransferFailed
+from qarl.rollout.publish.wire import TransferFailed, encode_publish
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -123,23 +124,65 @@ def test_a_fault_is_refused_before_the_engine_is_touched(world: World, fault: st
     assert greedy(world.engine) == world.expected
 
 
-@pytest.mark.parametrize("what", ["lost", "flipped"])
-def test_an_experts_tensor_damaged_on_the_way(world: World, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers before it are written by then."""
+STACK = "model.layers.1.mlp.experts.gate_up_proj"
+Stream = list[tuple[str, torch.Tensor]]
 
-    def transport(stream: Any) -> Any:
-        for name, tensor in stream:
-            if name == world.part and what == "lost":
-                continue
-            if name == world.part:
-                tensor = tensor.clone()
-                tensor.view(torch.uint8).view(-1)[-1] ^= 1
-            yield name, tensor
 
-    monkeypatch.setattr(world.engine, "transport", transport)
-    with pytest.raises(TransferFailed, match=re.escape(world.part)):
+def flipped(tensor: torch.Tensor) -> torch.Tensor:
+    """One bit of expert 3."""
+    tensor = tensor.clone()
+    tensor[3].view(torch.uint8).view(-1)[-1] ^= 1
+    return tensor
+
+
+def from_layer(stream: Stream, name: str, layer: int) -> Stream:
+    """The tensor `name` with the bytes that belong to another layer."""
+    other = dict(stream)[name.replace("layers.1", f"layers.{layer}")]
+    return [(n, other if n == name else t) for n, t in stream]
+
+
+DAMAGE: dict[str, tuple[Callable[[Stream, str, Stream], Stream], str]] = {
+    "a stack is lost": (lambda s, n, _: without(s, n), r"layers\.1 did not arrive(?s:.*)lost: \['{name}'\]"),
+    "bytes of one expert are flipped": (lambda s, n, _: changed(s, n, flipped), "{name} was damaged"),
+    "a stack of another layer": (lambda s, n, _: from_layer(s, n, 2), "{name} was damaged"),
+    "a stack of another version": (lambda s, n, old: changed(s, n, lambda _: dict(old)[n]), "{name} was damaged"),
+    "a stack is named as another layer's": (
+        lambda s, n, _: renamed(s, n, n.replace("layers.1", "layers.0")),
+        "arrived twice|{name} was damaged|did not arrive",
+    ),
+    "two experts are swapped": (lambda s, n, _: changed(s, n, lambda t: t.flip(0)), "{name} was damaged"),
+    "a stack comes twice": (
+        lambda s, n, _: [i for i in s for _ in range(1 + (i[0] == n))],
+        "qarl.unit .* cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("leaf", ["weight", "scale"])
+def test_a_stack_damaged_on_the_way(world: World, damage: str, leaf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of the other weights are written by then."""
+    spoil, message = DAMAGE[damage]
+    old = dict(encode_publish(world.good, version=1))
+    names = [name for name in old if name.startswith(STACK)]
+    name = names[-1] if leaf == "scale" else names[0]
+    monkeypatch.setattr(world.engine, "transport", lambda stream: spoil(list(stream), name, list(old.items())))
+    with pytest.raises(TransferFailed, match=message.format(name=re.escape(name))):
         world.engine.publish(world.other, version=7)
     monkeypatch.undo()
     assert world.engine.stale
     world.engine.publish(world.good, version=1)
     assert greedy(world.engine) == world.expected
+
+
+def test_stacks_and_matrices_are_one_publish(world: World) -> None:
+    """The engine takes the tensors of a checkpoint and those of `packed_state_dict(model, stacks=True)`."""
+    world.engine.publish(world.other, version=2)
+    second = greedy(world.engine)
+    report = world.engine.publish(world.good, version=3)
+    assert greedy(world.engine) == world.expected != second
+    assert world.engine.publish(stacked(world.good), version=4).tensors == report.tensors < len(world.good)
+    assert greedy(world.engine) == world.expected
+    with pytest.raises(UserError, match=rf"{STACK}\.\w+: is .* the engine expects"):
+        world.engine.publish([(n, t[1:] if n.startswith(STACK) else t) for n, t in stacked(world.good)], version=5)
+    world.engine.publish(world.good, version=1)

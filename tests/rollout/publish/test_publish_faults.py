@@ -134,7 +134,7 @@ def damaged_record(stream):
         (lose(COMMIT), TransferFailed, "ended before its last record"),
         (lose(BEGIN), TransferFailed, "outside of a publish"),
         (lose(UNIT), TransferFailed, "(?s)not complete.*missing"),
-        (swap_two, TransferFailed, "did not arrive as it was sent"),
+        (swap_two, TransferFailed, "was damaged"),
         (twice, TransferFailed, r"layers\.0 arrived twice"),
         (damaged_record, TransferFailed, "qarl.unit of a publish cannot be read"),
         (break_at(PACKED), ConnectionResetError, "hung up"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,9 +62,11 @@ def plan_of(layer: nn.Module, tensor: torch.Tensor) -> WritePlan:
 def test_a_subclass_that_is_not_known_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, tensor = StripedLinear(output_partition_sizes=[2]), torch.randn(4, 4)
     found: list[Any] = []
-    monkeypatch.setattr(writers, "_reload", lambda *given: found.append(given))
-    plan_of(layer, tensor).write({"one.weight": tensor})
-    assert found[0][2] == [layer] and not layer.weight.any()
+    monkeypatch.setattr(writers, "_reloading", lambda _, modules, owners: nullcontext(found.append(modules)))
+    plan = plan_of(layer, tensor)
+    plan.model.load_weights = lambda weights: found.append(dict(weights))  # type: ignore[assignment]  # a ModuleDict
+    plan.write({"one.weight": tensor})
+    assert found == [[layer], {"one.weight": tensor}] and not layer.weight.any()
 
 
 def test_a_matrix_that_is_fused_in_the_checkpoint_is_reloaded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.rollout.publish import writers
+from qarl.quant.stacks import stacked
+from qarl.rollout.publish import experts, writers
 from qarl.rollout.publish.manifest import TensorSpec, check_complete, check_same_layers
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import TransferFailed, encode_publish
@@ -18,7 +20,8 @@ from qarl.rollout.publish.writers import WritePlan
 
 EXPERTS, HIDDEN, WIDTH = 11, 8, 4
 PREFIX = "model.layers.0.mlp.experts"
-SHAPES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+GATE_UP, DOWN = f"{PREFIX}.gate_up_proj", f"{PREFIX}.down_proj"
+SHAPES = {GATE_UP: (2 * WIDTH, HIDDEN), DOWN: (HIDDEN, WIDTH)}
 
 
 class RoutedExperts(nn.Module):
@@ -51,22 +54,19 @@ class CompressedTensorsWNA16MoEMethod: ...
 def engine_model(method: Any, **sizes: Any) -> Any:
     """`mlp.experts` is vLLM's MoERunner, which has no parameters."""
     model: Any = nn.Module()
-    experts = nn.ModuleDict({"routed_experts": RoutedExperts(method, **sizes)})
-    layer = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts})})
+    routed = nn.ModuleDict({"routed_experts": RoutedExperts(method, **sizes)})
+    layer = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": routed})})
     model.model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
     return model
 
 
-def matrices(*, scales: bool = False, experts: int = EXPERTS) -> dict[str, torch.Tensor]:
-    """In another order than that of the numbers, each with values of its own."""
+def stacks(*, scales: bool = False, experts: int = EXPERTS) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     found = {}
-    for expert in reversed(range(experts)):
-        for matrix, shape in SHAPES.items():
-            found[f"{PREFIX}.{expert}.{matrix}.weight"] = torch.randn(shape)
-            if scales:
-                found[f"{PREFIX}.{expert}.{matrix}.weight_scale"] = torch.randn(shape[0], 1)
-                found[f"{PREFIX}.{expert}.{matrix}.weight_shape"] = torch.tensor(shape)
+    for name, shape in SHAPES.items():
+        found[f"{name}.weight"] = torch.randn(experts, *shape)
+        if scales:
+            found[f"{name}.weight_scale"] = torch.randn(experts, shape[0], 1)
     return found
 
 
@@ -74,52 +74,61 @@ def plan_of(model: Any, tensors: dict[str, torch.Tensor], **arguments: Any) -> W
     return WritePlan(model, None, {name: TensorSpec.of(t) for name, t in tensors.items()}, **arguments)
 
 
-def check_stacks(tensors: dict[str, torch.Tensor], leaf: str, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-    for expert in range(EXPERTS):
-        gate, up, below = (tensors[f"{PREFIX}.{expert}.{matrix}.{leaf}"] for matrix in SHAPES)
-        half = len(gate)
-        assert torch.equal(gate_up[expert, :half], gate) and torch.equal(gate_up[expert, half:], up)
-        assert torch.equal(down[expert], below)
-
-
-def test_bf16_experts_are_stacked_and_processed_once() -> None:
-    method, tensors = RepairedUnquantizedMethod(), matrices()
+def test_bf16_experts_are_processed_once() -> None:
+    method, tensors = RepairedUnquantizedMethod(), stacks()
     plan_of(engine_model(method), tensors).write(tensors)
-    check_stacks(tensors, "weight", *method.processed)
+    assert [torch.equal(*pair) for pair in zip(method.processed, tensors.values(), strict=True)] == [True, True]
 
 
-def test_low_bit_experts_are_stacked_by_tensor() -> None:
-    method, tensors = LowBitExpertsMethod(), matrices(scales=True)
+def test_low_bit_experts_are_passed_as_they_came() -> None:
+    method, tensors = LowBitExpertsMethod(), stacks(scales=True)
     model = engine_model(method)
     for parameter in model.parameters():
         parameter.data = torch.empty(0)
     plan_of(model, tensors).write(tensors)
-    gate_up, down = method.written
-    assert gate_up.keys() == down.keys() == {"weight", "weight_scale"}
-    for leaf in gate_up:
-        check_stacks(tensors, leaf, gate_up[leaf], down[leaf])
+    for name, part in zip(SHAPES, method.written, strict=True):
+        assert all(part[leaf] is tensors[f"{name}.{leaf}"] for leaf in ("weight", "weight_scale")) and len(part) == 2
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_matrices_of_a_checkpoint_become_stacks(order: int) -> None:
+    """Whatever the order of the experts. Matrices that lack one, or that are not alike, stay as they are."""
+    tensors = stacks(scales=True)
+    names = [
+        f"{PREFIX}.{expert}.{matrix}" for expert in range(EXPERTS) for matrix in ("gate_proj", "up_proj", "down_proj")
+    ]
+    single = {}
+    for name in names[::order]:
+        expert, matrix = int(name.split(".")[5]), name.rpartition(".")[2]
+        for leaf in ("weight", "weight_scale"):
+            whole = tensors[f"{DOWN if matrix == 'down_proj' else GATE_UP}.{leaf}"][expert]
+            half = {"gate_proj": slice(WIDTH), "up_proj": slice(WIDTH, None), "down_proj": slice(None)}[matrix]
+            single[f"{name}.{leaf}"] = whole[half]
+        single[f"{name}.weight_shape"] = torch.tensor(single[f"{name}.weight"].shape)
+    made = dict(stacked([("before", torch.zeros(1)), *single.items(), ("after", torch.zeros(1))]))
+    assert made.keys() == {"before", *tensors, "after"}
+    assert all(torch.equal(made[name], tensor) for name, tensor in tensors.items())
+    one = f"{PREFIX}.3.up_proj.weight"
+    for spoilt in ({n: t for n, t in single.items() if n != one}, {**single, one: single[one][:-1]}):
+        assert dict(stacked(spoilt.items())) == spoilt
 
 
 def test_a_layer_is_written_whole_or_not_at_all() -> None:
-    method, tensors = LowBitExpertsMethod(), matrices()
+    method, tensors = LowBitExpertsMethod(), stacks()
     plan = plan_of(engine_model(method), tensors)
-    missing = f"{PREFIX}.1.up_proj"
-    with pytest.raises(UserError, match=f"routed_experts cannot be written without {missing}"):
-        plan.write({name: tensor for name, tensor in tensors.items() if not name.startswith(missing)})
+    with pytest.raises(UserError, match=f"routed_experts cannot be written without {DOWN}"):
+        plan.write({f"{GATE_UP}.weight": tensors[f"{GATE_UP}.weight"]})
     assert not hasattr(method, "written")
 
 
-@pytest.mark.parametrize(("experts", "side"), [(EXPERTS - 1, "engine"), (EXPERTS + 1, "trainer")])
-def test_another_number_of_experts_is_refused(experts: int, side: str) -> None:
-    number = min(experts, EXPERTS)
-    with pytest.raises(
-        UserError, match=rf"(?s)have different experts.*only the {side}: \['{PREFIX}\.{number}\.down_proj'"
-    ):
-        plan_of(engine_model(LowBitExpertsMethod()), matrices(experts=experts))
+@pytest.mark.parametrize("experts", [EXPERTS - 1, EXPERTS + 1])
+def test_another_number_of_experts_is_refused(experts: int) -> None:
+    with pytest.raises(UserError, match=rf"(?s)different experts.*{experts} in the trainer, {EXPERTS} in the engine"):
+        plan_of(engine_model(LowBitExpertsMethod()), stacks(experts=experts))
 
 
 def test_a_parameter_of_experts_that_nothing_writes_is_refused() -> None:
-    model, tensors = engine_model(RepairedUnquantizedMethod()), matrices()
+    model, tensors = engine_model(RepairedUnquantizedMethod()), stacks()
     plan_of(model, tensors)
     routed = model.get_submodule(f"{PREFIX}.routed_experts")
     routed.w13_bias = nn.Parameter(torch.zeros(EXPERTS, 2 * WIDTH))
@@ -130,7 +139,7 @@ def test_a_parameter_of_experts_that_nothing_writes_is_refused() -> None:
 @pytest.mark.parametrize("method", [UnquantizedFusedMoEMethod(), CompressedTensorsWNA16MoEMethod()])
 def test_an_engine_on_a_cpu_without_the_plugin_is_refused(method: Any) -> None:
     with pytest.raises(UserError, match="but vLLM runs without QaRL's plugin"):
-        plan_of(engine_model(method), matrices())
+        plan_of(engine_model(method), stacks())
 
 
 @pytest.mark.parametrize(
@@ -141,57 +150,59 @@ def test_an_engine_on_a_cpu_without_the_plugin_is_refused(method: Any) -> None:
         (CompressedTensorsWNA16MoEMethod(), {"device": "meta"}, {}),
     ],
 )
-def test_other_experts_are_reloaded_without_weight_shape(
+def test_other_experts_are_reloaded(
     method: Any, sizes: dict[str, Any], arguments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Expert parallelism, other devices, and where direct writes are not wanted."""
     device = sizes.pop("device", "cpu")
-    model, tensors = engine_model(method, **sizes).to(device), matrices(scales=True)
+    model, tensors = engine_model(method, **sizes).to(device), stacks(scales=True)
     found: list[Any] = []
-    monkeypatch.setattr(writers, "_reload", lambda *given: found.append(given))
+    monkeypatch.setattr(writers, "_reloading", lambda _, modules, owners: nullcontext(found.append(modules)))
+    monkeypatch.setattr(experts, "reload", lambda *given: found.append(given))
     plan_of(model, tensors, **arguments).write(tensors)
-    ((_, _, modules, sent),) = found
-    assert modules == [model.get_submodule(f"{PREFIX}.routed_experts")]
-    assert sent.keys() == {name for name in tensors if not name.endswith("weight_shape")}
+    routed = model.get_submodule(f"{PREFIX}.routed_experts")
+    modules, (module, parts, cut) = found
+    assert modules == [routed] and module is routed
+    assert [list(part) for part in parts] == [["weight", "weight_scale"]] * 2
+    assert cut == (None if sizes else parts)
 
 
-@pytest.mark.parametrize("expert", [0, EXPERTS - 1])
-@pytest.mark.parametrize("matrix", SHAPES)
-def test_an_experts_tensor_is_checked_like_any_other(expert: int, matrix: str) -> None:
-    """Where the checksums are made on the way, as in verl: NaN in it, and a bit that flips behind them."""
-    method, tensors = LowBitExpertsMethod(), matrices(scales=True)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("leaf", ["weight", "weight_scale"])
+def test_a_stack_is_checked_like_any_other_tensor(name: str, leaf: str) -> None:
+    """NaN in it before it is sent, and a bit of one expert that flips on the way."""
+    method, tensors, name = LowBitExpertsMethod(), stacks(scales=True), f"{name}.{leaf}"
     expected = {name: TensorSpec.of(t) for name, t in tensors.items()}
     receiver = WeightReceiver(engine_model(method), None, expected, kv_caches=list)
-    for leaf in ("weight", "weight_scale"):
-        name = f"{PREFIX}.{expert}.{matrix}.{leaf}"
-        spoilt = {**tensors, name: tensors[name].clone()}
-        spoilt[name].view(-1)[-1] = torch.nan
-        with pytest.raises(UserError, match=rf"1 tensors to publish hold NaN(?s:.*){name}"):
-            receiver.feed(encode_publish(spoilt.items(), version=1))
-        with pytest.raises(UserError, match=f"{name}: holds NaN"):
-            check_complete(spoilt.items(), expected)
-        stream = list(encode_publish(tensors.items(), version=1))
-        flipped = [(n, _flipped(t) if n == name else t) for n, t in stream]
-        with pytest.raises(TransferFailed, match=f"{name} was damaged"):
-            receiver.feed(flipped)
-        assert receiver.stale and not hasattr(method, "written")
+    spoilt = {**tensors, name: tensors[name].clone()}
+    spoilt[name].view(-1)[-1] = torch.nan
+    with pytest.raises(UserError, match=rf"1 tensors to publish hold NaN(?s:.*){name}"):
+        receiver.feed(encode_publish(spoilt.items(), version=1))
+    with pytest.raises(UserError, match=f"{name}: holds NaN"):
+        check_complete(spoilt.items(), expected)
+    receiver.abort("the sender's error")
+    stream = list(encode_publish(tensors.items(), version=1))
+    flipped = [(n, _flipped(t) if n == name else t) for n, t in stream]
+    with pytest.raises(TransferFailed, match=f"{name} was damaged"):
+        receiver.feed(flipped)
+    assert receiver.stale
     receiver.feed(stream)
-    assert receiver.version == 1 and hasattr(method, "written")
+    assert receiver.version == 1 and torch.equal(method.written[name.startswith(DOWN)][leaf], tensors[name])
 
 
 def _flipped(tensor: torch.Tensor) -> torch.Tensor:
     flipped = tensor.clone()
-    flipped.view(torch.uint8).view(-1)[0] ^= 1
+    flipped.view(torch.uint8).view(-1)[-5] ^= 1
     return flipped
 
 
-def test_the_layers_that_are_quantized_are_compared_by_matrix() -> None:
-    low_bit = {name: TensorSpec.of(t) for name, t in matrices(scales=True).items()}
-    plain = {name: TensorSpec.of(t) for name, t in matrices().items()}
+def test_the_stacks_that_are_quantized_are_compared() -> None:
+    low_bit = {name: TensorSpec.of(t) for name, t in stacks(scales=True).items()}
+    plain = {name: TensorSpec.of(t) for name, t in stacks().items()}
     for method in (LowBitExpertsMethod(), CompressedTensorsWNA16MoEMethod()):
         check_same_layers(engine_model(method), low_bit)
-        with pytest.raises(UserError, match=rf"only the engine: \['{PREFIX}\.0\.down_proj'"):
+        with pytest.raises(UserError, match=rf"only the engine: \['{DOWN}'"):
             check_same_layers(engine_model(method), plain)
     check_same_layers(engine_model(RepairedUnquantizedMethod()), plain)
-    with pytest.raises(UserError, match=r"(?s)only the trainer: .*experts\.0\.down_proj.*mlp\[\.\]gate"):
+    with pytest.raises(UserError, match=r"(?s)only the trainer: .*experts\.down_proj.*mlp\[\.\]gate"):
         check_same_layers(engine_model(RepairedUnquantizedMethod()), low_bit)

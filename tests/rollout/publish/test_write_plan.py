@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from publish_streams import CONFIGS, config, engine_model, receiver, reusing_one_buffer, weights
+from publish_streams import CONFIGS, config, engine_model, feed_in_buckets, receiver, weights
 from torch import nn
 
 from qarl.errors import UserError
@@ -100,7 +100,7 @@ def test_a_tied_lm_head_multiplies_by_the_published_weight():
 def test_tensors_in_a_buffer_that_is_reused_are_copied():
     model = engine_model("llama")
     found = receiver(model, clone=True)
-    found.feed(reusing_one_buffer(encode_publish(weights("llama"), version=1)))
+    feed_in_buckets(found, encode_publish(weights("llama"), version=1))
     assert found.version == 1
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights("llama"))
 

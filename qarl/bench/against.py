@@ -1,0 +1,156 @@
+"""`python -m qarl.bench against REV`: this checkout's seconds over those of another git revision, phase by phase.
+
+    python -m qarl.bench against main~1
+    python -m qarl.bench against a40a589 config=quickstart_moe.yaml pairs=5 steps=6
+
+A pair runs the config once with each revision, each in a process of its own and in the same environment; the revision
+that goes first alternates. A revision's seconds in a pair are the median of its steps after the first. The table has
+the median of the pairs' ratios, with minimum and maximum: two equal revisions show how far chance alone moves them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl.bench.arguments import read
+from qarl.errors import UserError
+
+PHASES = {
+    "rollout": "rollout",
+    "old_log_probs": "old_log_prob",
+    "update": "update",
+    "publish": "publish",
+    "step": "step",
+}
+"""Name in the table -> name in `timing_s/*` of metrics.jsonl."""
+CHECKOUT = Path(__file__).resolve().parents[2]
+_QUIET = ("resume_mode=disable", "val_before_train=false", "test_freq=-1", "save_freq=-1", "save_final=false",
+          "plots=false", "report=false", "logger=[console]")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """
+    config    the config of both revisions, taken from this checkout
+    pairs     how often each revision runs
+    steps     training steps of each run; the first is not counted
+    json      the file to write"""
+
+    config: str = "quickstart.yaml"
+    pairs: int = 3
+    steps: int = 6
+    json: Path | None = None
+
+
+KEYS = Arguments
+Times = dict[str, float]
+"""Phase -> seconds, and "length" -> mean response length of the steps that were counted."""
+
+
+def run_against(part: str, given: Sequence[str]) -> int:
+    """Run the command, and return the exit code. Raise UserError if a revision is unknown or cannot run the config."""
+    if not given or "=" in given[0]:
+        raise UserError("no revision was named", where="qarl bench against", fix="name a commit, tag or branch first")
+    arguments = read(Arguments, given[1:])
+    if arguments.steps < 2:
+        raise UserError("steps must be 2 or more", where="steps", why="the first step warms up and is not counted")
+    pairs = compare(given[0], arguments, CHECKOUT)
+    print(table(pairs, given[0]))
+    if arguments.json:
+        document = {"revision": given[0], "config": arguments.config, "steps": arguments.steps, "pairs": pairs}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def compare(revision: str, arguments: Arguments, checkout: Path) -> list[dict[str, Times]]:
+    """Return for each pair {"before": times of `revision`, "now": times of `checkout` with its uncommitted changes}."""
+    with tempfile.TemporaryDirectory() as folder, worktree(checkout, revision, Path(folder) / "before") as before:
+        trees, pairs = {"before": before, "now": checkout}, []
+        for number in range(arguments.pairs):
+            order = list(trees) if number % 2 == 0 else list(trees)[::-1]
+            pair: dict[str, Times] = {}
+            for name in order:
+                print(f"pair {number + 1} of {arguments.pairs}: {name}", file=sys.stderr, flush=True)
+                pair[name] = launch(trees[name], checkout, arguments, Path(folder) / f"{name}-{number}")
+            pairs.append(pair)
+    return pairs
+
+
+@contextlib.contextmanager
+def worktree(checkout: Path, revision: str, folder: Path) -> Iterator[Path]:
+    """Check `revision` out into `folder`, and remove it in the end. Raise UserError if git cannot."""
+    git = ["git", "-C", str(checkout), "worktree"]
+    made = subprocess.run([*git, "add", "--detach", str(folder), revision], capture_output=True, text=True, check=False)
+    if made.returncode:
+        why = made.stderr.strip().rpartition("\n")[2]
+        raise UserError(f"git cannot check out {revision!r}", where=str(checkout), why=why)
+    try:
+        yield folder
+    finally:
+        subprocess.run([*git, "remove", "--force", str(folder)], capture_output=True, check=False)
+
+
+def launch(tree: Path, checkout: Path, arguments: Arguments, folder: Path) -> Times:
+    """Train with the code of `tree`. Both revisions run in `checkout`, so they read the same models, data and configs.
+
+    PYTHONPATH comes before an editable installation; PYTHONSAFEPATH keeps the working folder's code out."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
+    keys = [f"config={config_of(arguments.config, checkout)}", f"output_dir={folder}", "name=against"]
+    keys += [f"trainer.total_training_steps={arguments.steps}", *(f"trainer.{key}" for key in _QUIET)]
+    command = [sys.executable, "-m", "qarl.train", *keys]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
+        raise UserError("a run failed, so there is no figure", where=str(tree), why=lines)
+    written = (folder / "against" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return times([json.loads(line) for line in written])
+
+
+def config_of(name: str, checkout: Path) -> str:
+    """Return the path of this checkout's config, so that an older revision does not read its own of that name."""
+    path = Path(name) if Path(name).is_file() else checkout / "configs" / name
+    if not path.is_file():
+        raise UserError(f"there is no config {name!r}", where="config", fix="give a path, or a name in configs/")
+    return str(path.resolve())
+
+
+def times(history: Sequence[dict[str, Any]]) -> Times:
+    """Return the median seconds of each phase and the mean response length, over the steps after the first."""
+    steps = [entry for entry in history if "timing_s/step" in entry][1:]
+    if not steps:
+        raise UserError("the run measured no step after its first", where="metrics.jsonl")
+    found = {name: [entry[f"timing_s/{key}"] for entry in steps if f"timing_s/{key}" in entry]
+             for name, key in PHASES.items()}  # fmt: skip
+    medians = {name: statistics.median(seconds) for name, seconds in found.items() if seconds}
+    return medians | {"length": statistics.fmean(entry.get("response_length/mean", 0.0) for entry in steps)}
+
+
+def ratios(pairs: Sequence[dict[str, Times]], phase: str) -> list[float]:
+    """Return now / before for each pair."""
+    return [pair["now"][phase] / pair["before"][phase] for pair in pairs]
+
+
+def table(pairs: Sequence[dict[str, Times]], revision: str) -> str:
+    """Return a Markdown table of seconds and ratios, and a warning if the two revisions did not do the same work."""
+    lines = [
+        f"| phase | {revision}, s | now, s | now / before | minimum-maximum of {len(pairs)} pairs |",
+        "|---" * 5 + "|",
+    ]
+    for phase in (name for name in PHASES if all(name in times for pair in pairs for times in pair.values())):
+        before, now = (statistics.median(pair[name][phase] for pair in pairs) for name in ("before", "now"))
+        each = ratios(pairs, phase)
+        spread = f"{min(each):.3f}-{max(each):.3f}"
+        lines.append(f"| {phase} | {before:.3g} | {now:.3g} | {statistics.median(each):.3f} | {spread} |")
+    if any(pair["now"]["length"] != pair["before"]["length"] for pair in pairs):
+        lines.append("\nwarning: the revisions generated responses of different lengths: not the same work")
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""Families outside of Llama and Qwen: a value that was never compared between trainer and engine is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from cpu_features import needs_vllm_cpu
+
+from qarl.align.compared_keys import COMPARED, read_keys
+from qarl.align.config_keys import check_config_keys
+from qarl.align.families import LARGEST_SHARE, SHOWN
+from qarl.checks.model import check_model
+from qarl.config import load_config
+from qarl.doctor.__main__ import main as doctor
+from qarl.errors import UserError
+from qarl.train import main
+from qarl.trainer.policy import DROPOUTS, Policy
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import config_keys
+from config_values import FAMILY_KEYS, YARN, small_config
+
+MEASURED = ROOT / "benchmarks" / "results" / "compared_keys_cpu.json"
+THETA = {"rope_theta": 10000.0}
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite partial": ("granite", {"rope_parameters": THETA | {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "granite factor": ("granite", {"rope_parameters": THETA | YARN | {"attention_factor": 2.0}}),
+    "granite layers": ("granite", {"layer_types": ["sliding_attention"] * 2}),
+    "mistral partial": ("mistral", {"rope_parameters": THETA | {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "mistral mscale": ("mistral", {"rope_parameters": THETA | YARN | {"mscale": 2.0, "mscale_all_dim": 1.0}}),
+    "mistral bias": ("mistral", {"attention_bias": True}),
+    "mistral scaling": ("mistral", {"rope_parameters": THETA | YARN | {"llama_4_scaling_beta": 0.1}}),
+    "ernie partial": ("ernie4_5", {"rope_parameters": THETA | {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "ernie bias": ("ernie4_5", {"use_bias": True}),
+    "seed_oss no bias": ("seed_oss", {"attention_bias": False}),
+    "seed_oss o bias": ("seed_oss", {"attention_out_bias": True}),
+    "seed_oss mlp bias": ("seed_oss", {"mlp_bias": True}),
+    "gemma3 bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "gemma3 cap": ("gemma3_text", {"attn_logit_softcapping": 50.0}),
+    "gemma untied": ("gemma", {"tie_word_embeddings": False}),
+    "gemma2 untied": ("gemma2", {"tie_word_embeddings": False}),
+    "cohere untied": ("cohere", {"tie_word_embeddings": False}),
+    "cohere bias": ("cohere", {"attention_bias": True}),
+    "falcon new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon alibi": ("falcon", {"alibi": True}),
+    "falcon heads": ("falcon", {"multi_query": False}),
+    "arcee bidirectional": ("arcee", {"is_causal": False}),
+    "arcee scale": ("arcee", {"logit_scale": 0.5}),
+    "exaone4 bias": ("exaone4", {"attention_bias": True}),
+    "cwm bias": ("cwm", {"attention_bias": True}),
+    "nemotron activation": ("nemotron", {"hidden_act": "silu"}),
+    "jais2 window": ("jais2", {"interleaved_sliding_window": 8}),
+}
+"""Name -> family and the keys that make both sides compute different models, or an engine without a parameter."""
+
+
+def bad(name: str) -> Any:
+    family, keys = WRONG[name]
+    config = small_config(family)
+    for key, value in keys.items():
+        setattr(config, key, value)
+    config.architectures = None
+    return config
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", WRONG)
+def test_a_value_that_was_never_compared_is_refused_by_name(name):
+    key = next(iter(WRONG[name][1]))
+    with pytest.raises(UserError, match=key):
+        check_model(bad(name))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", SHOWN)
+def test_what_was_compared_is_allowed(family):
+    for keys in ({}, *FAMILY_KEYS[family].values()):
+        config = small_config(family, **keys)
+        config.architectures = None
+        check_model(config)
+
+
+@pytest.mark.parametrize("family", SHOWN)
+def test_every_key_that_is_read_is_compared_or_refused(family):
+    """A value of a type that no config has: only keys with a reason take it."""
+    import transformers
+
+    read = read_keys(family)
+    assert len(read) > 80 and COMPARED[family].keys() <= read | {"sliding_window_pattern"}
+    for key in sorted(COMPARED[family]):
+        rows = [*FAMILY_KEYS[family].values(), {"head_dim", "num_kv_heads", "num_ln_in_parallel_attn"}]
+        assert any(key in row for row in rows) or key in ("ffn_hidden_size", "sliding_window_pattern"), key
+    config = transformers.CONFIG_MAPPING[family]()
+    check_config_keys(config)
+    object.__setattr__(config, "logits_are_halved", True)  # nobody reads it
+    check_config_keys(config)
+    object.__setattr__(config, "is_causal", False)
+    with pytest.raises(UserError, match="is_causal"):
+        check_config_keys(config)
+
+
+def test_the_reader_covers_each_family():
+    for family in SHOWN:
+        assert {"hidden_size", "rope_parameters"} <= set(config_keys.read_keys("vllm", family)), family
+        assert "hidden_size" in config_keys.read_keys("transformers", family)
+
+
+HEALTHY: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{family} {rope['rope_type']}": (family, rope)
+    for family in ("granite", "mistral", "arcee", "ernie4_5", "cohere", "seed_oss", "exaone4", "jais2", "falcon")
+    for rope in ({"rope_type": "linear", "factor": 4.0}, YARN)
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", HEALTHY)
+def test_rotary_embeddings_on_which_both_sides_agree_are_allowed(name):
+    family, rope = HEALTHY[name]
+    check_config_keys(small_config(family, rope_parameters=THETA | rope))
+
+
+def test_the_measured_mismatch_of_the_compared_keys():
+    """Written by scripts/config_mismatch.py compared."""
+    results = json.loads(MEASURED.read_text())["results"]
+    rows = {f"{family} {name}" for family, keys in FAMILY_KEYS.items() for name in keys}
+    assert set(FAMILY_KEYS) == set(COMPARED) == set(SHOWN)
+    assert {name.rpartition(" ")[0] for name in results} == rows
+    for name in rows:
+        found, bf16 = results[f"{name} w4a16"], results[f"{name} bf16"]
+        assert found["linears"]["mean"] <= LARGEST_SHARE * found["off"]["mean"], name
+        assert bf16["off"]["mean"] <= LARGEST_SHARE * found["off"]["mean"], name
+
+
+def write_model(config: Any, tokenizer: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    shutil.rmtree("model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained("model")
+    for file in tokenizer.glob("*token*"):
+        shutil.copy(file, "model")
+
+
+@pytest.mark.parametrize("family", SHOWN)
+def test_every_family_loads_without_dropout(family, startable_run, pristine_model):
+    write_model(small_config(family), pristine_model)
+    policy = Policy.load(load_config(["config=run.yaml", "quant.scheme=bf16", "quant.align=off"]))
+    kinds = {type(module).__name__: module for module in policy.model.modules() if "Dropout" in type(module).__name__}
+    assert all(module.p == 0 for module in kinds.values())
+    assert not any(getattr(policy.model.config, key, 0) for key in DROPOUTS)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ["mixtral", "phi3", "bloom", "opt", "gpt_neox", "olmo2", "cohere2"])
+def test_a_dry_run_refuses_what_the_run_refuses(family, startable_run, capsys):
+    small_config(family).save_pretrained("model")
+    assert main(["config=run.yaml", "dry_run=true"]) == 2
+    dry = capsys.readouterr().err
+    assert main(["config=run.yaml"]) == 2
+    assert re.search(r"error: (.*)", dry)[1] == re.search(r"error: (.*)", capsys.readouterr().err)[1]
+
+
+@needs_vllm_cpu
+@pytest.mark.parametrize("name", ["gemma2 untied", "ernie bias", "granite partial"])
+def test_a_dry_run_and_the_doctor_refuse_a_key_as_the_run_does(name, startable_run, capsys):
+    bad(name).save_pretrained("model")
+    key = next(iter(WRONG[name][1]))
+    for start in (lambda: main(["config=run.yaml", "dry_run=true"]), lambda: main(["config=run.yaml"])):
+        assert start() == 2 and key in capsys.readouterr().err
+    assert doctor(["config=run.yaml"]) != 0
+    told = capsys.readouterr().out
+    assert key in told and "no level applies to a model that is refused" in told and "fall back" not in told

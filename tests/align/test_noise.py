@@ -1,0 +1,93 @@
+"""The noise of a model, measured on the trainer alone, is that of its roundings, and small next to wrong models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from family_models import random_model
+
+from qarl.align.noise import Roots, other_roundings
+from qarl.align.temporary import engine_arithmetic
+from qarl.metrics.guard import noise_limit, times_noise
+from qarl.quant.convert import quantize_model
+from qarl.quant.published import published_forward
+from qarl.quant.scheme import get_scheme
+
+TOKENS = torch.randint(1, 64, (4, 32), generator=torch.Generator().manual_seed(0))
+SCHEME = get_scheme("w4a16", group_size=32)
+
+
+def log_probs(model):
+    logits = model(TOKENS).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(-1, TOKENS[:, 1:, None])[..., 0]
+
+
+def times(model, other) -> float:
+    with torch.no_grad():
+        rollout, roots = log_probs(other), Roots()
+    roots.add(model, lambda: log_probs(model), rollout, torch.ones(rollout.shape))
+    assert roots.tokens == rollout.numel()
+    return times_noise(roots.delta, roots.noise, roots.tokens)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3_moe", "falcon"])
+def test_an_unrounded_model_is_within_the_noise_and_other_models_are_not(family):
+    unrounded = random_model(family)
+    model = copy.deepcopy(unrounded).bfloat16()
+    unrounded.load_state_dict(model.state_dict())
+    limit = noise_limit("linears", TOKENS[:, 1:].numel())
+    assert times(model, unrounded) < limit
+    rotary = unrounded.base_model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq * 0.9
+    assert times(model, unrounded) > 2 * limit
+
+
+def test_the_same_model_has_no_delta_and_its_forward_is_restored():
+    model = random_model("qwen3").bfloat16()
+    before, state = log_probs(model), torch.random.get_rng_state()
+    with other_roundings(model, seed=0):
+        assert not torch.equal(log_probs(model), before)
+    with other_roundings(model, seed=0), torch.no_grad():
+        first = log_probs(model)
+    with other_roundings(model, seed=0), torch.no_grad():
+        assert torch.equal(log_probs(model), first)
+    assert times(model, model) == 0
+    assert torch.equal(log_probs(model), before) and torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_published_forward_is_that_of_the_quantized_model(family):
+    model = random_model(family).bfloat16()
+    quantized = copy.deepcopy(model)
+    quantize_model(quantized, scheme=SCHEME)
+    with torch.no_grad():
+        before, wanted = log_probs(model), log_probs(quantized)
+        with published_forward(model, SCHEME, ("lm_head",)):
+            assert torch.equal(log_probs(model), wanted)
+        assert torch.equal(log_probs(model), before) and not torch.equal(before, wanted)
+        with published_forward(quantized, SCHEME, ("lm_head",)):
+            assert torch.equal(log_probs(quantized), wanted)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_engines_arithmetic_is_taken_back(family):
+    model = random_model(family).bfloat16()
+    model.config.layer_types = ["full_attention"] * 2
+    classes = {name: type(module) for name, module in model.named_modules()}
+    attention = model.config._attn_implementation
+    with torch.no_grad():
+        before = log_probs(model)
+        with engine_arithmetic(model) as exists:
+            assert exists and not torch.equal(log_probs(model), before)
+        assert torch.equal(log_probs(model), before)
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert model.config._attn_implementation == attention
+
+
+def test_a_family_without_level_model_keeps_its_arithmetic():
+    model = random_model("mistral").bfloat16()
+    before = log_probs(model)
+    with engine_arithmetic(model) as exists:
+        assert not exists and torch.equal(log_probs(model), before)

@@ -1,0 +1,129 @@
+"""`qarl bench against`: two git revisions run in turn; a slower phase shows as a ratio.
+
+The runs are a stand-in that writes fixed seconds, so the ratios are exact and do not depend on the machine's load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qarl.bench.__main__ import main
+from qarl.bench.against import Arguments, compare, ratios, table
+from qarl.errors import UserError
+
+STAND_IN = """
+import json, pathlib, sys
+import qarl
+keys = dict(argument.split("=", 1) for argument in sys.argv[1:])
+folder = pathlib.Path(keys["output_dir"]) / keys["name"]
+folder.mkdir(parents=True)
+names = ("rollout", "old_log_prob", "update", "publish")
+seconds = {name: {factor} if name == "update" else 1.0 for name in names}
+seconds["step"] = sum(seconds.values())
+steps = int(keys["trainer.total_training_steps"])
+lines = [{"val/accuracy": 0.5}]
+for step in range(steps):
+    warm_up = 10.0 if step == 0 else 1.0
+    timed = {f"timing_s/{name}": warm_up * value for name, value in seconds.items()}
+    lines.append(timed | {"response_length/mean": {length}})
+(folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+with open("order.txt", "a") as order:
+    order.write(f"{pathlib.Path(qarl.__path__[0]).parent.name} {keys['config']}\\n")
+{end}
+"""
+
+
+def write(checkout: Path, *, factor: float = 1.0, length: float = 8.0, end: str = "") -> None:
+    values = {"{factor}": str(factor), "{length}": str(length), "{end}": end}
+    text = STAND_IN
+    for name, value in values.items():
+        text = text.replace(name, value)
+    (checkout / "qarl" / "train.py").write_text(text)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A git repository with a commit whose `qarl.train` is the stand-in."""
+    checkout = tmp_path / "checkout"
+    (checkout / "qarl").mkdir(parents=True)
+    (checkout / "configs").mkdir()
+    (checkout / "configs" / "quickstart.yaml").write_text("name: x\n")
+    (checkout / "qarl" / "__init__.py").write_text("")
+    write(checkout)
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(checkout), *command], check=True, env={**os.environ, "HOME": str(tmp_path)})
+    return checkout
+
+
+def worktrees(checkout: Path) -> int:
+    listed = subprocess.run(
+        ["git", "-C", str(checkout), "worktree", "list"], capture_output=True, text=True, check=True
+    )
+    return len(listed.stdout.splitlines())
+
+
+def test_equal_revisions_have_ratio_1_and_take_turns(checkout: Path) -> None:
+    pairs = compare("HEAD", Arguments(pairs=3, steps=3), checkout)
+    for phase in ("rollout", "old_log_probs", "update", "publish", "step"):
+        assert ratios(pairs, phase) == [1.0, 1.0, 1.0]
+    assert pairs[0]["now"] == {"rollout": 1, "old_log_probs": 1, "update": 1, "publish": 1, "step": 4, "length": 8}
+    runs = [line.split() for line in (checkout / "order.txt").read_text().splitlines()]
+    assert [tree for tree, _ in runs] == ["before", "checkout", "checkout", "before", "before", "checkout"]
+    assert {config for _, config in runs} == {str(checkout / "configs" / "quickstart.yaml")}
+    assert worktrees(checkout) == 1
+
+
+def test_a_slower_phase_is_seen_without_a_commit(checkout: Path) -> None:
+    write(checkout, factor=1.2)
+    pairs = compare("HEAD", Arguments(pairs=2, steps=2), checkout)
+    assert ratios(pairs, "update") == [1.2, 1.2] and ratios(pairs, "publish") == [1.0, 1.0]
+    lines = table(pairs, "HEAD").splitlines()
+    assert "| update | 1 | 1.2 | 1.200 | 1.200-1.200 |" in lines
+    assert "| step | 4 | 4.2 | 1.050 | 1.050-1.050 |" in lines
+    assert "different lengths" not in lines[-1]
+
+
+def test_responses_of_different_lengths_are_named(checkout: Path) -> None:
+    write(checkout, length=9.0)
+    assert "different lengths" in table(compare("HEAD", Arguments(pairs=1, steps=2), checkout), "HEAD")
+
+
+def test_a_failed_run_has_no_figure_and_leaves_no_worktree(checkout: Path) -> None:
+    write(checkout, end="sys.exit('the reason')")
+    with pytest.raises(UserError, match="the reason"):
+        compare("HEAD", Arguments(pairs=1, steps=2), checkout)
+    assert worktrees(checkout) == 1
+
+
+def test_an_unknown_revision_or_config_is_refused_before_a_run(checkout: Path) -> None:
+    with pytest.raises(UserError, match="cannot check out 'nowhere'"):
+        compare("nowhere", Arguments(), checkout)
+    with pytest.raises(UserError, match=r"no config 'nowhere\.yaml'"):
+        compare("HEAD", Arguments(config="nowhere.yaml"), checkout)
+    assert not (checkout / "order.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "no revision"),
+        (["pairs=2"], "no revision"),
+        (["HEAD", "steps=1"], "2 or more"),
+        (["HEAD", "pair=1"], "pairs"),
+    ],
+)
+def test_arguments(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["against", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_file_has_every_pair(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qarl.bench.against.CHECKOUT", checkout)
+    assert main(["against", "HEAD", "pairs=2", "steps=2", f"json={tmp_path / 'against.json'}"]) == 0
+    assert len(json.loads((tmp_path / "against.json").read_text())["pairs"]) == 2

@@ -1,0 +1,87 @@
+"""`qarl bench costs`: what counts, by hand; and that nothing of a layer of experts is done expert by expert."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+import pytest
+import torch
+from checkout import ROOT
+
+from qarl.bench.costs.counting import Counts, counting
+from qarl.bench.costs.phases import dense_phases, expert_phases, publish_phase
+from qarl.bench.costs.run import run_costs
+from qarl.bench.sources import find_model
+from qarl.checks.model_size import ModelSize
+from qarl.kernels.triton.quantize import dequantize_rows
+
+SIZE = ModelSize(layers=2, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=100, experts=8,
+                 experts_per_token=2, moe_intermediate=128, sparse_layers=(0, 1))  # fmt: skip
+
+
+def gpu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        (lambda: gpu(3, 4) + gpu(3, 4), Counts(kernels=1, moved=3 * 48)),
+        (lambda: gpu(4).expand(3, 4) + 1, Counts(kernels=1, moved=16 + 48)),
+        (lambda: gpu(3, 4).t().reshape(2, 6)[0].unsqueeze(0), Counts(kernels=1, moved=2 * 48)),  # reshape copies
+        (lambda: gpu(3, 4).view(2, 6)[0].detach(), Counts()),
+        (lambda: gpu(100, 4)[gpu(2, dtype=torch.int64)], Counts(kernels=1, moved=2 * 32 + 16)),
+        (lambda: gpu(3).fill_(1.0), Counts(kernels=1, moved=12)),
+        (lambda: gpu(3).copy_(gpu(3)), Counts(kernels=1, moved=24)),
+        (lambda: gpu(3).sum().item(), Counts(kernels=1, syncs=1, moved=16)),
+        (lambda: gpu(3).cpu(), Counts(copies=1, syncs=1)),
+        (lambda: gpu(3).tolist(), Counts(copies=1, syncs=1)),
+        (lambda: torch.ones(3).to("meta", non_blocking=True), Counts(copies=1)),
+        (lambda: gpu(3).copy_(torch.ones(3)), Counts(copies=1, syncs=1)),
+        (lambda: torch.ones(3) + 1, Counts()),
+        (
+            lambda: dequantize_rows(gpu(4, 8, dtype=torch.int8), gpu(4, 1)),
+            Counts(kernels=1, moved=4 * 8 + 16 + 2 * 32),
+        ),
+    ],
+)
+def test_counts_by_hand(what, expected):
+    with counting() as counter:
+        what()
+    assert counter.counts == expected, counter.names
+
+
+def test_launches_go_through_the_counted_function():
+    """A launch `kernel[grid](...)` of its own would be missed by a count, and fail on a meta tensor."""
+    for path in (ROOT / "qarl" / "kernels" / "triton").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            launched = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+            assert not (launched and "kernel" in ast.unparse(node.func.value)), f"{path.name}:{node.lineno}"
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+def test_no_count_grows_with_the_number_of_experts(scheme):
+    few, many = (
+        {p.name: p.counts for p in expert_phases(replace(SIZE, experts=experts), scheme, 128, 512 * experts)}
+        for experts in (4, 64)
+    )
+    for name, counts in few.items():  # as many rows an expert: that number chooses the kernel
+        assert (counts.kernels, counts.copies, counts.syncs) == (
+            many[name].kernels, many[name].copies, many[name].syncs,
+        ), name  # fmt: skip
+
+
+def test_dense_products_need_little_more_than_their_operands():
+    forward, backward = dense_phases(SIZE, "w4a16", 128, 4096)
+    assert forward.counts.kernels == 2 * len([n for n in SIZE.block_linears(0) if ".experts." not in n])
+    for phase in (forward, backward):
+        assert 1 <= phase.counts.moved / phase.least < 1.2 and not phase.counts.syncs
+
+
+def test_the_table(capsys):
+    assert run_costs("costs", ["model=Qwen3-30B-A3B", "tokens=4096"]) == 0
+    size = find_model("Qwen3-30B-A3B").size
+    said = capsys.readouterr().out
+    counts = publish_phase(size, "w4a16", 128).counts
+    assert f"| publish, sender | {counts.kernels} |" in said and f"| {counts.kernels * 48} |" in said

@@ -1,0 +1,86 @@
+"""The chains between the experts' products against float64. What a kernel does not write stays NaN (conftest.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_rig import DEVICE
+
+from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8
+from qarl.kernels.triton.experts import clear_unused, combine, swiglu_backward
+
+ROUNDING = 2**-8
+"""The largest relative error of one rounding to BF16."""
+TINY = torch.finfo(torch.float32).tiny
+"""float64 has smaller numbers, such as silu(-200)."""
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 96), (3, 131), (2, 1100), (0, 64)], ids=str)
+def test_swiglu_backward(shape: tuple[int, int], scheme: str, weighted: bool) -> None:
+    rows, columns = shape
+    torch.manual_seed(0)
+    grad, gate_up = torch.randn(shape).bfloat16(), (3 * torch.randn(rows, 2 * columns)).bfloat16()
+    if gate_up.numel():
+        gate_up[0, 0] = -200.0  # exp(-gate) overflows
+    weights, order = torch.rand(rows), torch.randperm(rows)
+    codes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    gate, up = (half.double().requires_grad_() for half in gate_up.chunk(2, 1))
+    product = torch.nn.functional.silu(gate) * up
+    a, roundings = product.detach(), 2
+    if scheme != "w4a16" and rows:
+        codes = {"w8a8": quantize_int8, "fp8": quantize_fp8}[scheme](a.bfloat16())
+        a, roundings = dequantize(*codes).double(), 0
+    weight = weights[order, None].double()
+    product.backward(grad.double() * weight)
+    inputs = (grad, gate_up, *codes, weights, order)
+    found = swiglu_backward(*(t if t is None else t.to(DEVICE) for t in inputs), weighted=weighted)
+
+    assert gate.grad is not None and up.grad is not None
+    expected, g = torch.cat((gate.grad, up.grad), 1), gate.detach()
+    # Where the slope of silu is near 0, terms of this size cancel.
+    factor = (grad.double() * weight).abs()
+    size = torch.cat((factor * up.detach().abs() * (1 + g.abs()), factor * g.abs()), 1)
+    assert found.hidden.dtype == torch.bfloat16 and found.router.dtype == torch.float32
+    assert ((found.hidden.cpu().double() - expected).abs() <= expected.abs() * ROUNDING + size * 1e-6 + TINY).all()
+    parts = grad.double() * a
+    error = (found.router.cpu().double()[order] - parts.sum(1)).abs()
+    assert (error <= parts.abs().sum(1) * (roundings * ROUNDING * (1 + ROUNDING) + 1e-6) + TINY).all()
+    assert (found.weighted is not None) == weighted
+    if found.weighted is not None:
+        error = (found.weighted.cpu().double() - a * weight).abs()
+        assert (error <= (a * weight).abs() * ((roundings + 1) * ROUNDING * (1 + ROUNDING) + 1e-6) + TINY).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 3, 97), (4, 8, 1030), (0, 2, 16)], ids=str)
+def test_combine(shape: tuple[int, int, int]) -> None:
+    tokens, top_k, columns = shape
+    torch.manual_seed(0)
+    rows, place = torch.randn(tokens * top_k, columns).bfloat16(), torch.randperm(tokens * top_k)
+    each = rows[place].view(shape).double()
+    found = combine(rows.to(DEVICE), place.to(DEVICE), top_k)
+    error = (found.cpu().double() - each.sum(1)).abs()
+    assert (error <= each.sum(1).abs() * ROUNDING + each.abs().sum(1) * 1e-6).all()
+
+
+@pytest.mark.parametrize("counts", [[0, 3, 0, 0, 1], [0], [2]], ids=str)
+def test_only_experts_without_rows_are_cleared(counts: list[int]) -> None:
+    stack = torch.full((len(counts), 33, 41), 7.0, device=DEVICE).bfloat16()
+    stack[torch.tensor(counts) == 0] = torch.nan
+    found = clear_unused(stack, torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE))
+    expected = torch.tensor([7.0 if count else 0.0 for count in counts])[:, None, None].expand(-1, 33, 41)
+    assert found is stack and torch.equal(found.cpu().float(), expected)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    grad, gate_up = (torch.zeros(4, columns, device=DEVICE, dtype=torch.bfloat16) for columns in (8, 16))
+    weights, order = torch.ones(4, device=DEVICE), torch.arange(4, device=DEVICE)
+    for bad in ((grad, gate_up[:3], None, None, weights), (grad.float(), gate_up, None, None, weights),
+                (grad, gate_up, grad, weights, weights), (grad, gate_up, None, None, weights.double())):  # fmt: skip
+        with pytest.raises(ValueError, match=r"fit|must be"):
+            swiglu_backward(*bad, order, weighted=False)
+    with pytest.raises(ValueError, match="place must be"):
+        combine(grad, order.int(), 2)
+    with pytest.raises(ValueError, match="contiguous"):
+        clear_unused(gate_up.view(2, 2, 16).mT, torch.zeros(2, dtype=torch.int32, device=DEVICE))

@@ -1,0 +1,114 @@
+"""What one layer of a publish costs, by count: dispatched kernels (views are free), and waits for the device.
+
+The engine's model is vLLM's own on a CPU. A GPU's launches are those of the same code, except that vLLM packs there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpu_features import needs_w4a16_cpu
+from random_moe import IGNORE, save_checkpoint, save_random_moe, wire_tensors
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("vllm")
+
+from worker_models import distributed_vllm, worker_model
+
+from qarl.kernels.cpu.tiles import to_tiles
+from qarl.process import configure_vllm_process
+from qarl.quant import get_scheme
+from qarl.quant.stacks import stacked
+from qarl.rollout.publish.manifest import expected_manifest
+from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, encode_publish
+
+pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
+LIMIT = 40
+WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    configure_vllm_process()
+    with distributed_vllm():
+        yield
+
+
+class Kernels(TorchDispatchMode):
+    """Operators that read or write memory, by name. Those whose results only alias their arguments are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not is_view and "empty" not in str(func):
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+class Waits(TorchFunctionMode):
+    """Methods of tensors that wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in WAITS:
+            self.names.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+def counts(folder: Path, scheme_name: str, experts: int) -> tuple[list[str], list[str], list[str]]:
+    """Kernels of the sender and of the receiver, and the waits of both, for the middle layer of the second publish."""
+    scheme = get_scheme(scheme_name, 32)
+    like = save_random_moe(folder / "like", num_experts=experts)
+    tensors = wire_tensors(like, scheme)
+    model, config = worker_model(save_checkpoint(folder / "model", like, scheme, tensors), 0, 1)
+    expected = expected_manifest(config.model_config.hf_config, scheme, IGNORE)
+    receiver = WeightReceiver(model, config, expected, kv_caches=list)
+    given = list(stacked(tensors.items()))
+    receiver.feed(encode_publish(given, version=1))
+    stream, bucket, units = encode_publish(given, version=2), [], 0
+    while True:
+        with Kernels() as sent, Waits() as waits:
+            unit = []
+            for item in stream:
+                unit.append(item)
+                if item[0] in (UNIT, BEGIN, COMMIT):
+                    break
+        bucket, units = unit, units + 1
+        if bucket[0][0].startswith("model.layers.1."):
+            with Kernels() as received, waits:
+                receiver.feed(bucket)
+            return sent.names, received.names, waits.names
+        receiver.feed(bucket)
+
+
+def conversions_to_tiles() -> int:
+    """Kernels that bring q/k/v, o and the two stacks of a layer into the layout of vLLM's int4 kernel on a CPU."""
+    with Kernels() as found:
+        to_tiles(torch.zeros(16, 4, dtype=torch.int32))
+    return 4 * (len(found.names) - found.names.count("aten.zeros.default"))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8", "bf16"])
+def test_a_layer_costs_the_same_with_any_number_of_experts(scheme: str, tmp_path: Path) -> None:
+    """W8A8 on a CPU is left out: oneDNN has one object per matrix. In BF16, vLLM reads the address of such an object
+    when it frees that of a dense layer."""
+    few, many = (counts(tmp_path / str(experts), scheme, experts) for experts in (4, 16))
+    for one, other in zip(few, many, strict=True):
+        assert one == other
+    sent, received, waits = many
+    freed = [name for name in received if "release_dnnl" in name]
+    assert waits == ["item"] * len(freed) and not any("local_scalar" in name for name in sent)
+    packing = conversions_to_tiles() if scheme == "w4a16" else 0
+    assert len(sent) <= LIMIT and len(received) - packing <= LIMIT, (len(sent), len(received), packing)

@@ -1,0 +1,205 @@
+"""When a run saves: by steps, by time, and at Ctrl-C and SIGTERM, which are answered at once. The steps do nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from checkpoint_state import interrupted_run, write_bare
+from engine_helpers import config
+from idle_trainer import Trainer
+
+from qarl.checkpoint.folder import open_checkpoint
+from qarl.metrics.tracker import Tracker
+from qarl.trainer import checkpoints as checkpointing
+from qarl.trainer.checkpoints import Checkpoints
+from qarl.trainer.loop import run_and_keep, run_steps
+from qarl.trainer.resume import open_run
+from qarl.trainer.stop import Stop
+
+pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
+QUIET = ["trainer.logger=[]", "trainer.plots=false", "trainer.report=false", "trainer.test_freq=2"]
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+class Timed(Trainer):
+    """A step takes `minutes` of `clock`, and `on_step` runs in each. Its files are those of an empty checkpoint."""
+
+    def __init__(self, settings: Any, minutes: float = 0, on_step: Callable[[int], None] = lambda step: None) -> None:
+        super().__init__(settings)
+        self.clock, self.minutes, self.on_step, self.exports = 0.0, minutes, on_step, 0
+        self.policy.model, self.optimizer = SimpleNamespace(config=None), SimpleNamespace(state_dict=dict)
+
+    def train_step(self) -> dict[str, float]:
+        metrics = super().train_step()
+        self.clock += 60 * self.minutes
+        self.on_step(self.step)
+        return metrics
+
+    def save(self, folder: Path, tokenizer: Any) -> Path:
+        self.exports += 1
+        return folder
+
+
+@pytest.fixture
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Timed]:
+    """Makes a trainer whose checkpoints are bare folders. `saved` of the trainer has their steps, as written."""
+
+    def make(*overrides: str, **keys: Any) -> Timed:
+        trainer = Timed(config(tmp_path, *QUIET, *overrides), **keys)
+        trainer.saved = []
+        clock = SimpleNamespace(monotonic=lambda: trainer.clock, perf_counter=time.perf_counter)
+
+        def save(folder: Path, **parts: Any) -> int:
+            write_bare(folder, step=trainer.step, config=trainer.config.model_dump(mode="json"))
+            trainer.saved.append(trainer.step)
+            return 0
+
+        monkeypatch.setattr(checkpointing, "time", clock)
+        monkeypatch.setattr(checkpointing, "save_checkpoint", save)
+        monkeypatch.setattr(checkpointing, "forward_weights", lambda policy: [])
+        monkeypatch.setattr(checkpointing, "training_state", lambda trainer, metrics: {})
+        monkeypatch.setattr(checkpointing, "restore", lambda trainer, found: setattr(trainer, "step", found.step))
+        return trainer
+
+    return make
+
+
+def run(trainer: Timed, start: Any = None) -> list[str]:
+    with Tracker(trainer.config.run_dir, [], 9, {}) as tracker, Stop() as stop:
+        run_steps(trainer, Checkpoints(trainer, start), tracker, stop, 0.0)
+    folder = trainer.config.run_dir / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+# Keys, minutes of a step, the step in which Ctrl-C comes, the steps that are saved, and those that are left on disk.
+SAVES = {
+    "short": ([], 1, None, [], []),
+    "by time": ([], 3, None, [4, 8, 9], [9]),
+    "by another time": (["trainer.save_minutes=6"], 3, None, [2, 4, 6, 8, 9], [9]),
+    "stopped": ([], 0, 5, [5], [5]),
+    "stopped in the last step": ([], 0, 9, [], []),
+    "stopped after saving": ([], 3, 6, [4, 6], [6]),
+    "by steps": (["trainer.save_freq=4"], 0, None, [4, 8, 9], [4, 8, 9]),
+    "by steps and time": (["trainer.save_freq=4"], 4, None, [3, 4, 7, 8, 9], [4, 8, 9]),
+    "the newest": (["trainer.max_ckpt_to_keep=2"], 3, None, [4, 8, 9], [8, 9]),
+    "never": (["trainer.save_minutes=-1"], 30, 5, [], []),
+    "only steps": (["trainer.save_minutes=-1", "trainer.save_freq=2"], 30, 5, [2, 4, 5], [2, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_when_a_run_saves_and_what_it_leaves(timed, case):
+    overrides, minutes, stopped, steps, left = SAVES[case]
+    on_step = lambda step: signal.raise_signal(signal.SIGINT) if step == stopped else None  # noqa: E731
+    trainer = timed("trainer.total_training_steps=9", *overrides, minutes=minutes, on_step=on_step)
+    assert run(trainer) == sorted(f"step_{step}" for step in left)
+    assert trainer.saved == steps and trainer.step == (stopped or 9)
+
+
+@pytest.mark.parametrize(("freq", "left"), [(-1, ["step_9"]), (4, ["step_4", "step_8", "step_9"])])
+def test_a_resumed_run_replaces_only_what_was_saved_by_time(timed, freq, left):
+    trainer = timed("trainer.total_training_steps=9", f"trainer.save_freq={freq}", minutes=0)
+    run_dir = interrupted_run(trainer.config, 4)
+    assert run(trainer, open_checkpoint(run_dir / "checkpoints" / "step_4")) == left
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_is_answered_with_the_step_that_ends(timed, capfd, number):
+    def press(step: int) -> None:
+        if step == 6:
+            signal.raise_signal(number)
+            assert "\nstopping after step 6; press Ctrl-C again to stop now\n" in capfd.readouterr().err
+
+    trainer = timed("trainer.total_training_steps=9", on_step=press)
+    run(trainer)
+    assert trainer.saved == [6]
+
+
+def test_a_signal_that_comes_after_the_step_still_saves_it(timed, monkeypatch, capfd):
+    log = Tracker.log
+
+    def late(self: Tracker, metrics: Any, step: int) -> None:
+        log(self, metrics, step)
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Tracker, "log", late)
+    trainer = timed("trainer.total_training_steps=9")
+    assert run(trainer) == ["step_3"] and trainer.step == 3
+    assert "stopping after step 3;" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", BOTH)
+@pytest.mark.parametrize("moment", ["publish", "evaluate", "train_step"])
+def test_without_a_step_to_finish_or_at_the_second_signal_the_run_stops_at_once(timed, monkeypatch, moment, number):
+    trainer = timed("trainer.total_training_steps=9")
+    done = []
+
+    def press(*arguments: Any) -> Any:
+        for _ in range(2 if moment == "train_step" else 1):
+            signal.raise_signal(number)
+        done.append(moment)
+
+    monkeypatch.setattr(trainer, moment, press)
+    before = [signal.getsignal(each) for each in BOTH]
+    with pytest.raises(KeyboardInterrupt), Stop() as stop:
+        run_and_keep(trainer, Checkpoints(trainer), stop, 0.0)
+    assert not done and not trainer.exports and not trainer.saved
+    if moment != "publish":
+        summary = json.loads((trainer.config.run_dir / "summary.json").read_text())
+        assert summary["interrupted"] and not summary["finished"]
+    assert [signal.getsignal(each) for each in BOTH] == before
+
+
+def test_a_signal_while_the_last_files_are_written_lets_them_end(timed, monkeypatch, capfd):
+    trainer = timed("trainer.total_training_steps=2")
+    save = trainer.save
+    monkeypatch.setattr(trainer.policy, "save", lambda *args: (signal.raise_signal(signal.SIGINT), save(*args))[1])
+    with Stop() as stop:
+        summary = run_and_keep(trainer, Checkpoints(trainer), stop, 0.0)
+    assert summary["finished"] and trainer.exports == 1
+    assert "last files are being written; press Ctrl-C again" in capfd.readouterr().err
+
+
+def test_a_job_that_ignores_interrupts_still_does():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            signal.raise_signal(signal.SIGINT)
+        assert not stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+STARTS = {
+    "new": ([], False, [], "fresh, because there is no run in {}"),
+    "without checkpoint": ([], None, [], "fresh, because the run in {} has no checkpoint"),
+    "finished": ([4], True, [], "fresh, because the run in {} is finished"),
+    "disabled": ([4], None, ["trainer.resume_mode=disable"], "fresh, because trainer.resume_mode=disable"),
+    "resumed": ([2, 4], None, [], "resumes from {}/checkpoints/step_4, after step 4 of 120"),
+}
+WHEN = {
+    "checkpoints: every 10 minutes, at Ctrl-C\n": [],
+    "checkpoints: every 5 steps, every 1.5 minutes, at Ctrl-C\n": ["trainer.save_freq=5", "trainer.save_minutes=1.5"],
+    "checkpoints: never, so this run cannot resume (trainer.save_freq=N)\n": ["trainer.save_minutes=-1"],
+}
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("case", STARTS)
+def test_a_start_says_in_one_line_what_it_resumes_and_when_it_saves(tmp_path, capsys, case, when):
+    steps, finished, overrides, words = STARTS[case]
+    settings = config(tmp_path, *overrides, *WHEN[when])
+    if finished is not False:
+        interrupted_run(settings, *steps, finished=bool(finished))
+    with open_run(settings):
+        pass
+    (line,) = [line for line in capsys.readouterr().err.splitlines(keepends=True) if line.startswith("start: ")]
+    assert line == f"start: {words.format(settings.run_dir)}; {when}"

@@ -1,0 +1,53 @@
+"""A refused command leaves the run folder as it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+from checkpoint_state import interrupted_run
+from engine_helpers import config
+
+from qarl.train import main
+
+REFUSALS = {
+    "training file": ("data.train_files=[nope.parquet]", "no such data file"),
+    "evaluation file": ("data.val_files=[nope.parquet]", "no such data file"),
+    "kind of file": ("data.train_files=[README.md]", "unknown kind of data file"),
+    "model folder": ("model.path=./nowhere", "nowhere"),
+    "reward function": ("reward.function=nowhere.py:score", "nowhere.py"),
+    "length": ("data.max_prompt_length=1", "max_prompt_length"),
+}
+
+
+def content(folder: Path) -> dict[str, tuple[int, bytes]]:
+    paths = [folder, *folder.rglob("*")]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
+
+
+@pytest.mark.usefixtures("in_the_checkout")
+@pytest.mark.parametrize("backend", ["local", "verl"])
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_refused_command_leaves_the_unfinished_run_as_it_is(tmp_path, capsys, refusal, backend):
+    settings = config(tmp_path)
+    interrupted_run(settings)
+    before = content(tmp_path)
+    override, message = REFUSALS[refusal]
+    arguments = [f"output_dir={settings.output_dir}", f"name={settings.name}", f"backend={backend}", override]
+    assert main(["config=configs/quickstart.yaml", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert content(tmp_path) == before
+
+
+def test_a_missing_file_is_refused_before_torch_is_imported(tmp_path):
+    code = (
+        "import sys; from qarl.train import main; "
+        "code = main(['config=configs/quickstart.yaml', 'data.train_files=[nope.parquet]', sys.argv[1]]); "
+        "sys.exit(code if not {'torch', 'vllm'} & set(sys.modules) else 9)"
+    )
+    command = [sys.executable, "-c", code, f"output_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "no such data file" in done.stderr

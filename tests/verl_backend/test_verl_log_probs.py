@@ -1,0 +1,102 @@
+"""After an optimizer step, the log-probs of verl's engine are those of a local policy with the same masters.
+
+verl casts the whole model to the masters' dtype, so BF16 masters are a way of their own through its engine. Every pair
+of two columns occurs in `PAIRS`, every row in the slow test. test_align_engine.py compares the local policy with vLLM.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cpu_features import needs_w4a16_cpu
+from fsdp_ranks import BANDS, OURS, QUANT, SETTINGS, as_batch, make_rows, run_engine
+from random_models import save_random_model
+from transformers import AutoModelForCausalLM
+
+from qarl.align.buffers import wrong_buffers
+from qarl.quant import get_scheme
+from qarl.trainer.policy import Policy
+
+pytest.importorskip("verl")
+pytestmark = needs_w4a16_cpu
+
+SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
+Row = tuple[str, str, str, str, bool]
+"""Family, scheme, dtype of the masters, optimizer, whether rows are packed."""
+
+
+def choose(*bits: int) -> tuple[str, str, str, bool]:
+    family, masters, optimizer, packed = bits
+    return ("qwen3", "qwen3_moe")[family], ("fp32", "bf16")[masters], ("muon", "adamw")[optimizer], bool(packed)
+
+
+def row(scheme: str, *bits: int) -> Row:
+    family, masters, optimizer, packed = choose(*bits)
+    return family, scheme, masters, optimizer, packed
+
+
+PAIRS = [
+    row(scheme, r ^ (s & 1) ^ (s >> 1), r, r ^ (s & 1), r ^ (s >> 1))
+    for s, scheme in enumerate(SCHEMES)
+    for r in (0, 1)
+]
+ALL = [row(scheme, *bits) for scheme in SCHEMES for bits in product((0, 1), repeat=4)]
+
+
+def test_every_pair_is_there():
+    for i in range(5):
+        for j in range(i):
+            assert {(one[i], one[j]) for one in PAIRS} == {(one[i], one[j]) for one in ALL}
+
+
+def job(wanted: Row) -> dict[str, Any]:
+    _, scheme, masters, optimizer, packed = wanted
+    engine = {"model_dtype": masters, "use_no_sync_for_gradient_accumulation": False}
+    optim = OURS | {"override_optimizer_config": SETTINGS[optimizer]}
+    common = {"quant": QUANT | {"scheme": scheme}, "bands": BANDS, "lr": 1e-3, "micro": 2, "log_prob_micro": 4}
+    return common | {"engine": engine, "optim": optim, "remove_padding": packed, "steps": 2}
+
+
+def differences(folder: Any, rows_wanted: list[Row], world: int) -> dict[Row, float]:
+    """Run two steps of each row on `world` ranks. Return the largest |difference| of a log-prob after them."""
+    largest: dict[Row, float] = {}
+    for family in sorted({one[0] for one in rows_wanted}):
+        model = str(save_random_model(folder / family, family))
+        batch, chosen = make_rows(model), [one for one in rows_wanted if one[0] == family]
+        for one, found in zip(
+            chosen, run_engine(folder, world, model, batch, [job(one) for one in chosen]), strict=True
+        ):
+            expected = local_log_probs(model, one[1], found["masters"], batch)
+            assert not torch.equal(expected, local_log_probs(model, one[1], {}, batch))  # the steps moved the weights
+            mask = batch["response_mask"]
+            parts = []
+            for mine, tensor in found["log_probs"]:
+                difference = F.pad(tensor, (0, mask.shape[1] - tensor.shape[1])) - expected[mine]
+                parts.append(difference[mask[mine]].abs().max())
+            largest[one] = float(torch.stack(parts).max())
+    return largest
+
+
+def local_log_probs(
+    model: str, scheme: str, masters: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
+    loaded.load_state_dict({name: tensor.bfloat16() for name, tensor in masters.items()}, strict=False)
+    assert not wrong_buffers(loaded)
+    policy = Policy(loaded, get_scheme(scheme, group_size=32), ("lm_head",), align="model")
+    with torch.no_grad():
+        return policy.response_log_probs(as_batch(batch), slice(0, 8), temperature=1.0)
+
+
+def test_log_probs_are_the_local_backends(tmp_path):
+    assert differences(tmp_path, PAIRS, 2) == dict.fromkeys(PAIRS, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_rows(tmp_path, world):
+    assert differences(tmp_path, ALL, world) == dict.fromkeys(ALL, 0.0)

@@ -20,17 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Values from `low` to `high` are sane. `below`: effect of a smaller value. `above`: effect of a larger value.
-
-    `when`: a dotted key, then values of this key. The bounds apply only if the key has one of these values. If `when`
-    is empty, they always apply.
-    """
+    """Values from `low` to `high` are sane. `below`: effect of a smaller value. `above`: effect of a larger value."""
 
     low: float
     high: float
     above: str
     below: str = ""
-    when: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,8 +58,6 @@ _CLIP = "the ratio is hardly limited, so a few tokens could outweigh the rest of
 _CLIPPED = "almost every token is clipped after the first update"
 _WEIGHT = "a single token or response could outweigh the rest of the batch"
 _BOUNDED = "even tokens without a mismatch are out of bounds"
-_INT4 = ("quant.scheme", "w4a16", "w4a8")
-_MUON = ("optim.name", "muon")
 _MEMORY = "no micro-batch of that size fits into memory"
 
 TABLE: dict[str, Bounds | Exempt] = {
@@ -89,9 +82,7 @@ TABLE: dict[str, Bounds | Exempt] = {
         1 / 1024, 4096, "no machine has that much memory", "it holds only a few tokens"
     ),
     "rollout.tensor_model_parallel_size": Bounds(1, 64, "splitting a layer over that many GPUs gains nothing"),
-    "quant.group_size": Bounds(
-        8, 4096, "one scale for that many weights is as coarse as one per output channel", "", _INT4
-    ),
+    "quant.group_size": Bounds(8, 4096, "one scale for that many weights is as coarse as one per output channel"),
     "quant.mismatch_limit": Bounds(0.0, 5.0, "no two useful models differ that much, so the guard would never act"),
     "actor.ppo_mini_batch_size": Bounds(1, 65536, _BATCH),
     "actor.ppo_micro_batch_size_per_gpu": Bounds(1, 16384, _MEMORY),
@@ -100,17 +91,17 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.log_prob_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
     "actor.kl_loss_coef": Bounds(1e-5, 1.0, "the KL term outweighs the reward", "the KL term changes nothing"),
     "actor.old_log_probs_sample": Bounds(
-        0.01, 1.0, "", "a difference outside the first mini-batch is hardly ever found", ("actor.old_log_probs", "auto")
+        0.01, 1.0, "", "a difference outside the first mini-batch is hardly ever found"
     ),
     "actor.ppo_epochs": Bounds(1, 32, "after that many passes the policy is far from the one that sampled"),
     "actor.grad_clip": Bounds(
         1e-4, 1e9, "even 1e9 clips no gradient", "every gradient is scaled down to almost nothing"
     ),
     "actor.seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
-    "actor.seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW, ("actor.positive_band", "two_sided")),
+    "actor.seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW),
     "actor.neg_seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW),
     "actor.neg_seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
-    "actor.band_reference_length": Bounds(1, 2**20, _LENGTH, "", ("actor.band_scaling", "length")),
+    "actor.band_reference_length": Bounds(1, 2**20, _LENGTH),
     "actor.seq_tis_imp_ratio_cap": Bounds(1, 100, "a single sequence could outweigh the rest of the batch"),
     "actor.clip_ratio_low": Bounds(1e-6, 0.9, _CLIP, _CLIPPED),
     "actor.clip_ratio_high": Bounds(1e-6, 10.0, _CLIP, _CLIPPED),
@@ -134,10 +125,8 @@ TABLE: dict[str, Bounds | Exempt] = {
     "optim.weight_decay": Bounds(0.0, 10.0, "the weights would decay faster than they learn"),
     "optim.lr_warmup_steps": Bounds(0, 100_000, "the learning rate would never reach its peak"),
     "optim.min_lr_ratio": Exempt("its type keeps it between 0 and 1, and both of these values are useful"),
-    "optim.muon_lr": Bounds(1e-8, 1.0, "the first update would destroy the model", "nothing would be learned", _MUON),
-    "optim.muon_momentum": Bounds(
-        0.0, 0.999, "the momentum would take longer than the run to follow the gradient", "", _MUON
-    ),
+    "optim.muon_lr": Bounds(1e-8, 1.0, "the first update would destroy the model", "nothing would be learned"),
+    "optim.muon_momentum": Bounds(0.0, 0.999, "the momentum would take longer than the run to follow the gradient"),
     "trainer.nnodes": Bounds(1, 4096, _MACHINES),
     "trainer.n_gpus_per_node": Bounds(1, 128, "no machine has that many"),
     "trainer.total_training_steps": Bounds(1, 10_000_000, _STEPS),
@@ -157,7 +146,7 @@ def unusual_values(config: Config) -> list[Unusual]:
     found = []
     for key, value in values.items():
         row = TABLE.get(key)
-        if isinstance(row, Bounds) and not row.low <= value <= row.high and _is_used(config, row.when):
+        if isinstance(row, Bounds) and not row.low <= value <= row.high:
             found.append(_question(key, value, row))
     return found + [unusual for check in _TOGETHER if (unusual := check(config)) is not None]
 
@@ -171,13 +160,6 @@ def flat_numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from flat_numbers({f"{key}[{i}]": one for i, one in enumerate(value)}, prefix)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{prefix}{key}", value
-
-
-def _is_used(config: Config, when: tuple[str, ...]) -> bool:
-    if not when:
-        return True
-    section, _, name = when[0].partition(".")
-    return getattr(getattr(config, section), name) in when[1:]
 
 
 def _question(key: str, value: float, row: Bounds) -> Unusual:
@@ -223,7 +205,7 @@ def _one_token_to_sample(config: Config) -> Unusual | None:
 def _mismatch_in_the_ratio(config: Config) -> Unusual | None:
     """docs/ablations.md has the eight runs."""
     from_rollout = config.actor.old_log_probs == "rollout"
-    if config.quant.align != "off" or config.quant.scheme not in _INT4[1:] or config.actor.loss == "reinforce":
+    if config.quant.align != "off" or config.quant.scheme not in ("w4a16", "w4a8") or config.actor.loss == "reinforce":
         return None
     if not (from_rollout or config.rollout_correction.bypass_mode):
         return None

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from qarl.config.checks import check
 from qarl.config.errors import ConfigError, Problem, from_pydantic, key_of
-from qarl.config.schema import Config, flat_values, sections
+from qarl.config.schema import Config, check_together, default_values, flat_values, sections
 from qarl.config.source import read_arguments
+from qarl.config.unread import dropped
 from qarl.errors import UserError
 
 
@@ -59,6 +59,9 @@ def _build(
 ) -> Config:
     # If a section is missing, its required keys are still reported one by one.
     filled = {**{name: {} for name in sections()}, **values}
+    for key in dropped(flat_values(filled, set()), default_values(), sources):
+        section, _, child = key.rpartition(".")
+        filled[section] = {name: value for name, value in filled[section].items() if name != child}
     found = list(problems)
     try:
         config = Config.model_validate(filled)
@@ -70,7 +73,7 @@ def _build(
         found += [from_pydantic(item, descriptions, sources) for item in errors]
         if report_missing:
             bad_keys = {key_of(item["loc"]).partition("[")[0] for item in errors}
-            found += check(flat_values(filled, bad_keys), sources)
+            found += check_together(flat_values(filled, bad_keys), sources)
     if found:
         raise ConfigError(found)
     return config

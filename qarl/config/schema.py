@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from pydantic_core import PydanticCustomError
 
 from qarl.config.checks import check
-from qarl.config.errors import ConfigError
+from qarl.config.errors import ConfigError, Problem
 from qarl.config.model import ModelConfig
 from qarl.config.objectives import AdvEstimator, ObjectiveKeys, RolloutCorrectionConfig
 from qarl.config.quant import QuantConfig
@@ -41,6 +41,7 @@ from qarl.config.types import (
     Unit,
     as_list,
 )
+from qarl.config.unread import problems as unread_problems
 from qarl.tbpo.config import BandScaling, MismatchOutsideCap, PositiveBand, TBPOConfig
 
 _TBPO = TBPOConfig()
@@ -389,7 +390,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
-        if problems := check(flat_values(self.model_dump(), bad_keys=set())):
+        if problems := check_together(flat_values(self.model_dump(), bad_keys=set())):
             raise ConfigError(problems)
         return self
 
@@ -419,3 +420,18 @@ def flat_values(values: Mapping[str, Any], bad_keys: set[str]) -> dict[str, Any]
             for child, info in section.model_fields.items():
                 flat[f"{name}.{child}"] = given.get(child, info.default)
     return {key: value for key, value in flat.items() if key not in bad_keys}
+
+
+def default_values() -> dict[str, Any]:
+    """Return dotted keys and their defaults."""
+    return flat_values({name: {} for name in sections()}, bad_keys=set())
+
+
+def check_together(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:
+    """Return every problem between keys: those that contradict each other, and those that have no effect.
+
+    `values` and `sources`: as in `qarl.config.checks.check`."""
+    problems = check(values, sources)
+    named = {problem.key for problem in problems}
+    unread = unread_problems(values, default_values(), sources)
+    return problems + [problem for problem in unread if problem.key not in named]

@@ -288,6 +288,8 @@ BY_TOKENS = [
         (["actor.old_log_probs=rollout"], "actor.old_log_probs", ["actor.loss=tbpo", "always be 1", "to auto"]),
         (["rollout.top_p=0.9", "quant.align=off"], "rollout.top_p", ["quant.align=off", "quant.align=model"]),
         (["rollout.top_k=5", "quant.align=linears"], "rollout.top_k", ["quant.align=linears", "quant.align=model"]),
+        (["actor.loss=grpo", "actor.band_scaling=length"], "actor.band_scaling", ["no effect", "actor.loss = grpo"]),
+        (["actor.kl_loss_coef=0.1"], "actor.kl_loss_coef", ["no effect", "set actor.use_kl_loss=true"]),
     ],
 )
 def test_keys_that_do_not_fit(folder: Path, overrides: list[str], key: str, words: list[str]) -> None:
@@ -300,8 +302,8 @@ def test_keys_that_do_not_fit(folder: Path, overrides: list[str], key: str, word
     "overrides",
     [
         ["quant.scheme=bf16", "quant.align=linears"],
-        ["quant.scheme=bf16", "quant.group_size=12", "quant.ignore=[]"],
-        ["quant.scheme=w8a8", "quant.group_size=12"],
+        ["quant.scheme=bf16", "quant.ignore=[]"],
+        ["quant.scheme=w8a8"],
         ["quant.scheme=fp8", "quant.align=exact"],
         ["quant.scheme=w4a8", "quant.align=off"],
         ["quant.scheme=w4a8", "quant.kernels=qarl"],

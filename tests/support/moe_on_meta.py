@@ -57,19 +57,14 @@ def registered(model: torch.nn.Module) -> Found:
 def stacked(manifest: Manifest, plan: WritePlan) -> Found:
     """The manifest's tensors as the engine's modules hold them: parts one below the other, experts stacked."""
     found: Found = {}
-    matrices = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
-    experts: dict[tuple[str, str], int] = {}
+    stacks = {"gate_up_proj": "w13", "down_proj": "w2"}
     for name, spec in manifest.items():
         owner, _, leaf = name.rpartition(".")
-        place, matrix = plan.by_owner[owner].name, owner.rpartition(".")[2]
+        place, stack = plan.by_owner[owner].name, owner.rpartition(".")[2]
         if leaf == "weight_shape":
             continue
-        if place.endswith("routed_experts"):
-            key = (place, f"{matrices[matrix]}_{leaf}")
-            if matrix != "up_proj":
-                experts[key] = experts.get(key, 0) + 1
-            rows = spec.shape[0] * (1 if matrices[matrix] == "w2" else 2)
-            found[key] = (spec.dtype, (experts[key], rows, *spec.shape[1:]))
+        if stack in stacks:
+            found[place, f"{stacks[stack]}_{leaf}"] = (spec.dtype, spec.shape)
         else:
             before = found.get((place, leaf), (spec.dtype, (0,)))[1][0]
             found[place, leaf] = (spec.dtype, (before + spec.shape[0], *spec.shape[1:]))

@@ -17,6 +17,8 @@ from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 
 from qarl.config import describe_keys
+from qarl.config.schema import default_values, flat_values, sections
+from qarl.config.unread import unread
 
 BASE = """
 name: reach
@@ -91,14 +93,18 @@ def make_files(folder: Path) -> None:
 
 
 def merged(**changes: Any) -> dict[str, Any]:
-    """`BASE` with dotted keys changed."""
+    """`BASE` with dotted keys changed, without keys that another key switches off."""
     values: dict[str, Any] = yaml.safe_load(BASE)
     for dotted, value in changes.items():
-        *sections, leaf = dotted.split(".")
+        *parents, leaf = dotted.split(".")
         node = values
-        for section in sections:
+        for section in parents:
             node = node.setdefault(section, {})
         node[leaf] = value
+    filled = {section: {} for section in sections()} | values
+    for dotted, _ in unread(flat_values(filled, set()), default_values()):
+        section, _, leaf = dotted.partition(".")
+        del values[section][leaf]
     return values
 
 

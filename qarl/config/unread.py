@@ -1,0 +1,103 @@
+"""Keys that a run never reads because of the value of another key, such as a band of TBPO with `actor.loss=grpo`.
+
+Such a key is an error, because its value would seem to act. There is one exception: if a YAML file sets the key and the
+command line sets the key that switches it off, the file's value is dropped. So `config=quickstart.yaml actor.loss=grpo`
+needs no second argument, and the resolved config lists only values that act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qarl.config.errors import Problem
+from qarl.config.source import COMMAND_LINE
+
+_CLIPPED = ("grpo", "dual_clip", "gspo", "mis_gspo", "positive_only")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`keys` are read only if `decider` has a value that `reads` accepts, which `fix` sets."""
+
+    decider: str
+    reads: Callable[[Any], bool]
+    fix: str
+    keys: tuple[str, ...]
+
+
+def _if(decider: str, values: tuple[Any, ...], *keys: str, fix: str | None = None) -> Rule:
+    text = " or ".join(str(value) for value in values)
+    return Rule(decider, lambda value: value in values, fix or f"set {decider} to {text}", keys)
+
+
+RULES = (
+    _if(
+        "actor.loss",
+        ("tbpo",),
+        "actor.seq_clip_ratio_high",
+        "actor.seq_clip_ratio_low",
+        "actor.neg_seq_clip_ratio_low",
+        "actor.neg_seq_clip_ratio_high",
+        "actor.seq_tis_imp_ratio_cap",
+        "actor.mismatch_outside_cap",
+        "actor.positive_band",
+        "actor.band_scaling",
+        "actor.band_reference_length",
+    ),
+    _if("actor.positive_band", ("two_sided",), "actor.seq_clip_ratio_low"),
+    _if("actor.band_scaling", ("length",), "actor.band_reference_length"),
+    _if("actor.loss", _CLIPPED, "actor.clip_ratio_low", "actor.clip_ratio_high"),
+    _if("actor.loss", ("dual_clip",), "actor.clip_ratio_c"),
+    _if("actor.loss", ("sapo",), "actor.tau_pos", "actor.tau_neg"),
+    _if("actor.loss", ("mis_gspo",), "actor.mis_imp_ratio_cap"),
+    _if("actor.use_kl_loss", (True,), "actor.kl_loss_coef", fix="set actor.use_kl_loss=true"),
+    _if("actor.old_log_probs", ("auto",), "actor.old_log_probs_sample"),
+    _if("optim.name", ("muon",), "optim.muon_lr", "optim.muon_momentum"),
+    _if("optim.lr_scheduler_type", ("cosine",), "optim.min_lr_ratio"),
+    _if("quant.scheme", ("w4a16", "w4a8"), "quant.group_size"),
+)
+
+
+def unread(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
+    """Yield each key whose value differs from its default and has no effect, with the rule that says why.
+
+    `values` and `defaults`: flat, by dotted key. Keys that are missing in `values` are skipped."""
+    seen = set()
+    for rule in RULES:
+        if rule.decider not in values or rule.reads(values[rule.decider]):
+            continue
+        for key in rule.keys:
+            if key in values and key not in seen and values[key] != defaults[key]:
+                seen.add(key)
+                yield key, rule
+
+
+def problems(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], sources: Mapping[str, str] | None = None
+) -> list[Problem]:
+    """Return a problem for each key of `values` that has no effect. `sources`: where each key was given."""
+    return [
+        Problem(
+            key,
+            values[key],
+            f"it has no effect with {rule.decider} = {_shown(values[rule.decider])}",
+            f"remove it, or {rule.fix}",
+            (sources or {}).get(key),
+        )
+        for key, rule in unread(values, defaults)
+    ]
+
+
+def dropped(values: Mapping[str, Any], defaults: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+    """Return the unread keys that a file sets and that an argument of the command line switches off."""
+    return [
+        key
+        for key, rule in unread(values, defaults)
+        if sources.get(rule.decider) == COMMAND_LINE and sources.get(key) != COMMAND_LINE
+    ]
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

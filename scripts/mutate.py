@@ -20,8 +20,8 @@ Mutants are in scripts/mutants/AREA.yaml:
 
 The checkout is never edited: each job has a copy, first on PYTHONPATH, so that subprocesses import the mutant too. What
 PYTHONPATH holds already stays behind it. Unmutated tests run first. A test must fail: a mutant that ends pytest in
-another way is broken, and counts as alive. Exit codes: 0; 1 if a mutant that is not argued is alive; 2 if nothing can
-be said: a mutant whose `old` is not in its file once (the code has changed: update the mutant), tests that fail without
+another way is broken, and counts as alive. Exit codes: 0; 1 if a mutant that is not argued is alive; 2 if there is no
+verdict: the text `old` of a mutant is not exactly once in its file (update the mutant), tests fail without
 a mutant, or a bad file of mutants.
 """
 

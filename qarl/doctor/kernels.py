@@ -63,7 +63,7 @@ def check_trainer(context: Context, topic: Topic) -> None:
         if not isinstance(choice, UserError):
             served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
     for (kernel, passed_over), names in served.items():
-        _report(topic, kernel, passed_over, f"{len(names)} layers", layer_lines(names, linears))
+        _report(context, topic, kernel, passed_over, f"{len(names)} layers", layer_lines(names, linears))
 
 
 def check_experts(context: Context, topic: Topic) -> None:
@@ -78,11 +78,21 @@ def check_experts(context: Context, topic: Topic) -> None:
     device = torch.device(context.target.device)
     choice = choose_experts_kernel(scheme.name, device, shape, group_size=scheme.group_size)
     lines = layer_lines(experts, context.quantized.get())
-    _report(topic, choice.kernel.name, choice.passed_over, f"{len(experts)} matrices of experts", lines)
+    _report(context, topic, choice.kernel.name, choice.passed_over, f"{len(experts)} matrices of experts", lines)
 
 
-def _report(topic: Topic, kernel: str, passed_over: tuple[str, ...], weights: str, lines: list[str]) -> None:
+def _report(
+    context: Context, topic: Topic, kernel: str, passed_over: tuple[str, ...], weights: str, lines: list[str]
+) -> None:
     """Report the trainer's kernel for some weights. Warn if it is the exact reference, because that is slow."""
+    if kernel == "reference" and not context.target.here:
+        topic.note(
+            f"not checked: which kernel of the trainer multiplies {weights}",
+            why=f"this machine lacks what {context.target.name} runs",
+            fix="run the doctor there too",
+            lines=lines,
+        )
+        return
     what, why = f"trainer: {kernel} multiplies {weights}", "; ".join(passed_over) or None
     if kernel == "reference":
         fix = "expect exact numbers but slow steps, because there is no faster kernel for this machine yet"

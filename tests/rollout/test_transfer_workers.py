@@ -43,7 +43,7 @@ class OneWorker(gpu_worker.Worker):
     """vLLM's worker, without its set-up: only its methods for weights."""
 
     def __init__(self, workers: int) -> None:
-        self.vllm_config, self.rank = SimpleNamespace(), 0
+        self.vllm_config, self.rank = SimpleNamespace(load_config=SimpleNamespace(load_format="auto")), 0
         self._weight_update_active = self._weight_update_is_draft = False
         self.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
         model = engine_model("llama")
@@ -128,6 +128,24 @@ def break_once(worker: OneWorker) -> None:
 
 def version(worker: OneWorker) -> int | None:
     return worker.weight_transfer_engine.receiver.version
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_dummy_weights_do_not_generate_before_a_publish(workers):
+    executor = Executor(workers)
+    for worker in executor.workers:
+        worker.vllm_config.load_config.load_format = "dummy"
+    for worker in executor.workers:
+        worker.logits()  # vLLM warms up
+    tensors = weights("llama")
+    send = trainer(executor, lambda: tensors)
+    for worker in executor.workers:
+        with pytest.raises(UserError, match="nothing was published to it"):
+            worker.logits()
+    send.send_weights()
+    for worker in executor.workers:
+        worker.logits()
+    send.shutdown()
 
 
 @pytest.mark.parametrize("workers", [1, 2])

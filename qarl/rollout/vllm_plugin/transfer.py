@@ -13,9 +13,11 @@ load BF16 weights by layerwise reload. QaRL's receives the stream of `qarl.rollo
 If a publish fails for one worker, it fails for all workers (`qarl.rollout.publish.sockets`), and the trainer gets the
 reason in their answers. vLLM's interface has four gaps:
 
-- vLLM never asks a transfer engine whether the weights are complete. So after a failed publish, QaRL's engine makes the
-  model's LogitsProcessor raise, until a publish is complete. This layer runs before every sampled token, and outside of
-  CUDA graphs. The error ends vLLM's engine core, but only if a request comes before the trainer publishes again.
+- vLLM never asks a transfer engine whether the weights are complete. So after a failed publish, and with dummy weights
+  before the first, QaRL's engine makes the model's LogitsProcessor raise, until a publish is complete. This layer runs
+  before every sampled token, and outside of CUDA graphs. The error ends vLLM's engine core, but only if a request comes
+  before the trainer publishes again. Before the trainer has connected, an engine with dummy weights answers, because
+  vLLM computes logits with them when it starts.
 - vLLM does not support errors of `update_weights` in several workers. If several workers raise, vLLM's executor reads
   only the first error, and takes the other replies for replies to the next call (`MultiprocExecutor.collective_rpc`).
   If one worker raises, vLLM ends the update only there, and the other workers refuse the next `start_weight_update`. So
@@ -94,6 +96,8 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
     info: QaRLInitInfo | None = None
     failed = False
     """Whether the last publish failed."""
+    published = False
+    """Whether a publish was ever complete."""
 
     def init_transfer_engine(self, init_info: QaRLInitInfo) -> None:
         """Store the trainer's address. If the trainer was restarted, call this again to replace the address."""
@@ -133,18 +137,27 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
             (info.host, info.port), info.token, held=receiver.held, seconds=info.seconds, limit=largest
         ) as client:
             client.feed(receiver)
-        self.failed = False
+        self.failed, self.published = False, True
 
     def finish_weight_update(self) -> None:
         """Do nothing. The trainer already knows the result, and an error here would leave vLLM's update open."""
 
     def _refusal(self) -> UserError | None:
-        if not self.failed or self.receiver is None:
+        if self.receiver is None:
+            return None
+        if self.failed:
+            return UserError(
+                "this engine does not generate, because its last publish failed",
+                why=self.receiver.stale_because,
+                fix="publish again before you generate: send_weights in the trainer sends all tensors",
+            )
+        if self.published or self.vllm_config.load_config.load_format != "dummy":
             return None
         return UserError(
-            "this engine does not generate, because its last publish failed",
-            why=self.receiver.stale_because,
-            fix="publish again before you generate: send_weights in the trainer sends all tensors",
+            "this engine does not generate, because nothing was published to it",
+            where="load_format=dummy",
+            why="its weights are random numbers",
+            fix="publish before you generate: send_weights in the trainer",
         )
 
     def shutdown(self) -> None:

@@ -6,6 +6,7 @@ from the installed transformers: a key for which no value is written below ends 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from functools import cache
@@ -29,7 +30,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.08,
     "pad_token_id": 256,
-    "bos_token_id": None,
+    "bos_token_id": 258,
     "eos_token_id": 257,
 }
 """Sizes that W4A16's kernels take, with the vocabulary of the quickstart's tokenizer."""
@@ -227,6 +228,9 @@ def content(family: str, changes: dict[str, Any]) -> dict[str, Any]:
 
     default = CONFIG_MAPPING[family]()
     sizes = {key: value for key, value in (SIZES | EXPERTS).items() if _settable(default, key)}
+    for alias, key in type(default).attribute_map.items():  # the other name would undo the change
+        if alias in changes or key in changes:
+            sizes = {name: value for name, value in sizes.items() if name not in (alias, key)}
     if getattr(default, "sliding_window", None) and family not in FAMILIES:
         sizes["sliding_window"] = 24
     if family == "qwen3_moe":
@@ -240,7 +244,8 @@ def small_config(family: str, **changes: Any) -> Any:
     """Return the config that transformers makes of `content`."""
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[family](**{key: value for key, value in content(family, changes).items() if key != "dtype"})
+    keys = copy.deepcopy(content(family, changes))  # a config class may write into a nested value
+    return CONFIG_MAPPING[family](**{key: value for key, value in keys.items() if key != "dtype"})
 
 
 def _settable(config: Any, key: str) -> bool:

@@ -233,6 +233,8 @@ def content(family: str, changes: dict[str, Any]) -> dict[str, Any]:
             sizes = {name: value for name, value in sizes.items() if name not in (alias, key)}
     if getattr(default, "sliding_window", None) and family not in FAMILIES:
         sizes["sliding_window"] = 24
+    if family == "qwen2":
+        sizes["vocab_size"] = 289  # transformers' tokenizer for this family adds <|endoftext|>
     if family == "qwen3_moe":
         sizes["mlp_only_layers"] = [1]
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]

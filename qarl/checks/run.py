@@ -123,7 +123,7 @@ CHECKS = (
 )
 """All checks, in the order in which they are made."""
 
-MODEL_CHECKS = ("not quantized", "model", "lm_head", "rows", "length", "linears")
+MODEL_CHECKS = ("not quantized", "model", "lm_head", "rows", "length", "linears", "vocabulary")
 """Names of the checks that read only the config and the model's folder, so that they hold on any machine."""
 
 

@@ -20,6 +20,7 @@ from qarl.kernels.triton.grouped import (
     grouped_w4a16_backward_kernel,
     grouped_w4a16_kernel,
 )
+from qarl.kernels.triton.marlin import codes_from_marlin_kernel
 from qarl.kernels.triton.quantize import (
     WEIGHT_TILE,
     dequantize_int4_kernel,
@@ -237,6 +238,11 @@ def _between_products() -> list[AotKernel]:
     return [*entries, AotKernel(clear_unused_kernel, types, (AotConfig({"BLOCK": 1024}),), ("size", "programs"))]
 
 
+def _marlin() -> list[AotKernel]:
+    types = {"codes_ptr": "*i32", "packed_ptr": "*i32", "tiles": "i32", "row_blocks": "i32"}
+    return [AotKernel(codes_from_marlin_kernel, types, (AotConfig({"TILES": 16}),), ("tiles",))]
+
+
 KERNELS: list[AotKernel] = [
-    *W4A16, *_scaled_mm(), *_grouped(), *_quantize(), *_activations(), *_between_products(),
+    *W4A16, *_scaled_mm(), *_grouped(), *_quantize(), *_activations(), *_between_products(), *_marlin(),
 ]  # fmt: skip

@@ -7,7 +7,7 @@
 So no rank ever has a BF16 copy of a whole quantized weight, or the whole model in low bits. Three things differ from
 `qarl.quant.linear`:
 
-- Each forward makes the copy in the kernel's layout and then drops it.
+- If the kernel's layout cannot be gathered (`qarl.kernels.layouts`), each forward makes it and then drops it.
 - Each backward dequantizes the weight.
 - The caller must call `quantize_shards` before a forward. It quantizes weights that changed, and makes FSDP2 gather
   them in low bits.
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from qarl.errors import UserError
 from qarl.kernels.experts.fused import ExpertsKernel, ExpertsWeights
+from qarl.kernels.layouts import wire_tensors
 from qarl.kernels.registry import prepare_gathered
 from qarl.quant import convert
 from qarl.quant.experts import QuantExperts, QuantizedStack
@@ -33,7 +34,7 @@ from qarl.quant.gathered import GatheredWeight
 from qarl.quant.linear import QuantLinear
 from qarl.quant.phases import phase
 from qarl.quant.scheme import Scheme
-from qarl.quant.shards import WeightShard, wire_tensors
+from qarl.quant.shards import WeightShard
 from qarl.quant.stacks import STACKS
 from qarl.quant.tensor import QuantizedTensor
 
@@ -84,7 +85,7 @@ class ShardedQuantLinear(_Sharded, QuantLinear):
     def quantized(self) -> QuantizedTensor:
         """Return the gathered low-bit tensors. This works only during a forward or a backward."""
         with phase("prepare"):
-            tensors = wire_tensors(_gathered(self, "weight"))
+            tensors = dict(wire_tensors(_gathered(self, "weight")))
         return QuantizedTensor(self.scheme, (self.out_features, self.in_features), tensors)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -130,20 +131,20 @@ class _GatheredExperts(NamedTuple):
             return prepare(self.gathered_gate_up, self.gathered_down)
 
     @property
-    def gate_up(self) -> dict[str, torch.Tensor]:
+    def gate_up(self) -> Mapping[str, torch.Tensor]:
         with phase("prepare"):
             return wire_tensors(self.gathered_gate_up)
 
     @property
-    def down(self) -> dict[str, torch.Tensor]:
+    def down(self) -> Mapping[str, torch.Tensor]:
         with phase("prepare"):
             return wire_tensors(self.gathered_down)
 
 
 def _shard(layer: QuantLinear | QuantExperts, leaf: str) -> WeightShard:
-    reads_tiles = getattr(layer.kernel, "reads_tiles", False)
+    layout = getattr(layer.kernel, "layout", None)
     shape = tuple(layer.get_parameter(leaf).shape)
-    return WeightShard(f"{layer.qualified_name}.{leaf}", layer.scheme, shape, reads_tiles=reads_tiles)
+    return WeightShard(f"{layer.qualified_name}.{leaf}", layer.scheme, shape, layout=layout)
 
 
 def _gathered(layer: QuantLinear | QuantExperts, leaf: str) -> dict[str, torch.Tensor]:

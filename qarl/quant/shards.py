@@ -12,8 +12,8 @@ optimizers, clipping and checkpoints. A new tensor, as after moving a model, nee
                     gather
     one rank        FSDP2 copies only the first tensor that `fsdp_pre_all_gather` returns. Therefore codes and scales
                     share one buffer of bytes
-    tiles           some kernels read int4 codes in tiles of rows. If each shard consists of whole tiles, the codes are
-                    gathered in this layout, so no forward has to convert a whole weight
+    layout          some kernels read int4 weights in a layout of their own. If each shard can be converted alone, this
+                    layout is made once per optimizer step and gathered, so no forward has to convert a whole weight
 
 This is the same in torch 2.11 and 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
 """
@@ -26,7 +26,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from qarl.kernels.cpu.tiles import TILE_ROWS, from_tiles, to_tiles
+from qarl.kernels.layouts import Layout, wire_tensors
 from qarl.quant.gathered import GatheredWeight
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
@@ -50,13 +50,13 @@ class _Slot(NamedTuple):
 class WeightShard:
     """This rank's part of the weight `name` [N, K], or of a stack [E, N, K], quantized with `scheme`.
 
-    `generation`: how many times it was quantized. `reads_tiles`: whether the layer's kernel can read int4 tiles.
+    `generation`: how many times it was quantized. `layout`: that of the layer's kernel for int4 weights, if it has one.
     """
 
-    def __init__(self, name: str, scheme: Scheme, shape: tuple[int, ...], *, reads_tiles: bool = False) -> None:
+    def __init__(self, name: str, scheme: Scheme, shape: tuple[int, ...], *, layout: Layout | None = None) -> None:
         self.name, self.scheme, self.shape = name, scheme, torch.Size(shape)
         self.generation = 0
-        self._reads_tiles = reads_tiles and scheme.format == "pack-quantized"
+        self._layout = layout if scheme.format == "pack-quantized" else None
         self._parameter: DTensor | None = None
         self._buffer: torch.Tensor | None = None
         self._slots: tuple[_Slot, ...] = ()
@@ -118,11 +118,11 @@ class WeightShard:
             rows = torch.cat((rows, rows.new_zeros(padded - len(rows), *rows.shape[1:])))
         made = quantize(rows.flatten(0, -2), self.scheme, name=self.name).tensors
         made.pop("weight_shape", None)
-        tile_by = padded if len(self.shape) == 2 else self.shape[1]
-        if self._reads_tiles and tile_by % TILE_ROWS == 0 and self.shape[-2] % TILE_ROWS == 0:
-            made = {"weight_tiles": to_tiles(made.pop("weight_packed")), **made}
         if len(self.shape) == 3:
             made = {name: tensor.unflatten(0, (padded, -1)) for name, tensor in made.items()}
+        layout = self._layout
+        if layout is not None and layout.fits(self.shape) and layout.fits((padded, *self.shape[1:])):
+            made = layout.convert(made)
         self._store(made)
         self._versions = versions
         self.generation += 1
@@ -182,19 +182,9 @@ class WeightShard:
         for slot in self._slots:
             part = DTensor.from_local(slot.of(self._buffer).view(torch.uint8), mesh, placements, run_check=False)
             found[slot.name] = self._cut(part.full_tensor().view(slot.dtype))
-        return wire_tensors(found)
+        return dict(wire_tensors(found))
 
 
 def _local(parameter: DTensor) -> torch.Tensor:
     """Return the tensor on which FSDP2 looks up the methods. In torch 2.13, `to_local` returns only a view of it."""
     return parameter._local_tensor
-
-
-def wire_tensors(gathered: Tensors) -> Tensors:
-    """Return gathered tensors in compressed-tensors' layout, without `weight_shape`."""
-    if "weight_tiles" not in gathered:
-        return gathered
-    others = dict(gathered)
-    tiles = others.pop("weight_tiles")
-    packed = from_tiles(tiles.flatten(0, -2)).unflatten(0, (*tiles.shape[:-2], -1))
-    return {"weight_packed": packed, **others}

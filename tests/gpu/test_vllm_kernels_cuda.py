@@ -77,3 +77,21 @@ def test_log_probs_in_blocks(rows: int) -> None:
     exact = logits.grad.double().t() @ hidden.detach().double()
     error, theirs = ((g.double() - exact).norm() / exact.norm() for g in (mine[1].grad, weight.grad))
     assert error <= 1.01 * theirs + 1e-4
+
+
+@pytest.mark.parametrize(("sizes", "group_size"), [((5, 128, 256), 128), ((3, 64, 128), 128)], ids=str)
+def test_marlins_layout_of_experts_is_that_of_vllms_operators(sizes: tuple[int, int, int], group_size: int) -> None:
+    pytest.importorskip("vllm")
+    from marlin_reference import random_stack
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_moe_permute_scales
+
+    from qarl.kernels.cuda.marlin import CODES, SCALES, from_marlin, to_marlin
+
+    tensors = {name: tensor.cuda() for name, tensor in random_stack(*sizes, group_size).items()}
+    found, columns = to_marlin(tensors), tensors["weight_packed"].mT.contiguous()
+    perm = torch.empty(sizes[0], 0, dtype=torch.int32, device="cuda")
+    assert torch.equal(found[CODES], ops.gptq_marlin_moe_repack(columns, perm, sizes[2], sizes[1], 4))
+    scales = tensors["weight_scale"].mT.contiguous()
+    assert torch.equal(found[SCALES], marlin_moe_permute_scales(scales, sizes[2], sizes[1], group_size))
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in from_marlin(found).items())

@@ -14,9 +14,11 @@ import pytest
 import torch
 from gpu_lock import CAPABILITIES, pretend, required
 from gpu_lock_models import build, engine_config, process_groups, stand_in_operators
+from marlin_reference import random_stack, vllm_layout
 from random_models import save_random_model
 
 from qarl.kernels.cuda import vllm_ops
+from qarl.kernels.cuda.marlin import to_marlin
 from qarl.kernels.experts import vllm as vllm_experts
 from qarl.kernels.experts.fused import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
@@ -136,3 +138,10 @@ def test_experts(gpu: tuple[int, int], moe_folder: Path, scheme: str, group_size
     if expected == "vllm_cutlass_experts" and gpu >= (10, 0):
         expected = None  # there vLLM's own choice depends on the number of tokens
     assert trainer.kernel.name == expected if expected else not trainer.kernel.name.startswith("vllm"), trainer.reason
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_the_layout_of_marlins_experts_is_vllms(group_size: int) -> None:
+    tensors = random_stack(3, 128, 64, group_size)
+    made = to_marlin(tensors)
+    assert all(torch.equal(a, b) for a, b in zip(made.values(), vllm_layout(tensors, group_size), strict=True))

@@ -1,7 +1,7 @@
 """vLLM's fused experts without a GPU: what its own chooser answers, and what its operators are handed.
 
 The CUDA operators are stood in for by PyTorch that reads the layouts and routing tables which vLLM documents; the
-Python around them (fused_marlin_moe, run_cutlass_moe_fp8, fused_experts, the scale permutations, the choice) is the
+Python around them (fused_marlin_moe, run_cutlass_moe_fp8, fused_experts, Marlin's permutations, the choice) is the
 installed vLLM's. On a GPU tests/gpu runs the real ones.
 """
 
@@ -17,13 +17,13 @@ import torch
 pytest.importorskip("vllm")
 
 from expert_cases import exact, exact_weight, make, off, stacked
+from marlin_reference import unpermuted
 
 from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.cuda import vllm_ops as vllm_cuda
 from qarl.kernels.experts import vllm as vllm_experts
 from qarl.kernels.experts.fused import EXPERTS_KERNELS, LowBitExperts, choose_experts_kernel, fused_experts
 from qarl.kernels.experts.grouped import ExpertsShape
-from qarl.kernels.int4 import unpack_int4
 from qarl.process import configure_vllm_process
 from qarl.vllm_versions.functions import changed_functions
 
@@ -169,12 +169,6 @@ def moe_kernel_quantize_input(A: Any, A_scale: Any, quant_dtype: Any, per_act_to
 def marlin_operators(ops: Any) -> tuple[Any, ...]:
     marlin = importlib.import_module(f"{UTILS}.marlin_utils")
 
-    def gptq_marlin_moe_repack(b_q_weight: Any, perm: Any, size_k: int, size_n: int, num_bits: int) -> torch.Tensor:
-        experts = len(b_q_weight)
-        assert b_q_weight.is_contiguous() and b_q_weight.shape == (experts, size_k // 8, size_n)
-        assert num_bits == 4 and perm.shape == (experts, 0) and perm.dtype == torch.int32
-        return b_q_weight.reshape(experts, size_k // 16, size_n * 2)
-
     def moe_wna16_marlin_gemm(
         input: Any, output: Any, b_qweight: Any, b_bias: Any, b_scales: Any, a_scales: Any, global_scale: Any,
         b_qzeros: Any, g_idx: Any, perm: Any, workspace: Any, sorted_token_ids: Any, expert_ids: Any, padded: Any,
@@ -186,7 +180,8 @@ def marlin_operators(ops: Any) -> tuple[Any, ...]:
         assert b_bias is a_scales is global_scale is b_qzeros is None and g_idx.numel() == perm.numel() == 0
         inverse = torch.argsort(torch.tensor(marlin.get_scale_perms()[0 if b_scales.shape[1] > 1 else 1]))
         for block, expert in enumerate(expert_ids.tolist()):
-            codes = unpack_int4(b_qweight[expert].reshape(size_k // 8, size_n).t()).t().double()
+            codes = unpermuted(b_qweight[expert]).double()
+            assert codes.shape == (size_k, size_n)
             scales = b_scales[expert].reshape(-1, len(inverse))[:, inverse].reshape(-1, size_n).double()
             weight = (codes * scales.repeat_interleave(size_k // len(scales), 0)).bfloat16().double()
             for place in sorted_token_ids[block * moe_block_size :][:moe_block_size].tolist():
@@ -195,7 +190,7 @@ def marlin_operators(ops: Any) -> tuple[Any, ...]:
                     output[place] = row * topk_weights.flatten()[place] if mul_topk_weights else row
         return output
 
-    return gptq_marlin_moe_repack, moe_wna16_marlin_gemm
+    return (moe_wna16_marlin_gemm,)
 
 
 def cutlass_operators(module: Any) -> tuple[Any, ...]:

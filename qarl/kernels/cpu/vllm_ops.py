@@ -27,6 +27,7 @@ from qarl.kernels.activations import BF16Activations, dequantize, quantize_int8_
 from qarl.kernels.cpu.tiles import to_tiles
 from qarl.kernels.cpu.torch_ops import PreparedScaled, int8_linear, int8_unavailable, int_mm
 from qarl.kernels.int4 import VALUES_PER_INT32
+from qarl.kernels.layouts import TILES
 from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
 
 _TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time
@@ -76,7 +77,7 @@ class VllmCpuWNA16Linear(BF16Activations):
     """W4A16 by `cpu_gemm_wna16`, the operator of vLLM's CPUWNA16LinearKernel."""
 
     name = "vllm_cpu_wna16"
-    reads_tiles = True
+    layout = TILES
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:

@@ -47,7 +47,7 @@ _EIGHT_BIT = ("w8a8", "fp8")
 class ExpertsKernel(NamedKernel, Protocol):
     """A kernel for expert layers. `prepare` runs once per optimizer step, `forward` in every forward.
 
-    The attributes `prepare_gathered` and `reads_tiles` are optional, as for a `LinearKernel`.
+    The attributes `prepare_gathered` and `layout` are optional, as for a `LinearKernel`.
     """
 
     @staticmethod

@@ -28,7 +28,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from qarl.kernels.cuda.marlin import CODES, SCALES, to_marlin
 from qarl.kernels.cuda.vllm_ops import uint4b8, why_not_here
+from qarl.kernels.layouts import MARLIN
 from qarl.vllm_versions.differences import describe_experts, moe_sum
 from qarl.vllm_versions.functions import why_unusable
 
@@ -40,10 +42,8 @@ _UTILS = "vllm.model_executor.layers.quantization.utils"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _COMPRESSED_TENSORS = "vllm.model_executor.layers.quantization.compressed_tensors"
 FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
-    (_OPS, "gptq_marlin_moe_repack"): ("b_q_weight", "perm", "size_k", "size_n", "num_bits"),
     (_OPS, "moe_sum"): ("input", "output"),
     (_OPS, "scaled_fp8_quant"): ("input", "use_per_token_if_dynamic"),
-    (f"{_UTILS}.marlin_utils", "marlin_moe_permute_scales"): ("s", "size_k", "size_n", "group_size"),
     (f"{_UTILS}.int8_utils", "per_token_quant_int8"): ("x",),
     (f"{_MOE}.config", "fp8_w8a8_moe_quant_config"): (
         "w1_scale", "w2_scale", "per_act_token_quant", "per_out_ch_quant",
@@ -162,6 +162,7 @@ class VllmMarlinExperts:
     """W4A16 by `fused_marlin_moe`. As in MarlinExperts, vLLM's `moe_sum` adds up a token's experts."""
 
     name = "vllm_marlin_experts"
+    layout = MARLIN
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
@@ -179,28 +180,12 @@ class VllmMarlinExperts:
 
     @staticmethod
     def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> Experts:
-        """Convert to Marlin's tiles: weights int32 [E, K/16, 2N], and scales [E, K/g, N] permuted to match."""
-        from vllm import _custom_ops as ops
+        """Convert to Marlin's layout: codes int32 [E, K/16, 2N], and scales BF16 [E, K/g, N] permuted to match.
 
-        marlin = importlib.import_module(f"{_UTILS}.marlin_utils")
-        intermediate = down["weight_packed"].shape[2] * 8
-        made: list[torch.Tensor] = []
-        for tensors in (gate_up, down):
-            packed, scale = tensors["weight_packed"], tensors["weight_scale"]
-            experts, n, k = packed.shape[0], packed.shape[1], packed.shape[2] * 8
-            weight = ops.gptq_marlin_moe_repack(
-                packed.transpose(1, 2).contiguous(),
-                perm=_no_columns(experts, packed.device),
-                size_k=k,
-                size_n=n,
-                num_bits=4,
-            )
-            # As in vLLM, `size_k` is I for down and for gate_up: only whether it exceeds the group size matters.
-            scales = marlin.marlin_moe_permute_scales(
-                s=scale.transpose(1, 2).contiguous(), size_k=intermediate, size_n=n, group_size=k // scale.shape[2]
-            )
-            made += [weight, scales]
-        return Experts(made[0], made[2], made[1], made[3])
+        The stacks may already be in this layout.
+        """
+        stacks = [each if CODES in each else to_marlin(each) for each in (gate_up, down)]
+        return Experts(*(each[CODES] for each in stacks), *(each[SCALES] for each in stacks))
 
     @staticmethod
     def forward(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""Convert a stack of int4 weights between the wire format and the layout of vLLM's Marlin kernel.
+
+vLLM repacks one expert after another (`gptq_marlin_moe_repack`, `marlin_moe_permute_scales`), and waits for the device
+each time. Here a whole stack is a few operations, on any device. The bytes are those of vLLM's plain PyTorch,
+`marlin_weights` and `marlin_permute_scales` (marlin_utils_test.py, marlin_utils.py). The way back is in every backward,
+so on GPUs it is one kernel.
+
+Both layouts have the same codes in a different order. In the wire format, byte q of int32 number 2 t + h of row n has
+the codes of columns 16 t + 8 h + 2 q (low nibble) and the next one. In Marlin's layout, for row n = 64 j + 16 i + 8 b +
+c, they lie in int32 number 128 j + 16 c + 4 q + i of tile t: the code of column 2 q + o in byte 2 o + b, for h = 0 in
+the low nibble, for h = 1 in the high one.
+
+The scales of 64 rows are transposed as an 8 x 8 matrix. If a row has a single scale, those of 32 rows are permuted as
+[4, 4, 2] -> [4, 4, 2] with the first two dimensions exchanged. Experts stay apart, so the layout of some experts is a
+part of the layout of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from qarl.kernels.int4 import VALUES_PER_INT32
+from qarl.kernels.triton.linears import unavailable
+
+CODES, SCALES = "marlin_codes", "marlin_scales"
+"""Names of the tensors in Marlin's layout."""
+_ROWS, _COLUMNS = 64, 16
+"""Rows and columns of a weight must be multiples of these."""
+
+
+def fits(shape: tuple[int, ...]) -> bool:
+    """Return whether a stack of `shape` [E, N, K] has a Marlin layout."""
+    return len(shape) == 3 and shape[1] % _ROWS == 0 and shape[2] % _COLUMNS == 0
+
+
+def to_marlin(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convert stacked wire tensors.
+
+    From `weight_packed` int32 [E, N, K/8] and `weight_scale` BF16 [E, N, K/g], make `marlin_codes` int32 [E, K/16, 2N]
+    and `marlin_scales` BF16 [E, K/g, N]. Raise ValueError unless N is a multiple of 64 and K of 16.
+    """
+    packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+    experts, rows, words = packed.shape
+    if not fits((experts, rows, words * VALUES_PER_INT32)):
+        raise ValueError(f"Marlin needs N in multiples of 64 and K of 16, not {[rows, words * VALUES_PER_INT32]}")
+    return {CODES: _codes_to_marlin(packed), SCALES: _scales_to_marlin(scale)}
+
+
+def from_marlin(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Invert `to_marlin`."""
+    codes, scales = tensors[CODES], tensors[SCALES]
+    return {"weight_packed": _codes_from_marlin(codes), "weight_scale": _scales_from_marlin(scales)}
+
+
+def _codes_to_marlin(packed: torch.Tensor) -> torch.Tensor:
+    experts, rows, words = packed.shape
+    sizes = (experts, rows // 64, 4, 2, 8, words // 2, 2, 4)  # E j i b c t h q
+    pairs = packed.contiguous().view(torch.uint8).view(sizes)
+    low, high = pairs.permute(6, 0, 5, 1, 4, 7, 2, 3).unbind()  # E t j c q i b
+    codes = pairs.new_empty(*low.shape[:-1], 2, 2)  # E t j c q i o b
+    codes[..., 0, :] = (low & 0xF) | (high << 4)
+    codes[..., 1, :] = (low >> 4) | (high & 0xF0)
+    return codes.view(-1).view(torch.int32).view(experts, words // 2, 2 * rows)
+
+
+def _codes_from_marlin(codes: torch.Tensor) -> torch.Tensor:
+    if unavailable("w4a16", codes.device) is None:
+        from qarl.kernels.triton.marlin import codes_from_marlin
+
+        return codes_from_marlin(codes)
+    experts, tiles, words = codes.shape
+    sizes = (experts, tiles, words // 128, 8, 4, 4, 2, 2)  # E t j c q i o b
+    pairs = codes.contiguous().view(torch.uint8).view(sizes)
+    even, odd = pairs.permute(6, 0, 2, 5, 7, 3, 1, 4).unbind()  # E j i b c t q
+    packed = pairs.new_empty(*even.shape[:-1], 2, 4)  # E j i b c t h q
+    packed[..., 0, :] = (even & 0xF) | (odd << 4)
+    packed[..., 1, :] = (even >> 4) | (odd & 0xF0)
+    return packed.view(-1).view(torch.int32).view(experts, words // 2, 2 * tiles)
+
+
+def _scales_to_marlin(scale: torch.Tensor) -> torch.Tensor:
+    experts, rows, groups = scale.shape
+    return _permuted(scale.mT).reshape(experts, groups, rows)
+
+
+def _scales_from_marlin(scales: torch.Tensor) -> torch.Tensor:
+    return _permuted(scales).reshape(scales.shape).mT.contiguous()
+
+
+def _permuted(scales: torch.Tensor) -> torch.Tensor:
+    """Permute the rows of `scales` [E, K/g, N], here split into several dimensions. A second call restores them."""
+    if scales.shape[1] > 1:
+        return scales.unflatten(2, (-1, 8, 8)).mT
+    return scales.unflatten(2, (-1, 4, 4, 2)).transpose(3, 4)

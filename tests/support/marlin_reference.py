@@ -1,0 +1,43 @@
+"""Marlin's layout by vLLM's plain PyTorch, one matrix at a time (marlin_utils_test.py, marlin_utils.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qarl.kernels.int4 import unpack_int4
+from qarl.process import configure_vllm_process
+
+
+def random_stack(experts: int, rows: int, columns: int, group_size: int) -> dict[str, torch.Tensor]:
+    packed = torch.randint(-(2**31), 2**31, (experts, rows, columns // 8)).to(torch.int32)
+    return {"weight_packed": packed, "weight_scale": torch.randn(experts, rows, columns // group_size).bfloat16()}
+
+
+def vllm_layout(tensors: dict[str, torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int32 [E, K/16, 2N] and scales [E, K/g, N] from stacked wire tensors."""
+    utils, for_tests = _modules()
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for packed, scale in zip(tensors["weight_packed"], tensors["weight_scale"], strict=True):
+        codes = unpack_int4(packed).int().t() + 8
+        size = tuple(codes.shape)
+        weight = for_tests.marlin_weights(codes, *size, 4, for_tests.get_weight_perm(4))
+        made.append((weight, utils.marlin_permute_scales(scale.t().contiguous(), *size, group_size)))
+    codes, scales = zip(*made, strict=True)
+    return torch.stack(codes), torch.stack(scales)
+
+
+def unpermuted(codes: torch.Tensor) -> torch.Tensor:
+    """int8 [K, N] in -8..7 from Marlin's codes int32 [K/16, 2N]."""
+    tiles, words = codes.shape
+    order = torch.argsort(_modules()[1].get_weight_perm(4))
+    values = unpack_int4(codes).view(-1, 1024)[:, order].view(tiles, words // 32, 16, 16)
+    return values.transpose(1, 2).reshape(16 * tiles, words // 2)
+
+
+def _modules() -> tuple[Any, Any]:
+    configure_vllm_process()
+    from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_test
+
+    return marlin_utils, marlin_utils_test

@@ -103,6 +103,7 @@ def main() -> None:
         if int(rank) < world:
             for scheme in SCHEMES:
                 results[world, scheme] = run_case(mesh, scheme, int(rank))
+            results[world, "marlin"] = [with_kernel(mesh, kernel, int(rank)) for kernel in experts_kernels()]
         torch.distributed.barrier()
     torch.save(results, f"{output}.{rank}")
     torch.distributed.destroy_process_group()
@@ -221,6 +222,45 @@ def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
         if rank == 0:
             model.blocks[0].experts.down_proj._local_tensor.fill_(torch.nan)
     found["nan"] = refusal(lambda: quantize_shards(model), UserError)
+    return found
+
+
+def experts_kernels() -> tuple[Any, Any]:
+    """Experts in PyTorch, which read the wire tensors; and the same behind Marlin's layout, which counts."""
+    from dataclasses import replace
+
+    from qarl.kernels.cuda.marlin import from_marlin, to_marlin
+    from qarl.kernels.experts.fused import ReferenceExperts
+    from qarl.kernels.layouts import MARLIN
+
+    class Marlin(ReferenceExperts):
+        converted = []
+        layout = replace(MARLIN, convert=lambda tensors: Marlin.converted.append(1) or to_marlin(tensors))
+
+        @staticmethod
+        def prepare(gate_up: Any, down: Any) -> Any:
+            return from_marlin(gate_up), from_marlin(down)
+
+    return ReferenceExperts, Marlin
+
+
+def with_kernel(mesh: Any, kernel: Any, rank: int) -> dict[str, Any]:
+    """A step with `kernel` for the W4A16 experts, and what is published after it."""
+    from qarl.kernels.experts import fused
+    from qarl.quant.fsdp import quantize_shards
+
+    before, found = fused.EXPERTS_KERNELS["w4a16"], {}
+    fused.EXPERTS_KERNELS["w4a16"] = (kernel,)
+    model: Any = make_model()
+    shard(model, mesh, "w4a16")
+    fused.EXPERTS_KERNELS["w4a16"] = before
+    converted = getattr(kernel, "converted", [])
+    quantize_shards(model)
+    found["converted"] = [len(converted)]
+    loss = loss_of(model(make_input(rank)), rank)
+    found["converted"].append(len(converted))
+    loss.backward()
+    found["loss"], found["gradients"], found["published"] = loss.detach(), gradients(model), publish(model, "w4a16")
     return found
 
 

@@ -3,9 +3,12 @@ through float64 products of what the forward multiplied by."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from expert_cases import SHAPE, exact, exact_weight, make, off, stacked
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from qarl.errors import UserError
 from qarl.kernels.cpu.experts import VllmCpuExperts
@@ -78,6 +81,51 @@ def test_no_tokens_launch_nothing() -> None:
         assert t.grad is not None and t.grad.shape == t.shape and not t.grad.any()
     frozen = fused_experts(x.detach().requires_grad_(), weights.detach(), ids, None, None, experts)
     frozen.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("after", "early_stop", "runs"),
+    [
+        (lambda x, y: x + y, True, 1),
+        (lambda x, y: x + y, False, 2),
+        (lambda x, y: (x + y) * y, True, 2),  # the product saves y
+    ],
+    ids=["last", "without early stop", "read later"],
+)
+def test_a_recomputation_runs_the_kernel_only_if_its_output_is_read(after: Any, early_stop: bool, runs: int) -> None:
+    called = []
+
+    class Counted(ReferenceExperts):
+        @classmethod
+        def forward(cls, *arguments: Any) -> torch.Tensor:
+            called.append(1)
+            return super().forward(*arguments)
+
+    x, weights, ids, gate_up, down = make()
+    experts = LowBitExperts.of(Counted, stacked(gate_up, "w4a16"), stacked(down, "w4a16"))
+    made = []
+    for recompute in (False, True):
+        inputs = [t.detach().clone().requires_grad_() for t in (x, weights, gate_up, down)]
+
+        def block(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            return after(x, fused_experts(x * 0.5, others[0] * 0.5, ids, *others[1:], experts))
+
+        called.clear()
+        with set_checkpoint_early_stop(early_stop):
+            y = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
+            y.square().sum().backward()
+        assert len(called) == (runs if recompute else 1)
+        made.append([y, *(t.grad for t in inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, weights, ids, gate_up, down = make()
+    experts = LowBitExperts.of(ReferenceExperts, stacked(gate_up, "w4a16"), stacked(down, "w4a16"))
+    y = fused_experts(x.requires_grad_(), weights, ids, None, None, experts)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 def test_experts_of_two_layers_are_refused() -> None:

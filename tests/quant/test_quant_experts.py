@@ -15,7 +15,7 @@ from random_models import save_random_model
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.experts.fused import BF16_KERNELS, EXPERTS_KERNELS
+from qarl.kernels.experts.fused import BF16_KERNELS, EXPERTS_KERNELS, ReferenceExperts
 from qarl.quant import (
     QuantExperts,
     Scheme,
@@ -209,6 +209,25 @@ def test_the_model_is_converted_and_published_matrix_by_matrix(folder: Any, sche
     assert len(quantized) == 2 * (4 + 3 * 4) and "model.layers.1.mlp.experts.3.down_proj" in quantized
     assert published["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
     assert not [name for name in published if name.endswith(("gate_up_proj", "experts.down_proj"))]
+
+
+def test_checkpointed_blocks_run_each_experts_kernel_once(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    forward = ReferenceExperts.forward
+    monkeypatch.setattr(ReferenceExperts, "forward", lambda *arguments: calls.append(1) or forward(*arguments))
+    monkeypatch.setitem(EXPERTS_KERNELS, "w4a16", (ReferenceExperts,))
+    gradients = []
+    for recompute in (False, True):
+        model = load(folder).train()
+        quantize_model(model, scheme="w4a16", group_size=GROUP)
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        calls.clear()
+        model(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None], use_cache=False).loss.backward()
+        assert len(calls) == len(model.model.layers)
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, grad in gradients[0].items():
+        assert torch.equal(grad, gradients[1][name]), name
 
 
 def test_bf16_is_published_under_the_names_that_save_pretrained_writes(folder: Any) -> None:

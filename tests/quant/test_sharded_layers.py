@@ -155,9 +155,12 @@ def test_gathered_tensors_are_freed_after_the_forward(results: Results, world: i
 @pytest.mark.parametrize("world", WORLDS)
 def test_marlins_layout_is_made_once_and_gathered(results: Results, world: int) -> None:
     """Two blocks have two stacks each. Experts are gathered in the layout (a stand-in of the kernel reads no other),
-    and loss, gradients and publish are those of the wire tensors. Three experts leave some ranks padding."""
+    and loss, gradients and publish are those of the wire tensors. Three experts leave some ranks padding.
+
+    With recomputation, a block's kernel runs once, because nothing after it is saved."""
     for wire, marlin in results(world, "marlin"):
-        assert marlin["converted"] == [4, 4] and torch.equal(wire["loss"], marlin["loss"])
+        assert marlin["before"] == [4, 0] and marlin["after"] == [4, 2]
+        assert torch.equal(wire["loss"], marlin["loss"])
         for part in ("gradients", "published"):
             assert wire[part].keys() == marlin[part].keys()
             assert all(same_bytes(marlin[part][name], tensor) for name, tensor in wire[part].items())

@@ -197,11 +197,36 @@ def fused_experts(
     The forward reads only `experts`. The BF16 masters `gate_up_weight` [E, 2I, H] and `down_weight` [E, H, I] receive
     gradients. Pass None for them if no gradient is needed.
     """
-    y: torch.Tensor = _FusedExperts.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
+    tokens = _Backward.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
+    y: torch.Tensor = _Forward.apply(tokens, topk_weights.detach(), topk_ids, experts)
     return y
 
 
-class _FusedExperts(torch.autograd.Function):
+class _Forward(torch.autograd.Function):
+    """The kernel. It saves nothing, and hands its gradient to `_Backward`.
+
+    PyTorch's recomputation of a checkpointed block ends when it has recomputed the last saved tensor. In a block that
+    ends with experts, such as Qwen3-MoE's, `_Backward` saves this tensor, so the kernel does not run again. If the
+    block saves anything after the experts, it does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertsWeights
+    ) -> torch.Tensor:
+        if not len(x):
+            return torch.empty_like(x)
+        ids = topk_ids.to(torch.int32).contiguous()
+        return experts.kernel.forward(x.contiguous(), topk_weights.float().contiguous(), ids, experts.prepared)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad_outputs[0], None, None, None
+
+
+class _Backward(torch.autograd.Function):
+    """The experts' backward. Its forward returns `x`, and saves what the backward reads before the kernel runs."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -214,10 +239,7 @@ class _FusedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, topk_weights, topk_ids)
         ctx.experts = experts
-        if not len(x):
-            return torch.empty_like(x)
-        ids = topk_ids.to(torch.int32).contiguous()
-        return experts.kernel.forward(x.contiguous(), topk_weights.float().contiguous(), ids, experts.prepared)
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable

@@ -20,20 +20,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from qarl.align.arguments import WITHOUT_SDPA, check_arguments, is_causal, scored_attention
+from qarl.kernels.device import upload
 
 ROWS_ATTENTION = "qarl_rows"
 
 Lengths = tuple[int, ...]
 RowAttention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Row number, query [1, H, t, D], key and value [1, Hkv, t, D] -> [1, t, H, D]."""
+_LENGTHS = WeakIdKeyDictionary()
+"""Positions -> their version and lengths. All layers of a forward get the same tensor, so the host reads it once."""
 
 
 def register_rows_attention() -> None:
@@ -95,14 +100,23 @@ def lengths_of_rows(query: torch.Tensor, key: torch.Tensor, given: Mapping[str, 
         positions = given.get("position_ids")
         if positions is None or batch > 1 or positions.shape != (1, tokens):
             return None
-        starts = (positions[0].diff() != 1).nonzero()[:, 0] + 1
-        if not len(starts):
-            return None
-        edges = [0, *starts.tolist(), tokens]
-        return tuple(end - start for start, end in pairwise(edges))
+        return _lengths_of_positions(positions)
     fits = sum(lengths) == tokens if batch == 1 and len(lengths) > 1 else len(lengths) == batch
     if not fits or max(lengths) > tokens or min(lengths) < 1:
         raise ValueError(f"rows of {lengths} tokens do not fit a forward of {batch} x {tokens}")
+    return lengths
+
+
+def _lengths_of_positions(positions: torch.Tensor) -> Lengths | None:
+    """Return the lengths of rows whose positions [1, T] each go up by 1, or None for a single row."""
+    version = None if positions.is_inference() else positions._version
+    known = _LENGTHS.get(positions)
+    if known is not None and version is not None and known[0] == version:
+        lengths: Lengths | None = known[1]
+        return lengths
+    starts = ((positions[0].diff() != 1).nonzero()[:, 0] + 1).tolist()
+    lengths = tuple(end - start for start, end in pairwise([0, *starts, positions.shape[1]])) if starts else None
+    _LENGTHS[positions] = (version, lengths)
     return lengths
 
 
@@ -191,17 +205,17 @@ def varlen_attention(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Return causal attention within the rows of a pack on CUDA. Tensors are [1, heads, tokens, D] in BF16 or FP16."""
+    """Return causal attention within the rows of a pack on CUDA. Tensors are [1, heads, tokens, D] in BF16 or FP16.
+
+    `key` and `value` may have fewer heads than `query`. PyTorch's operator divides their number itself (mha_varlen_fwd
+    and mha_varlen_bwd in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp), in torch 2.11 (the GPU lock)
+    too. Only the Python function of torch 2.13 needs to be told.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
+    ends = _ends(lengths, query.device)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    grouped: dict[str, Any] = {}
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            grouped = {"enable_gqa": True}
-        else:  # torch 2.11, which is in the GPU lock, has as many heads of key and value as of query
-            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     longest = max(lengths)
     output: Any = varlen_attn(
         *(q, k, v, ends, ends, longest, longest),
@@ -211,3 +225,10 @@ def varlen_attention(
     )
     attended: torch.Tensor = output[None]
     return attended
+
+
+@lru_cache(maxsize=4)  # a forward and its backward have the same lengths in all layers
+@torch.inference_mode(False)  # else a backward could not save it
+def _ends(lengths: Lengths, device: torch.device) -> torch.Tensor:
+    """Return 0 and the end of each row, int32 [rows + 1]."""
+    return upload(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)

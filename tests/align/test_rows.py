@@ -18,6 +18,7 @@ from qarl.align.rows import (
     use_rows_attention,
     varlen_attention,
 )
+from qarl.bench.costs.counting import counting
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.trainer.policy import Policy
@@ -121,11 +122,35 @@ def test_lengths_come_from_positions_that_start_again():
     assert lengths_of_rows(query[:, :, :1], key, {"position_ids": torch.tensor([[5]])}) is None
 
 
+def test_the_host_reads_positions_once_a_forward(monkeypatch):
+    reads = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(1) or tolist(tensor))
+    query, key, _ = random_rows(1, 6)
+    positions = torch.tensor([[0, 1, 0, 0, 1, 2]])
+    for _ in range(2):
+        assert lengths_of_rows(query, key, {"position_ids": positions}) == (2, 1, 3)
+    assert len(reads) == 1
+    positions[0, 1:4] = torch.tensor([1, 2, 3])
+    assert lengths_of_rows(query, key, {"position_ids": positions}) == (4, 2) and len(reads) == 2
+    assert lengths_of_rows(query, key, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}) == (3, 2, 1)
+
+
+def test_the_second_layer_copies_nothing_to_the_device():
+    query, key, value = (torch.empty(1, heads, 70, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    counts = []
+    for _ in range(2):
+        with counting() as counter:
+            varlen_attention(query, key, value, (30, 39, 1), 0.25, None)
+        counts.append((counter.counts.copies, counter.counts.syncs, counter.counts.kernels))
+    assert counts == [(1, 0, 1), (0, 0, 1)]
+
+
 @pytest.mark.parametrize("of_torch", ["2.11", "2.13"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_packed_rows_on_cuda_with_both_torchs(monkeypatch, of_torch, kv_heads):
     """PyTorch's variable-length attention runs only on CUDA. Stand-ins with the parameters of torch 2.11 (the GPU lock)
-    and 2.13 compute each row in FP32. Older than 2.13, it has no `enable_gqa`, and as many key heads as query heads."""
+    and 2.13 compute each row in FP32. Older than 2.13, it has no `enable_gqa`, and takes fewer key heads untold."""
     from torch.nn.attention import varlen
 
     def attend(q, k, v, starts, starts_k, longest, longest_k, scale, window_size):
@@ -136,11 +161,10 @@ def test_packed_rows_on_cuda_with_both_torchs(monkeypatch, of_torch, kv_heads):
         return torch.cat([F.scaled_dot_product_attention(*part, **grouped).transpose(0, 1) for part in parts])
 
     def older(query, key, value, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-        assert query.shape[1] == key.shape[1] == value.shape[1]
         return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
 
     def newer(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-        assert enable_gqa or query.shape[1] == key.shape[1]
+        assert key.shape[1] == value.shape[1] == kv_heads and (enable_gqa or query.shape[1] == kv_heads)
         return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
 
     monkeypatch.setattr(varlen, "varlen_attn", older if of_torch == "2.11" else newer)

@@ -270,7 +270,14 @@ def test_rows_of_a_pack() -> None:
     """PyTorch's varlen attention, which levels below `model` use, and which gives `model` its gradients."""
     lengths, size = (333, 1, 900), 128
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in attention_inputs(sum(lengths), size))
+    assert key.shape[1] < query.shape[1], "the operator shares key heads among query heads, in its backward too"
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     packed = varlen_attention(query, key, value, lengths, size**-0.5, None)[0]
+    grads = torch.autograd.grad(packed, inputs, torch.ones_like(packed))
+    repeated = (query, *(tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value)))
+    same = varlen_attention(*repeated, lengths, size**-0.5, None)[0]
+    for found, expected in zip(grads, torch.autograd.grad(same, inputs, torch.ones_like(same)), strict=True):
+        assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 1e-2
     rows = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), packed.split(lengths), strict=True)
     for q, k, v, found in rows:
         alone = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)

@@ -16,9 +16,12 @@ hopper/tile_size.h and hopper/flash_api.cpp of vllm-project/flash-attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
+from qarl.kernels.device import upload
 from qarl.process import configure_vllm_process, vllm_missing
 
 PAGE = 16
@@ -64,26 +67,41 @@ def vllm_flash_attention(
     configure_vllm_process()
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    counts = torch.tensor(lengths, dtype=torch.int32)
-    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
-    table, slots = pages(counts)
-    device = query.device
-    caches = [into_pages(tensor, slots.to(device), int(table.max()) + 1) for tensor in (key, value)]
+    pack = _pack(tuple(lengths), query.device)
+    caches = [into_pages(tensor, pack.slots, pack.pages) for tensor in (key, value)]
     output: torch.Tensor = flash_attn_varlen_func(
         q=query.contiguous(),
         k=caches[0],
         v=caches[1],
-        cu_seqlens_q=ends.to(device),
+        cu_seqlens_q=pack.ends,
         max_seqlen_q=max(lengths),
-        seqused_k=counts.to(device),
+        seqused_k=pack.counts,
         max_seqlen_k=max(lengths),
         softmax_scale=scale,
         causal=True,
-        block_table=table.to(device),
+        block_table=pack.table,
         fa_version=3,
         num_splits=1,
     )
     return output
+
+
+class _Pack(NamedTuple):
+    """What describes the rows of a pack on the device. `pages`: their number."""
+
+    counts: torch.Tensor
+    ends: torch.Tensor
+    table: torch.Tensor
+    slots: torch.Tensor
+    pages: int
+
+
+@lru_cache(maxsize=4)  # all layers of a forward have the same rows
+def _pack(lengths: tuple[int, ...], device: torch.device) -> _Pack:
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
+    table, slots = pages(counts)
+    return _Pack(*(upload(tensor, device) for tensor in (counts, ends, table, slots)), int(table.max()) + 1)
 
 
 def pages(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

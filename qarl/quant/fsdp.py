@@ -107,13 +107,13 @@ class ShardedQuantExperts(_Sharded, QuantExperts):
         self.shards = {leaf: _shard(self, leaf) for leaf in STACKS} if scheme.quantized else {}
 
     def low_bit(self) -> ExpertsWeights:
-        return _GatheredExperts(self.kernel, *(self._stack(leaf) for leaf in STACKS))
+        return GatheredExperts(self.kernel, *(self._stack(leaf) for leaf in STACKS))
 
     def _stack(self, leaf: str) -> dict[str, torch.Tensor]:
         return _gathered(self, leaf) if self.shards else {"weight": self.get_parameter(leaf).detach()}
 
 
-class _GatheredExperts(NamedTuple):
+class GatheredExperts(NamedTuple):
     """The gathered stacks of a layer.
 
     FSDP2 fills the two dictionaries for the forward and again for the backward. So the other attributes are computed
@@ -190,17 +190,26 @@ def quantize_shards(model: nn.Module, device: torch.device | None = None) -> Non
 
 
 def _together(shards: Sequence[WeightShard], device: torch.device | None) -> None:
-    """Quantize `shards`. If this fails on one rank, raise UserError on all ranks."""
+    """Quantize `shards`. If this fails on one rank, raise UserError on all ranks.
+
+    The host reads once for all weights whether they have a NaN or an Inf."""
     if not shards:
         return
     failure: UserError | None = None
+    flags: list[tuple[WeightShard, torch.Tensor]] = []
     try:
         for shard in shards:
-            shard.quantize(device)
+            if (flag := shard.quantize(device)) is not None:
+                flags.append((shard, flag))
     except UserError as error:
         failure = error
+    bad = torch.cat([flag for _, flag in flags]).tolist() if flags else []
+    for (shard, _), nonfinite in zip(flags, bad, strict=True):
+        if nonfinite:
+            refusal = shard.refuse()
+            failure = failure or refusal
     mesh = shards[0].parameter.device_mesh
-    rank = torch.tensor([0 if failure is None else 1 + mesh.get_rank()], device=mesh.device_type)
+    rank = torch.full((1,), 0 if failure is None else 1 + mesh.get_rank(), device=mesh.device_type)
     for dim in range(mesh.ndim):
         torch.distributed.all_reduce(rank, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
     if failure is not None:

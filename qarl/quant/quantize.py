@@ -71,6 +71,18 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     device synchronization). Raise ValueError if the scheme does not quantize weights, or if `weight` has a different
     dtype or is not a matrix.
     """
+    made, nonfinite = quantize_unchecked(weight, scheme, name=name)
+    if nonfinite.item():
+        raise nonfinite_error(weight, name)
+    return made
+
+
+@torch.no_grad()
+def quantize_unchecked(weight: Tensor, scheme: Scheme, *, name: str) -> tuple[QuantizedTensor, Tensor]:
+    """Do the same as `quantize` without waiting for the device.
+
+    Return the tensors and a flag, int32 [1]. If it is not 0, `weight` has a NaN or an Inf, and the tensors are invalid.
+    """
     args = scheme.weights
     if args is None or (args.num_bits, args.type) not in _HALF_RANGE:
         raise ValueError(f"quantize makes only int4, int8 and e4m3 weights, not those of scheme {scheme.name!r}")
@@ -89,20 +101,23 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
         )
     weight = weight.detach()
     values, scale, nonfinite = fused_quantizer(weight, args, _eager)(weight, args)
-    if nonfinite.item():
-        count = int((~torch.isfinite(weight)).sum())
-        raise UserError(
-            f"{count} of the {weight.numel()} values of {name} are NaN or Inf",
-            where=f"parameter {name}",
-            why="such a weight cannot be quantized, and a NaN in the engine would stay in its KV cache",
-            fix="lower optim.lr or actor.grad_clip, or check the checkpoint that the run started from",
-        )
     if args.num_bits == 4:
         shape = torch.tensor([rows, cols], dtype=torch.int64, device="cpu")
         tensors = {"weight_packed": values, "weight_scale": scale, "weight_shape": shape}
     else:
         tensors = {"weight": values, "weight_scale": scale}
-    return QuantizedTensor(scheme=scheme, shape=(rows, cols), tensors=tensors)
+    return QuantizedTensor(scheme=scheme, shape=(rows, cols), tensors=tensors), nonfinite
+
+
+def nonfinite_error(weight: Tensor, name: str) -> UserError:
+    """Return the error for the parameter `name`, which has a NaN or an Inf. `weight`: the values to count them in."""
+    count = int((~torch.isfinite(weight)).sum())
+    return UserError(
+        f"{count} of the {weight.numel()} values of {name} are NaN or Inf",
+        where=f"parameter {name}",
+        why="such a weight cannot be quantized, and a NaN in the engine would stay in its KV cache",
+        fix="lower optim.lr or actor.grad_clip, or check the checkpoint that the run started from",
+    )
 
 
 def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:

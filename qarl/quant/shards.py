@@ -26,9 +26,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from qarl.errors import UserError
 from qarl.kernels.layouts import Layout, wire_tensors
 from qarl.quant.gathered import GatheredWeight
-from qarl.quant.quantize import quantize
+from qarl.quant.quantize import nonfinite_error, quantize_unchecked
 from qarl.quant.scheme import Scheme
 
 Tensors = dict[str, torch.Tensor]
@@ -100,14 +101,17 @@ class WeightShard:
         return self._parameter
 
     @torch.no_grad()
-    def quantize(self, device: torch.device | None = None) -> None:
+    def quantize(self, device: torch.device | None = None) -> torch.Tensor | None:
         """Quantize this rank's rows if they have changed. `device`: where to compute. Default: the device of the rows.
 
+        Return None if they have not, else a flag, int32 [1]. If it is not 0, a weight of these rows is NaN or Inf, and
+        the caller must raise `refuse`. The host does not wait for the device.
+
         Raises:
-            UserError: a weight of these rows is NaN or Inf, or the shape does not fit the scheme.
+            UserError: the shape does not fit the scheme.
         """
         if not self.stale:
-            return
+            return None
         parameter = self.parameter
         versions, local = self._now(), _local(parameter)
         ranks = parameter.device_mesh.size(-1)
@@ -116,7 +120,8 @@ class WeightShard:
         rows = local.detach().to(device or local.device, non_blocking=True).to(torch.bfloat16)
         if len(rows) < padded:
             rows = torch.cat((rows, rows.new_zeros(padded - len(rows), *rows.shape[1:])))
-        made = quantize(rows.flatten(0, -2), self.scheme, name=self.name).tensors
+        quantized, nonfinite = quantize_unchecked(rows.flatten(0, -2), self.scheme, name=self.name)
+        made = quantized.tensors
         made.pop("weight_shape", None)
         if len(self.shape) == 3:
             made = {name: tensor.unflatten(0, (padded, -1)) for name, tensor in made.items()}
@@ -126,6 +131,12 @@ class WeightShard:
         self._store(made)
         self._versions = versions
         self.generation += 1
+        return nonfinite
+
+    def refuse(self) -> UserError:
+        """Free the quantized rows, and return the error for a NaN or an Inf in this rank's rows."""
+        self.drop()
+        return nonfinite_error(_local(self.parameter).detach().to(torch.bfloat16), self.name)
 
     def _store(self, made: Tensors) -> None:
         """Copy the tensors into one buffer. Those with the widest numbers come first, so that all are aligned."""

@@ -10,11 +10,21 @@ import torch
 from checkout import ROOT
 
 from qarl.bench.costs.counting import Counts, counting
-from qarl.bench.costs.phases import dense_phases, expert_phases, publish_phase
+from qarl.bench.costs.phases import (
+    ENGINE_LAUNCHES,
+    dense_phases,
+    expert_phases,
+    gather_phase,
+    publish_phase,
+    quantize_phase,
+    shard_shapes,
+    wire,
+)
 from qarl.bench.costs.run import run_costs
 from qarl.bench.sources import find_model
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.triton.quantize import dequantize_rows
+from qarl.quant.scheme import get_scheme
 
 SIZE = ModelSize(layers=2, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=100, experts=8,
                  experts_per_token=2, moe_intermediate=128, sparse_layers=(0, 1))  # fmt: skip
@@ -70,6 +80,31 @@ def test_no_count_grows_with_the_number_of_experts(scheme):
         assert (counts.kernels, counts.copies, counts.syncs) == (
             many[name].kernels, many[name].copies, many[name].syncs,
         ), name  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+def test_a_step_of_the_experts_of_qwen3_30b(scheme):
+    """On 8 ranks. Nothing is repacked in a forward, a block that ends with experts does not run their kernel again, and
+    the host reads nothing."""
+    size = find_model("Qwen3-30B-A3B").size
+    few, many = (
+        {
+            phase.name: phase
+            for phase in (
+                *expert_phases(replace(size, experts=experts), scheme, 128, 22528),
+                quantize_phase(replace(size, experts=experts), scheme, 128, 8),
+                gather_phase(replace(size, experts=experts), scheme, 128, 8),
+            )
+        }
+        for experts in (16, 128)
+    )
+    for name, phase in many.items():
+        assert phase.kernels == few[name].kernels and not phase.counts.syncs and not phase.counts.copies, name
+    assert many["forward"].kernels == ("_to_copy", *ENGINE_LAUNCHES[scheme]) and not many["recompute"].kernels
+    assert len(many["forward"].kernels) + len(many["backward"].kernels) <= 60
+    assert many["backward"].counts.moved / many["backward"].least <= 1.5
+    tensors = [wire(shape, get_scheme(scheme, 128)).values() for shape in shard_shapes(size, 1)]
+    assert many["gather"].least == sum(tensor.nbytes for each in tensors for tensor in each), "one layout is gathered"
 
 
 def test_dense_products_need_little_more_than_their_operands():

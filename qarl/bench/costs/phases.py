@@ -1,8 +1,11 @@
 """The phases of one decoder layer's training step, run at real sizes on meta tensors, and the least bytes of each.
 
-    forward     the layer's experts by the engine's kernel (`ENGINE_LAUNCHES`), and its dense products by QaRL's
+    forward     the layer's experts by the engine's kernel (`ENGINE_LAUNCHES`), and its dense products by QaRL's. The
+                experts are read as FSDP2 gathered them
+    recompute   the experts again, at the end of a checkpointed block
     backward    QaRL's own (`qarl.kernels.experts.fused`, `qarl.quant.linear`)
-    quantize    this rank's shard: BF16 cast of the master, quantizer
+    quantize    this rank's shard: BF16 cast of the master, quantizer, the kernel's layout
+    gather      FSDP2's all-gather of codes and scales, which runs for a forward and again for its backward
     optimizer   Muon for the shard's matrices, in FP32
     publish     the sender's checksums and records of the layer
 
@@ -18,15 +21,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from qarl.bench.costs.counting import Counting, Counts, counting
+from qarl.bench.costs.shards import gather, make_shard
 from qarl.checks.model_size import ModelSize, wire_bytes
-from qarl.kernels.experts.fused import LowBitExperts, TritonExperts, fused_experts
+from qarl.kernels.experts.fused import TritonExperts, fused_experts
+from qarl.kernels.experts.vllm import Experts, VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.optim.optimizer import MuonAdamW
 from qarl.quant.experts import QuantizedStack
+from qarl.quant.fsdp import GatheredExperts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
+from qarl.quant.shards import WeightShard
 from qarl.quant.stacks import STACKS
 
 BF16 = torch.bfloat16
@@ -36,6 +43,8 @@ ENGINE_LAUNCHES = {
     "fp8": ("quantize", "permute", "cutlass_moe_mm", "silu_and_mul", "quantize", "cutlass_moe_mm", "unpermute"),
 }
 """What vLLM 0.24.0 launches for a layer of experts (fused_marlin_moe, TritonExperts, run_cutlass_moe_fp8)."""
+ENGINE_KERNELS: dict[str, Any] = {"w4a16": VllmMarlinExperts, "w8a8": VllmTritonExperts, "fp8": VllmCutlassExperts}
+"""QaRL's kernels for experts on a GPU of capability 9.0."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +73,39 @@ class Sizes:
 
 
 def expert_phases(size: ModelSize, scheme_name: str, group_size: int, tokens: int) -> list[Phase]:
-    """Count forward and backward of a layer's experts on a GPU of capability 9.0."""
+    """Count forward, recomputation and backward of a layer's experts on a GPU of capability 9.0."""
     sizes, scheme = Sizes.of(size, tokens), get_scheme(scheme_name, group_size)
     x, weights = _empty(tokens, sizes.hidden).requires_grad_(), _empty(tokens, sizes.top_k, dtype=torch.float32)
     ids = _empty(tokens, sizes.top_k, dtype=torch.int64)
     shapes = stack_shapes(sizes)
     gate_up, down = (_empty(*shape).requires_grad_() for shape in shapes)
-    wires = [wire(shape, scheme) for shape in shapes]
-    phases = []
-    with counting() as counter:
-        experts = LowBitExperts.of(_engine(scheme_name, counter, sizes), *wires)
-        y = fused_experts(x, weights.requires_grad_(), ids, gate_up, down, experts)
-    phases.append(_phase("forward", counter, _least_forward(sizes, scheme_name, group_size)))
-    with counting() as counter:
+    with counting():
+        shards = [make_shard(shape, scheme, ENGINE_KERNELS[scheme_name], 1) for shape in shapes]
+        for shard in shards:
+            shard.quantize()
+        gathered = gather(shards)
+    runs: list[Counting] = []
+
+    def block(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        with counting() as counter:
+            runs.append(counter)
+            experts = GatheredExperts(_engine(scheme_name, counter, sizes), *gathered)
+            return fused_experts(x, weights, ids, gate_up, down, experts)
+
+    inputs = x, weights.requires_grad_()
+    y = block(*inputs)
+    with counting() as backward:
         y.backward(torch.empty_like(y))
-    phases.append(_phase("backward", counter, _least_backward(sizes, scheme_name, group_size)))
-    return phases
+    runs.clear()
+    again = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+    with counting():
+        again.backward(torch.empty_like(again))
+    least = _least_forward(sizes, scheme_name, group_size)
+    return [
+        _phase("forward", runs[0], least),
+        _phase("recompute", runs[1], 0),
+        _phase("backward", backward, _least_backward(sizes, scheme_name, group_size)),
+    ]
 
 
 def dense_phases(size: ModelSize, scheme_name: str, group_size: int, tokens: int) -> list[Phase]:
@@ -147,19 +173,21 @@ def _phase(name: str, counter: Counting, least: int) -> Phase:
     return Phase(name, counter.counts, least, tuple(counter.names))
 
 
-def _engine(scheme_name: str, counter: Counting, sizes: Sizes) -> type[TritonExperts]:
-    """A kernel that reports the engine's launches instead of making them."""
+def _engine(scheme_name: str, counter: Counting, sizes: Sizes) -> Any:
+    """A kernel that prepares as the engine's, and reports its launches instead of making them."""
 
-    class Engine(TritonExperts):
+    class Engine(ENGINE_KERNELS[scheme_name]):  # type: ignore[misc]
+        quantize = TritonExperts.quantize
+
         @classmethod
         def forward(
-            cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Any
+            cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts
         ) -> torch.Tensor:
-            gate_up, down = prepared
+            gate_up, down = prepared[::2], prepared[1::2]
             rows = topk_ids.numel()
             h, a = _empty(rows, 2 * sizes.intermediate), _empty(rows, sizes.intermediate)
             out, y = _empty(rows, sizes.hidden), torch.empty_like(x)
-            products = iter(((x, *gate_up.values(), h), (a, *down.values(), out)))
+            products = iter(((x, *gate_up, h), (a, *down, out)))
             inputs = iter((x, a))
             for name in ENGINE_LAUNCHES[scheme_name]:
                 operands: dict[str, Any] = {
@@ -180,16 +208,33 @@ def _engine(scheme_name: str, counter: Counting, sizes: Sizes) -> type[TritonExp
 
 
 def quantize_phase(size: ModelSize, scheme_name: str, group_size: int, ranks: int) -> Phase:
-    """Count the quantizer on one rank's part of a layer: FP32 masters, cast to BF16."""
-    scheme, least = get_scheme(scheme_name, group_size), 0
-    masters = [_empty(*shape, dtype=torch.float32) for shape in shard_shapes(size, ranks)]
-    with counting() as counter:
-        for master in masters:
-            quantize(master.to(BF16).flatten(0, -2), scheme)
-    for master in masters:
-        rows, columns = master.shape[:-1].numel(), master.shape[-1]
-        least += master.nbytes + wire_bytes(scheme_name, group_size, (rows, columns))
+    """Count the quantizer on one rank's part of a layer: FP32 masters, cast to BF16.
+
+    The host reads once for the whole model whether a weight is NaN or Inf, which is not counted."""
+    counter, least = _quantized(size, scheme_name, group_size, ranks)[1], 0
+    for shape in shard_shapes(size, ranks):
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        least += 4 * rows * columns + wire_bytes(scheme_name, group_size, (rows, columns))
     return _phase("quantize", counter, least)
+
+
+def gather_phase(size: ModelSize, scheme_name: str, group_size: int, ranks: int) -> Phase:
+    """Count one gather of a layer. `least`: the bytes that a rank receives, its own part among them."""
+    shards, _ = _quantized(size, scheme_name, group_size, ranks)
+    with counting() as counter:
+        found = gather(shards, counter)
+    return _phase("gather", counter, sum(tensor.nbytes for each in found for tensor in each.values()))
+
+
+def _quantized(size: ModelSize, scheme_name: str, group_size: int, ranks: int) -> tuple[list[WeightShard], Counting]:
+    """One rank's part of a layer, quantized, and the counts of that."""
+    scheme, stacks = get_scheme(scheme_name, group_size), stack_shapes(Sizes.of(size)) if size.experts else []
+    shards = [make_shard(shape, scheme, ENGINE_KERNELS[scheme_name], ranks) for shape in stacks]
+    shards += [make_shard(shape, scheme, None, ranks) for shape in dense_shapes(size)]
+    with counting() as counter:
+        for shard in shards:
+            shard.quantize()
+    return shards, counter
 
 
 def optimizer_phase(size: ModelSize, ranks: int) -> tuple[Phase, int]:

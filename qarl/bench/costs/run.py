@@ -65,6 +65,7 @@ def count(size: ModelSize, keys: Counted) -> list[Phase]:
     if size.experts:
         found += phases.expert_phases(size, keys.scheme, group, keys.tokens)
     found.append(phases.quantize_phase(size, keys.scheme, group, keys.gpus))
+    found.append(phases.gather_phase(size, keys.scheme, group, keys.gpus))
     found.append(phases.optimizer_phase(size, keys.gpus)[0])
     return [*found, phases.publish_phase(size, keys.scheme, group)]
 
@@ -76,7 +77,7 @@ def table(phases: Sequence[Phase], size: ModelSize) -> str:
     for phase in phases:
         counts = phase.counts
         cells = [phase.name, counts.kernels, counts.copies, counts.syncs, f"{counts.moved / 1e9:.2f}"]
-        cells += [f"{phase.least / 1e9:.2f}", f"{counts.moved / phase.least:.2f}"]
+        cells += [f"{phase.least / 1e9:.2f}", f"{counts.moved / phase.least:.2f}" if phase.least else ""]
         cells += [counts.kernels * size.layers, f"{counts.moved * size.layers / 1e9:.0f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

@@ -245,14 +245,14 @@ class _Backward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, topk_weights, topk_ids = ctx.saved_tensors
-        kernel, gate_up, down = ctx.experts.kernel, ctx.experts.gate_up, ctx.experts.down
+        kernel, gate_up = ctx.experts.kernel, ctx.experts.gate_up
         need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
         if not len(x):
             return _zeros(ctx.needs_input_grad[:4], x, topk_weights, sizes_of(gate_up))
         routing = route(topk_ids, sizes_of(gate_up)[0])
         state = _products(kernel, x, gate_up, routing)
         grad = grad_outputs[0][routing.token]
-        grad_a = grouped.input_gradient(grad, down, routing.ends)
+        grad_a = grouped.input_gradient(grad, ctx.experts.down, routing.ends)
         between = _with_triton if has_triton(x.device) else _with_pytorch
         made = between(kernel, state, grad, grad_a, topk_weights.flatten().float(), routing.order, need_down)
         grad_router = grad_down = grad_gate_up = grad_x = None

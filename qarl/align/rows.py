@@ -215,7 +215,7 @@ def varlen_attention(
 
     ends = _ends(lengths, query.device)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     longest = max(lengths)
     output: Any = varlen_attn(
         *(q, k, v, ends, ends, longest, longest),

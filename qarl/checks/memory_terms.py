@@ -11,7 +11,8 @@ full length, V the vocabulary and H the hidden size.
                   gradient is in BF16 and FP32 until it is scattered. lm_head's gradient is in BF16 until the backward
                   ends.
     low_bit       The quantized weights that stay between steps (all locally, P / R with verl), their copies in a
-                  kernel's layout, and the dequantized weights of the backward.
+                  kernel's layout, and the dequantized weights of the backward. With verl, W4A16 experts are gathered in
+                  their kernel's layout, and the backward has one layer's in the published layout too.
     activations   Everything that autograd saves for each token in all blocks. With recomputation: H numbers of each
                   block, and everything of one block.
     logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (8 with verl, which also computes
@@ -165,9 +166,14 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
     if config.backend == "verl":
         blocks = [size.block_linears(i) for i in range(size.layers)]
         block = max(prepared({name: s for name, s in one.items() if name in quantized}) for one in blocks)
+        restored = max(
+            sum(wire_bytes(scheme, group, s) for name, s in one.items() if name in quantized and ".experts." in name)
+            for one in blocks
+        )
         return [
             Part("low-bit tensors, sharded", wire // ranks(config)),
             Part("a gathered block in the kernels' layout", block, ("old_log_prob", "update")),
+            Part("experts of one layer, restored", restored if scheme == "w4a16" else 0, ("update",)),
             Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
         ]
     return [

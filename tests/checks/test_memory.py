@@ -5,6 +5,7 @@ test_memory_held.py compares it with what transformers, autograd and the optimiz
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,6 +192,15 @@ def test_bytes_gathered_are_those_of_the_format() -> None:
         assert found == pytest.approx(2 * 2 * 30720 * part, rel=0.03)
     off = run(backend="verl", quant__align="off")
     assert parts(estimate(SMALL, off, device="cpu"))["gathered blocks (two)"] == 2 * 2 * 30720
+
+
+def test_only_the_backward_of_sharded_int4_experts_has_a_second_layout() -> None:
+    moe = replace(SMALL, experts=4, experts_per_token=2, moe_intermediate=32, sparse_layers=(0,))
+    for scheme, expected in (("w4a16", 4 * 3 * (64 * 32 // 2 + 2 * 64 * 32 // 32 + 16)), ("w8a8", 0), ("fp8", 0)):
+        found = estimate(moe, run(backend="verl", quant__scheme=scheme, quant__align="linears"), device="cpu")
+        restored = [part for part in found.parts if part.name == "experts of one layer, restored"]
+        assert [(part.bytes, part.phases) for part in restored] == ([(expected, ("update",))] if expected else [])
+    assert "experts of one layer, restored" not in parts(estimate(moe, run(), device="cpu"))
 
 
 @pytest.mark.parametrize("backend", ["local", "verl"])

@@ -175,8 +175,9 @@ def _phase(name: str, counter: Counting, least: int) -> Phase:
 
 def _engine(scheme_name: str, counter: Counting, sizes: Sizes) -> Any:
     """A kernel that prepares as the engine's, and reports its launches instead of making them."""
+    engines: Any = ENGINE_KERNELS[scheme_name]
 
-    class Engine(ENGINE_KERNELS[scheme_name]):  # type: ignore[misc]
+    class Engine(engines):
         quantize = TritonExperts.quantize
 
         @classmethod

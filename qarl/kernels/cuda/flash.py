@@ -101,7 +101,9 @@ def _pack(lengths: tuple[int, ...], device: torch.device) -> _Pack:
     counts = torch.tensor(lengths, dtype=torch.int32)
     ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
     table, slots = pages(counts)
-    return _Pack(*(upload(tensor, device) for tensor in (counts, ends, table, slots)), int(table.max()) + 1)
+    number = int(table.max()) + 1
+    counts, ends, table, slots = (upload(tensor, device) for tensor in (counts, ends, table, slots))
+    return _Pack(counts, ends, table, slots, number)
 
 
 def pages(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

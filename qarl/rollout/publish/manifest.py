@@ -22,7 +22,7 @@ from qarl.quant.meta import meta_model
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.stacks import is_of_expert, is_stack, matrices
 from qarl.rollout.publish.experts import quantized_experts
-from qarl.rollout.publish.units import has_nonfinite
+from qarl.rollout.publish.units import nonfinite
 
 
 @dataclass(frozen=True)
@@ -227,10 +227,10 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
-            by_device.setdefault(tensor.device, []).append((name, has_nonfinite(tensor.detach())))
+            by_device.setdefault(tensor.device, []).append((name, tensor.detach()))
     return [
         name
-        for found in by_device.values()
-        for (name, _), bad in zip(found, torch.stack([flag for _, flag in found]).tolist(), strict=True)
+        for members in by_device.values()
+        for (name, _), bad in zip(members, nonfinite([tensor for _, tensor in members]).tolist(), strict=True)
         if bad
     ]

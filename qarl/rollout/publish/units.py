@@ -1,32 +1,37 @@
 """Checks of all tensors of a unit at once: their checksums, and whether they contain NaN or Inf.
 
-A decoder layer has some twenty tensors, most of them small. Checked one by one, they take hundreds of kernels and a
-wait for the device per layer. So their bytes are copied behind each other into rows of `BLOCK` words. A few operations
-on all rows then give the checksums of `qarl.rollout.publish.checksum`, bit for bit, because words of zeros add nothing.
-Nothing here waits for the device: the caller reads the results of all units together.
+Nothing here waits for the device: the caller reads the results of all units together. All ways give the checksums of
+`qarl.rollout.publish.checksum`, bit for bit.
 
-Tensors that are large, or whose bytes do not fill words, are checked by themselves.
+    kernel   on a GPU: one launch reads each tensor where it lies (`qarl.kernels.triton.checksum`)
+    rows     on a CPU, or where Triton is not installed: the bytes of small tensors are copied behind each other into
+             rows of `BLOCK` words, and a few operations on all rows give all results, because words of zeros add
+             nothing
+    each     all other tensors, such as those whose bytes do not fill words
 """
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 
+from qarl.kernels.device import is_gpu
 from qarl.quant.quantize import FLOAT_BITS
 from qarl.rollout.publish.checksum import BLOCK, CHUNK, checksum, mix, weights
 
 _LARGEST = 1 << 28
-"""Bytes of a tensor on a GPU up to which it is copied. A layer of 128 experts of Qwen3-30B-A3B has 201 MB in W4A16."""
+"""Bytes of a tensor on a GPU up to which it is copied into rows. A whole stack of experts may be larger."""
 _ZEROS = 8 * BLOCK
 
 
 class Checked(NamedTuple):
-    """`digests`: int64 [tensors], on the device of most tensors. `bad`: bool, one per row of floats, or None if it was
-    not asked for. `owners`: the number of the tensor of each of these rows."""
+    """`digests`: int64 [tensors], on the device of most tensors. `bad`: bool, one per row or tensor that was looked at,
+    or None if it was not asked for. `owners`: the number of the tensor of each of these."""
 
     digests: torch.Tensor
     bad: torch.Tensor | None
@@ -61,14 +66,14 @@ def _zeros(device: torch.device) -> torch.Tensor:
 
 def check_unit(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> Checked:
     """Return the checksums of `tensors`, and if `finite`, which of them contain NaN or Inf."""
-    groups: dict[tuple[torch.device, bool], list[int]] = {}
+    groups: dict[tuple[torch.device, str], list[int]] = {}
     for i, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, _is_copied(tensor)), []).append(i)
+        groups.setdefault((tensor.device, _way(tensor)), []).append(i)
     device = max((device for device, _ in groups), key=lambda one: one.type != "cpu")
     digests, bad, owners = [], [], []
-    for (_, copied), numbers in groups.items():
-        numbers.sort(key=lambda i: str(tensors[i].dtype))
-        found = _check_rows([tensors[i] for i in numbers], finite) if copied else _check_each(tensors, numbers, finite)
+    for (_, way), numbers in groups.items():
+        numbers.sort(key=lambda i: str(tensors[i].dtype) if way == "rows" else "")
+        found = _WAYS[way]([tensors[i].detach() for i in numbers], finite)
         digests.append(found.digests.to(device, non_blocking=True))
         if found.bad is not None and found.owners is not None:
             bad.append(found.bad.to(device, non_blocking=True))
@@ -80,9 +85,36 @@ def check_unit(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> Chec
     return Checked(together, torch.cat(bad) if bad else None, torch.cat(owners) if owners else None)
 
 
-def _is_copied(tensor: torch.Tensor) -> bool:
-    most = 8 * CHUNK if tensor.device.type == "cpu" else _LARGEST
-    return tensor.nbytes % 8 == 0 and tensor.nbytes <= most
+def _way(tensor: torch.Tensor) -> str:
+    if tensor.nbytes % 8:
+        return "each"
+    readable = tensor.dtype in FLOAT_BITS or not tensor.is_floating_point()
+    aligned = tensor.storage_offset() * tensor.itemsize % 8 == 0
+    if is_gpu(tensor.device) and readable and aligned and _has_kernel(tensor.device):
+        return "kernel"
+    return "rows" if tensor.nbytes <= (8 * CHUNK if tensor.device.type == "cpu" else _LARGEST) else "each"
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    """Return whether the kernel can be used on `device`. On a real GPU it must first agree with PyTorch there."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if device.type == "meta":
+        return True
+    words = torch.arange(3 * BLOCK + 5, dtype=torch.int64, device=device) * 0x9E3779B97F4A7C1
+    floats = torch.ones(1024, dtype=torch.bfloat16, device=device)
+    samples = [words, floats, torch.where(floats.cumsum(0) == 700, torch.inf, floats)]
+    try:
+        found, wanted = (check(samples, True) for check in (_check_by_kernel, _check_each))
+        assert found.bad is not None and wanted.bad is not None
+        agrees = torch.equal(found.digests, wanted.digests) and torch.equal(found.bad[1:], wanted.bad)
+        why = "its results differ from PyTorch's"
+    except Exception as error:  # Triton, its compiler and the driver raise many types
+        agrees, why = False, f"{type(error).__name__}: {error}"
+    if not agrees:
+        warnings.warn(f"publishes on {device} compute checksums with PyTorch, not with the kernel: {why}", stacklevel=2)
+    return agrees
 
 
 @lru_cache(maxsize=1024)
@@ -90,22 +122,34 @@ def _order(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, device=device)
 
 
-def _check_each(tensors: Sequence[torch.Tensor], numbers: list[int], finite: bool) -> Checked:
-    digests = torch.stack([checksum(tensors[i].detach()) for i in numbers])
-    floats = [place for place, i in enumerate(numbers) if finite and tensors[i].is_floating_point()]
+def _check_by_kernel(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
+    from qarl.kernels.triton.checksum import add_checksum
+
+    device = tensors[0].device
+    inner, results = weights(1, BLOCK, device), torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)
+    for tensor, result in zip(tensors, results.unbind(), strict=True):
+        outer = weights(2, 1 << (tensor.nbytes // (8 * BLOCK)).bit_length(), device)
+        add_checksum(tensor.contiguous(), inner, outer, result, FLOAT_BITS.get(tensor.dtype) if finite else None)
+    digests, bad = results.t().contiguous()
+    return Checked(digests, bad != 0 if finite else None, _order(tuple(range(len(tensors))), device))
+
+
+def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
+    digests = torch.stack([checksum(tensor) for tensor in tensors])
+    floats = tuple(i for i, tensor in enumerate(tensors) if finite and tensor.is_floating_point())
     if not floats:
         return Checked(digests, None, None)
-    bad = torch.stack([has_nonfinite(tensors[numbers[place]].detach()) for place in floats])
-    return Checked(digests, bad, _order(tuple(floats), bad.device))
+    bad = torch.stack([has_nonfinite(tensors[i]) for i in floats])
+    return Checked(digests, bad, _order(floats, bad.device))
 
 
-def _check_rows(tensors: list[torch.Tensor], finite: bool) -> Checked:
+def _check_rows(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
     """`tensors` are on one device, in the order of their dtypes."""
     device, sizes = tensors[0].device, tuple(tensor.nbytes for tensor in tensors)
     plan, zeros = _plan(sizes, device), _zeros(device)
     parts = []
     for tensor, padding in zip(tensors, plan.padding, strict=True):
-        parts += [tensor.detach().contiguous().view(-1).view(torch.uint8), zeros[:padding]]
+        parts += [tensor.contiguous().view(-1).view(torch.uint8), zeros[:padding]]
     rows = torch.cat(parts).view(torch.int64).view(-1, BLOCK)
     bad, owners = _bad_rows(rows, tensors, plan) if finite else (None, None)
     sums = mix(mix(rows).mul_(weights(1, BLOCK, device))).sum(1)
@@ -115,7 +159,7 @@ def _check_rows(tensors: list[torch.Tensor], finite: bool) -> Checked:
 
 
 def _bad_rows(
-    rows: torch.Tensor, tensors: list[torch.Tensor], plan: _Plan
+    rows: torch.Tensor, tensors: Sequence[torch.Tensor], plan: _Plan
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return which rows of floats contain NaN or Inf, and the tensors of these rows."""
     found: list[tuple[torch.dtype, int, int]] = []
@@ -143,6 +187,9 @@ def _bad_rows(
     return torch.cat(flags), torch.cat(owners)
 
 
+_WAYS = {"kernel": _check_by_kernel, "rows": _check_rows, "each": _check_each}
+
+
 _AT_ONCE = 1 << 24  # numbers that are looked at together, so that a large tensor needs no large intermediate one
 
 
@@ -154,3 +201,12 @@ def has_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
         return ~torch.isfinite(tensor).all()
     parts = tensor.contiguous().view(bits.integer).view(-1).split(_AT_ONCE)
     return torch.stack([(part & bits.magnitude_mask).amax() for part in parts]).amax() >= bits.nonfinite
+
+
+def nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return, as bool [tensors], which of these float tensors of one device contain NaN or Inf."""
+    if all(_way(tensor) == "kernel" for tensor in tensors):
+        bad = _check_by_kernel(tensors, True).bad
+        assert bad is not None
+        return bad
+    return torch.stack([has_nonfinite(tensor) for tensor in tensors])

@@ -1,0 +1,95 @@
+"""The checksum of a publish, and whether a tensor holds NaN or Inf, in one pass over the tensor where it lies.
+
+`qarl.rollout.publish.checksum` defines the sum and has it in PyTorch, where each step writes a temporary. There the
+traffic is 8 to 17 times the tensor. Here each byte is read once. Sums are modulo 2**64, so the order of the additions
+does not matter, and the bits are those of PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from qarl.kernels.device import launch, processors
+from qarl.kernels.triton._compat import INTERPRETED, LAUNCH, require, require_device
+
+_PER_PROCESSOR = 2
+"""Programs for each multiprocessor, as many as its registers hold. Each keeps the weights of a block in them."""
+
+
+@triton.jit
+def _mixed(words, weights):
+    """Mix, multiply and mix again; `>>` copies sign bits in, so the upper half is masked."""
+    words = (words ^ ((words >> 32) & 0xFFFFFFFF)) * weights
+    return words ^ ((words >> 32) & 0xFFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["count"])
+def checksum_kernel(
+    words_ptr, inner_ptr, outer_ptr, result_ptr, count, MASK: tl.constexpr, CARRY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add the checksum of `count` words to result[0], and set result[1] to 1 if a float is not finite.
+
+    `MASK` drops the signs of the floats in a word, or is 0 if the words hold no floats. `CARRY` is such that adding it
+    to a magnitude sets the bit of the sign exactly if the float is Inf or NaN, and carries nothing into the next float.
+
+    Bytes per word: 8, at 3.3e12 B/s on H100.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    place = tl.arange(0, BLOCK).to(tl.int64)
+    inner = tl.load(inner_ptr + place)
+    magnitudes = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([1], tl.int64)
+    for block in range(program, tl.cdiv(count, BLOCK), programs):
+        at = block * BLOCK + place
+        words = tl.load(words_ptr + at, mask=at < count, other=0)
+        if MASK != 0:
+            carried = (words & MASK) + CARRY
+            magnitudes |= (carried | (carried >> 32)).to(tl.int32)  # both halves of a word have the same lanes
+        part = tl.sum(_mixed(words, inner), axis=0, keep_dims=True)
+        outer = tl.load(outer_ptr + block + tl.arange(0, 1))
+        total += tl.where(count > BLOCK, _mixed(part, outer), part)
+    total += tl.where(program == 0, count.to(tl.int64) * 8, 0)
+    tl.atomic_add(result_ptr + tl.arange(0, 1), total, sem="relaxed")
+    if MASK != 0:
+        SIGNS: tl.constexpr = -(MASK & 0x7FFFFFFF) - 1
+        bad = tl.max(((magnitudes & SIGNS) != 0).to(tl.int32), axis=0)
+        tl.store(result_ptr + 1, 1, mask=bad != 0)
+
+
+def add_checksum(
+    tensor: torch.Tensor,
+    inner: torch.Tensor,
+    outer: torch.Tensor,
+    result: torch.Tensor,
+    nonfinite: tuple[torch.dtype, int, int] | None,
+) -> None:
+    """Add the checksum of `tensor` to `result[0]` and write 1 to `result[1]` if it holds NaN or Inf.
+
+    `tensor`: contiguous, of any dtype; a multiple of 8 bytes that begins at one. `inner`: int64, one weight per word of
+    a block. `outer`: int64, one weight per block. `result`: int64 [2], zeros. `nonfinite`: how to read the floats, as
+    `qarl.quant.quantize.FLOAT_BITS`, or None to leave `result[1]` alone. Raise ValueError for anything else.
+    """
+    block = len(inner)
+    odd = tensor.nbytes % 8 or int(tensor.storage_offset()) * tensor.itemsize % 8
+    require(tensor.is_contiguous() and not odd, f"needs contiguous whole words, not {list(tensor.shape)}")
+    words = tensor.detach().view(-1).view(torch.int64)
+    blocks = triton.cdiv(len(words), block)
+    require(len(outer) >= blocks and result.shape == (2,), f"needs {blocks} weights of blocks, and a result of 2")
+    require(inner.dtype == outer.dtype == result.dtype == torch.int64, "weights and result must be int64")
+    require_device(words, inner, outer, result)
+    mask, carry = (0, 0) if nonfinite is None else _lanes(*nonfinite)
+    if blocks:
+        grid = min(blocks, 2 if INTERPRETED else _PER_PROCESSOR * processors(words.device))
+        launch(
+            checksum_kernel, (grid,), words, inner, outer, result, len(words),
+            MASK=mask, CARRY=carry, BLOCK=block, num_warps=8, **LAUNCH,
+        )  # fmt: skip
+
+
+def _lanes(integer: torch.dtype, magnitude_mask: int, nonfinite: int) -> tuple[int, int]:
+    """Return the mask of the magnitudes of all floats in a word, and what to add to them."""
+    bits = 8 * integer.itemsize
+    copies = sum(1 << start for start in range(0, 64, bits))
+    return magnitude_mask * copies, ((1 << (bits - 1)) - nonfinite) * copies

@@ -1,7 +1,8 @@
 """A publish into whole models of the locked vLLM, as on a GPU: the bytes of a fresh load, at the old addresses.
 
 The models are vLLM's own, on a platform that answers as a GPU of compute capability 8.0 (Marlin) or 9.0 (Machete,
-CUTLASS). Every publish goes through QaRL's `WeightReceiver` and vLLM's layerwise reload, as on a GPU.
+CUTLASS). Every publish goes through QaRL's `WeightReceiver` as on a GPU, which writes experts itself and uses vLLM's
+layerwise reload. Experts are also published by the reload alone. Before each publish they lose everything, as in sleep.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from gpu_lock import pretend, required
 from gpu_lock_models import build, differing, engine_config, fresh, load, process_groups, stand_in_operators, tensors_of
 from random_models import save_random_model
 from random_moe import IGNORE, wire_tensors
+from same_bytes import same_bytes
 
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.publish import writers
+from qarl.rollout.publish import captured, writers
+from qarl.rollout.publish.experts import holds_experts
 from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import encode_publish
@@ -48,6 +51,9 @@ CASES = [
     for model in MODELS
     if (model, scheme) != ("experts", "w8a8")  # this vLLM cannot serve them
 ]
+RELOADED = [case for case in CASES if case[0] == "experts"]
+DIRECT = {("bf16", (9, 0)), ("fp8", (9, 0)), ("fp8", (8, 9))}
+"""Experts that QaRL writes itself, by scheme and capability."""
 OWN = [("biases", scheme, 128, (9, 0)) for scheme in ("w4a16", "w8a8", "fp8")]
 """With `quant.kernels=qarl`: QaRL's own kernels in vLLM's layers."""
 
@@ -62,10 +68,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parameters here are in the CPU's memory, so `_choose_writer` must be told what it finds on a GPU by itself."""
+    """Parameters here are in the CPU's memory, so the plan must be told what it finds on a GPU by itself."""
     stand_in_operators()
-    monkeypatch.setattr(writers, "_choose_writer", lambda target, direct: None)
+    monkeypatch.setattr(writers, "_is_on_cpu", lambda module: False)
     yield
+
+
+def experts_tensors(model: torch.nn.Module) -> dict[str, captured.Place]:
+    """All tensors of the layers' experts: parameters, and what their methods and kernels have."""
+    found = captured.places({name: module for name, module in model.named_modules() if holds_experts(module)})
+    return {path: place for path, place in found.items() if not path.endswith("weight_shape")}
 
 
 def publish(receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version: int) -> None:
@@ -73,8 +85,12 @@ def publish(receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version:
 
 
 @pytest.mark.parametrize(
-    ("model_name", "scheme_name", "group_size", "capability", "kernels"),
-    [*((*case, "engine") for case in CASES), *((*case, "qarl") for case in OWN)],
+    ("model_name", "scheme_name", "group_size", "capability", "kernels", "direct"),
+    [
+        *((*case, "engine", True) for case in CASES),
+        *((*case, "engine", False) for case in RELOADED),
+        *((*case, "qarl", True) for case in OWN),
+    ],
     ids=str,
 )
 def test_a_publish_is_a_fresh_load_at_the_old_addresses(
@@ -87,6 +103,7 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
     group_size: int,
     capability: tuple[int, int],
     kernels: str,
+    direct: bool,
 ) -> None:
     pretend(monkeypatch, capability)
     from qarl.rollout.vllm_plugin.linears import check_in_use
@@ -105,12 +122,23 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
         assert differing(engine, models[1]) == [] and len(differing(engine, models[2])) > 10
         check_same_layers(engine, expected)
         check_in_use(engine, asked_for(kernels, scheme_name))
-        receiver = WeightReceiver(engine, config, expected, kv_caches=list)
+        receiver = WeightReceiver(engine, config, expected, kv_caches=list, direct=direct)
+        written = {target.name for target in receiver.plan.by_owner.values() if target.writer is not None}
+        layers = hf_config.num_hidden_layers if model_name == "experts" and (scheme_name, capability) in DIRECT else 0
+        assert len(written) == layers * direct, written
         before = tensors_of(engine)
         for version, tensors in ((2, second), (1, first), (2, second)):
+            for place in experts_tensors(engine).values():
+                place.memory.view(torch.uint8).fill_(77)
             publish(receiver, tensors, version)
             assert receiver.version == version
             assert differing(engine, models[version]) == []
+            theirs = experts_tensors(models[version])
+            assert [
+                path
+                for path, place in experts_tensors(engine).items()
+                if not same_bytes(place.memory, theirs[path].memory)
+            ] == []
             gone = [address for address in before if address not in tensors_of(engine)]
             assert gone == [], f"{len(gone)} tensors moved: {[tuple(before[a].shape) for a in gone[:4]]}"
     record_property("checks", 3 * len(before))

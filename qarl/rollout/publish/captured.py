@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from qarl.quant.meta import default_dtype_kept
 
 _OURS = ("vllm", "qarl")
 """Packages whose objects are searched for tensors."""
@@ -93,6 +95,19 @@ def addresses_kept(modules: Mapping[str, nn.Module]) -> Iterator[None]:
         old.memory.copy_(new.memory)
         old.tensor.data = old.memory
         new.put(old.tensor)
+
+
+@contextmanager
+def as_vllm_loads(vllm_config: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """In this context vLLM's layers can process loaded weights, and what a graph can have captured stays in place.
+
+    vLLM's model loader sets the default dtype too, because layers read it when they process loaded weights."""
+    from vllm.config import set_current_vllm_config
+
+    kept = nullcontext() if on_cpu() else addresses_kept(modules)
+    with set_current_vllm_config(vllm_config), default_dtype_kept(), kept:
+        torch.set_default_dtype(vllm_config.model_config.dtype)
+        yield
 
 
 def moved(before: Mapping[str, Place], after: Mapping[str, Place]) -> list[str]:

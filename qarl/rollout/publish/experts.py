@@ -5,7 +5,8 @@ has the same stacks in one module, `mlp.experts.routed_experts`: `w13_*` [E, 2I,
 [E, H, ...].
 
 On a CPU, experts are written by the functions of this module. They require QaRL's plugin for vLLM
-(`qarl.rollout.vllm_plugin`). On other devices, vLLM's layerwise reload writes them, from whole stacks (`reload`).
+(`qarl.rollout.vllm_plugin`). On other devices `qarl.rollout.publish.gpu_experts` writes them, or vLLM's layerwise
+reload, from whole stacks (`reload`).
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ def reload(module: nn.Module, parts: list[Part], cut: list[Part] | None) -> None
     from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
     layer: Any = module
-    whole = {name: _oriented(getattr(layer, name), tensor) for name, tensor in _by_parameter(cut or parts).items()}
+    whole = {name: _oriented(getattr(layer, name), tensor) for name, tensor in by_parameter(cut or parts).items()}
     if cut is None or any(getattr(layer, name).shape != tensor.shape for name, tensor in whole.items()):
-        _load_one_by_one(layer, _by_parameter(parts))
+        _load_one_by_one(layer, by_parameter(parts))
         return
     for name in whole:
         getattr(layer, name).weight_loader = _copy_stack
@@ -125,7 +126,8 @@ def reload(module: nn.Module, parts: list[Part], cut: list[Part] | None) -> None
         parameter.weight_loader(parameter, tensor)
 
 
-def _by_parameter(parts: list[Part]) -> Part:
+def by_parameter(parts: list[Part]) -> Part:
+    """Return the published stacks of a layer by the names of vLLM's parameters."""
     named = zip(STORED.values(), parts, strict=True)
     return {f"{stack}_{leaf}": tensor for stack, part in named for leaf, tensor in part.items()}
 

@@ -1,10 +1,10 @@
 """Write published tensors into the parameters of vLLM's modules, inside vLLM's worker. There are two ways:
 
-- Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU, and for experts with
-  QaRL's plugin for vLLM. It is faster than a reload, which unpacks and packs every int4 weight in Python. After an
-  exception the same write can be repeated. Under tensor parallelism each worker writes its own part of every tensor
-  (`qarl.rollout.publish.shards`).
-- Layerwise reload: vLLM's own function loads the weight. It is used for all other layers, such as all GPU kernels. It
+- Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU, for experts there with
+  QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.gpu_experts`). It is faster than a reload,
+  which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated. Under tensor
+  parallelism each worker writes its own part of every tensor (`qarl.rollout.publish.shards`).
+- Layerwise reload: vLLM's own function loads the weight. It is used for all other layers, such as GPUs' dense ones. It
   moves a module's parameters to the meta device and back. So an exception during the reload breaks the engine
   permanently (`ReloadFailed`). CUDA graphs need the other tensors of the module at their old addresses too
   (`qarl.rollout.publish.captured`).
@@ -17,7 +17,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,7 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
-from qarl.quant.meta import default_dtype_kept
-from qarl.rollout.publish import captured, experts, shards
+from qarl.rollout.publish import captured, experts, gpu_experts, shards
 from qarl.rollout.publish.manifest import Manifest
 
 Part = dict[str, torch.Tensor]
@@ -80,6 +79,8 @@ DERIVED = {
     "_v_scale": "always 1, because the KV cache is not quantized",
     "_prob_scale": "always 1, because the KV cache is not quantized",
     "weight_shape": "of a packed weight, known from the config",
+    "w13_weight_shape": "of packed experts, known from the config",
+    "w2_weight_shape": "of packed experts, known from the config",
     "azp_adj": "computed from weight and scale, used only for asymmetric activations",
     "bias_fp32": "computed from the bias",
     "_expert_map": "of expert parallelism, computed from the config",
@@ -121,11 +122,16 @@ class WritePlan:
             self.by_owner[owner] = target
         for target in targets.values():
             target.cut = shards.cut_of(target.module, len(target.parts))
-            target.writer = _choose_writer(target, direct)
             if experts.holds_experts(target.module):
                 count = next(s.shape[0] for name, s in expected.items() if name.rpartition(".")[0] in target.parts)
                 experts.check_all_there(target.name, target.module, target.parts, count)
                 target.parts.sort(key=experts.place_in_layer)
+            if _is_on_cpu(target.module):
+                target.writer = _choose_writer(target, direct)
+            elif direct and target.cut is not None and experts.holds_experts(target.module):
+                specs = [_without_memory(expected, owner) for owner in target.parts]
+                parts = target.cut(target.module, specs)
+                target.writer = gpu_experts.writer_of(target.module, parts, vllm_config, DERIVED)
         self._check_all_written(expected)
 
     def _check_all_written(self, expected: Manifest) -> None:
@@ -233,11 +239,19 @@ def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str
     return owner if owner and (modules[owner]._parameters or hasattr(modules[owner], "quant_method")) else None
 
 
+def _is_on_cpu(module: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in module.parameters(recurse=False))
+
+
+def _without_memory(expected: Manifest, owner: str) -> Part:
+    """Return the published tensors of the checkpoint module `owner`, on the meta device."""
+    named = ((name.rpartition("."), spec) for name, spec in expected.items())
+    return {leaf: torch.empty(s.shape, dtype=s.dtype, device="meta") for (of, _, leaf), s in named if of == owner}
+
+
 def _choose_writer(target: Target, direct: bool) -> Writer | None:
-    """Return the function that writes the module of `target`, or None if vLLM's layerwise reload does it."""
+    """Return the function that writes the module of `target` on a CPU, or None if vLLM's layerwise reload does it."""
     module, known = target.module, target.cut is not None
-    if any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
-        return None
     if experts.holds_experts(module):
         return experts.writer_of(module, direct and known)
     scheme: Any = getattr(module, "scheme", None)
@@ -360,21 +374,15 @@ def _reloading(vllm_config: Any, modules: list[nn.Module], owners: list[str]) ->
     """In this context, load the weights of `modules` with their `weight_loader`, for vLLM's layerwise reload.
 
     vLLM processes them as at the engine's start, and copies the results into the old storage."""
-    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    model_config = vllm_config.model_config
-    named = {f"module{i}": module for i, module in enumerate(modules)}
-    kept = nullcontext() if captured.on_cpu() else captured.addresses_kept(named)
-    with set_current_vllm_config(vllm_config), default_dtype_kept(), kept:
-        # vLLM's model loader does the same, because layers read the default dtype when they process loaded weights.
-        torch.set_default_dtype(model_config.dtype)
+    with captured.as_vllm_loads(vllm_config, {f"module{i}": module for i, module in enumerate(modules)}):
         for module in modules:
             initialize_layerwise_reload(module)
         try:
             yield
             for module in modules:
-                finalize_layerwise_reload(module, model_config)
+                finalize_layerwise_reload(module, vllm_config.model_config)
         except BaseException as error:
             names = ", ".join(owners[:4])
             raise ReloadFailed(f"vLLM could not reload {names} ...", why=f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,121 @@
+"""Experts that QaRL writes on a GPU: which, where, and that vLLM would have stored the same bytes.
+
+tests/gpu_stack/test_publish.py compares whole publishes into the locked vLLM with fresh loads."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine_experts import DOWN, EXPERTS, GATE_UP, HIDDEN, PREFIX, WIDTH, engine_model, plan_of, stacks
+from torch import nn
+
+from qarl.rollout.publish import gpu_experts, writers
+from qarl.rollout.publish.gpu_experts import UNCHANGED
+
+CASES = [(method, backend) for method, (_, backends) in UNCHANGED.items() for backend in backends]
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "_is_on_cpu", lambda module: False)
+    monkeypatch.setattr(gpu_experts, "as_vllm_loads", lambda config, modules: nullcontext())
+
+
+def method_of(name: str, backend: str) -> Any:
+    """An object of a class named as vLLM's, which counts its calls."""
+
+    def process(self: Any, layer: Any) -> None:
+        self.processed = getattr(self, "processed", 0) + 1
+
+    made = type(name, (), {"process_weights_after_loading": process})()
+    setattr(made, UNCHANGED[name.removeprefix("My")][0], SimpleNamespace(name=backend))
+    return made
+
+
+def model_of(method: Any, *, scales: bool, **sizes: Any) -> Any:
+    model = engine_model(method, **sizes)
+    routed = routed_of(model)
+    for name, rows in (("w13", 2 * WIDTH), ("w2", HIDDEN)) if scales else ():
+        routed.register_parameter(f"{name}_weight_scale", nn.Parameter(torch.zeros(EXPERTS, rows, 1)))
+    return model
+
+
+def routed_of(model: Any) -> Any:
+    return model.get_submodule(f"{PREFIX}.routed_experts")
+
+
+def stored(model: Any) -> dict[str, torch.Tensor]:
+    return dict(routed_of(model).named_parameters())
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_stacks_are_written_where_they_were(name: str, backend: str) -> None:
+    scales = not name.startswith("Unquantized")
+    method, tensors = method_of(name, backend), stacks(scales=scales)
+    model = model_of(method, scales=scales)
+    before = {leaf: tensor.data_ptr() for leaf, tensor in stored(model).items()}
+    plan_of(model, tensors).write(tensors)
+    assert method.processed == 1
+    assert {leaf: tensor.data_ptr() for leaf, tensor in stored(model).items()} == before
+    for leaf, tensor in stored(model).items():
+        owner = GATE_UP if leaf.startswith("w13") else DOWN
+        assert torch.equal(tensor, tensors[f"{owner}.{leaf.partition('_')[2]}"])
+
+
+def padded(model: Any) -> None:
+    routed_of(model).w2_weight.data = torch.zeros(EXPERTS, HIDDEN, 2 * WIDTH)
+
+
+def strided(model: Any) -> None:
+    routed_of(model).w13_weight.data = torch.zeros(EXPERTS, HIDDEN, 2 * WIDTH).mT
+
+
+FP8 = "CompressedTensorsW8A8Fp8MoEMethod"
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "change", "sizes", "direct"),
+    [
+        (FP8, "FLASHINFER_CUTLASS", None, {}, True),  # gate and up change places
+        (FP8, "MARLIN", None, {}, True),
+        (f"My{FP8}", "TRITON", None, {}, True),  # a class of which nothing is known
+        (FP8, "TRITON", padded, {}, True),
+        (FP8, "TRITON", strided, {}, True),
+        (FP8, "TRITON", lambda model: setattr(routed_of(model), "w13_bias", nn.Parameter(torch.ones(4))), {}, True),
+        (FP8, "TRITON", None, {"use_ep": True}, True),
+        (FP8, "TRITON", None, {}, False),
+    ],
+)
+def test_other_layouts_are_reloaded(name: str, backend: str, change: Any, sizes: Any, direct: bool) -> None:
+    model = model_of(method_of(name, backend), scales=True, **sizes)
+    if change:
+        change(model)
+    plan = plan_of(model, stacks(scales=True), direct=direct)
+    assert plan.by_owner[GATE_UP].writer is None
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_vllm_stores_what_it_has_loaded(name: str, backend: str) -> None:
+    """vLLM's own conversion returns the tensors that it got."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int8, unquantized
+
+    stacks: Any = [torch.randn(4, 6, 8), torch.randn(4, 8, 3)]
+    layer: Any = SimpleNamespace(weight_block_size=None)
+    made: Any
+    if name == FP8:
+        stacks = [stack.to(torch.float8_e4m3fn) for stack in stacks] + [torch.randn(4, 6, 1), torch.randn(4, 8, 1)]
+        convert: Any = fp8.convert_to_fp8_moe_kernel_format
+        made = convert(fp8.Fp8MoeBackend[backend], layer, *stacks, None, None)
+    elif name.startswith("Unquantized"):
+        which = unquantized.UnquantizedMoeBackend[backend]
+        made = unquantized.convert_to_unquantized_kernel_format(which, layer, *stacks)
+    else:
+        convert = getattr(int8, "convert_to_int8_moe_kernel_format", None)  # vLLM 0.24 converts nothing
+        made = convert(int8.Int8MoeBackend[backend], *stacks) if convert else stacks
+    assert [one.data_ptr() for one in made] == [one.data_ptr() for one in stacks]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from qarl.kernels.triton.activations import quantize_tokens_kernel
-from qarl.kernels.triton.checksum import checksum_kernel
+from qarl.kernels.triton.checksum import checksum_kernel, checksum_rows_kernel
 from qarl.kernels.triton.experts import clear_unused_kernel, combine_kernel, swiglu_backward_kernel
 from qarl.kernels.triton.grouped import (
     grouped_scaled_mm_kernel,
@@ -244,14 +244,17 @@ def _marlin() -> list[AotKernel]:
     return [AotKernel(codes_from_marlin_kernel, types, (AotConfig({"TILES": 16}),), ("tiles",))]
 
 
-def _checksum() -> AotKernel:
-    """For words without floats, BF16 and FP32. Counts are not specialized, so they are not divisible."""
-    types = {"words_ptr": "*i64", "inner_ptr": "*i64", "outer_ptr": "*i64", "result_ptr": "*i64", "count": "i32"}
+def _checksum() -> list[AotKernel]:
+    """For words without floats, BF16 and FP32. Integers are not specialized, so they are not divisible."""
+    pointers = ("words_ptr", "rows_ptr", "inner_ptr", "outer_ptr", "table_ptr", "result_ptr")
+    types = dict.fromkeys(pointers, "*i64") | dict.fromkeys(("count", "step", "tensors"), "i32")
     masks = ((0, 0), (0x7FFF7FFF7FFF7FFF, 0x0080008000800080), (0x7FFFFFFF7FFFFFFF, 0x0080000000800000))
     configs = tuple(AotConfig({"MASK": mask, "CARRY": carry, "BLOCK": 4096}, num_warps=8) for mask, carry in masks)
-    return AotKernel(checksum_kernel, types, configs)
+    rows = AotConfig({"BLOCK": 4096}, num_warps=8)
+    return [_entry(checksum_kernel, types, configs, ()), _entry(checksum_rows_kernel, types, (rows,), ())]
 
 
 KERNELS: list[AotKernel] = [
-    *W4A16, *_scaled_mm(), *_grouped(), *_quantize(), *_activations(), *_between_products(), *_marlin(), _checksum(),
+    *W4A16, *_scaled_mm(), *_grouped(), *_quantize(), *_activations(), *_between_products(), *_marlin(),
+    *_checksum(),
 ]  # fmt: skip

@@ -17,10 +17,11 @@ from qarl.bench.costs.phases import (
     gather_phase,
     publish_phase,
     quantize_phase,
+    receive_phase,
     shard_shapes,
     wire,
 )
-from qarl.bench.costs.run import run_costs
+from qarl.bench.costs.run import SCHEMES, run_costs
 from qarl.bench.sources import find_model
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.triton.quantize import dequantize_rows
@@ -114,9 +115,27 @@ def test_dense_products_need_little_more_than_their_operands():
         assert 1 <= phase.counts.moved / phase.least < 1.2 and not phase.counts.syncs
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_publish_costs_as_much_with_any_number_of_experts(scheme):
+    """Qwen3-30B-A3B. The host reads once, at the end of a publish. W4A16 stacks are permuted in nine passes."""
+    size = find_model("Qwen3-30B-A3B").size
+    for phase in (publish_phase, receive_phase):
+        few, many = (phase(replace(size, experts=experts), scheme, 128) for experts in (16, 128))
+        assert few.kernels == many.kernels and len(many.kernels) <= 40, many.kernels
+        waits = [name for name in many.kernels if name in ("_local_scalar_dense", "copy")]
+        assert many.counts.syncs == 1 and many.kernels[-1] in waits  # other copies do not wait
+        permuted = scheme == "w4a16" and phase is receive_phase
+        assert many.counts.moved / many.least < (4 if permuted else 1.1)
+
+
 def test_the_table(capsys):
     assert run_costs("costs", ["model=Qwen3-30B-A3B", "tokens=4096"]) == 0
     size = find_model("Qwen3-30B-A3B").size
     said = capsys.readouterr().out
-    counts = publish_phase(size, "w4a16", 128).counts
-    assert f"| publish, sender | {counts.kernels} |" in said and f"| {counts.kernels * 48} |" in said
+    for phase in (publish_phase, receive_phase):
+        found = phase(size, "w4a16", 128)
+        assert f"| {found.name} | {found.counts.kernels} |" in said and f"| {found.counts.kernels * 48} |" in said
+    assert run_costs("costs", ["model=Qwen3-30B-A3B", "scheme=bf16"]) == 0
+    assert [line.split(" |")[0] for line in capsys.readouterr().out.splitlines()[4:]] == [
+        "| optimizer", "| publish, sender", "| publish, receiver",
+    ]  # fmt: skip

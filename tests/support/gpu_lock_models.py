@@ -1,8 +1,8 @@
 """Models of the GPU lock's vLLM, built and loaded as its loader does on CUDA, but in the memory of the CPU.
 
 The operators that rearrange weights run on CUDA alone. Stand-ins are registered for the CPU under the operators' own
-schemas, so vLLM's C library checks dtypes and arguments. Each of them is one-to-one and depends on every word's place:
-two layers have the same bytes only if their weights were the same.
+schemas, so vLLM's C library checks dtypes and arguments. Marlin's is vLLM's own plain PyTorch. Machete's is one-to-one
+and depends on every word's place: two layers have the same bytes only if their weights were the same.
 """
 
 from __future__ import annotations
@@ -104,11 +104,17 @@ def stand_in_operators() -> Any:
     def gptq_marlin_repack(
         b_q_weight: torch.Tensor, perm: torch.Tensor, size_k: Any, size_n: Any, num_bits: int, is_a_8bit: bool
     ) -> torch.Tensor:
+        # not before vLLM's platform is replaced
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
+
         assert (
             b_q_weight.shape == (size_k // 8, size_n) and b_q_weight.is_contiguous() and b_q_weight.dtype == torch.int32
         )
         assert num_bits == 4 and not perm.numel() and not is_a_8bit and not (size_k % 16 or size_n % 64)
-        return marked(b_q_weight, (size_k // 16, size_n * 2))
+        nibbles = torch.arange(0, 32, 4, dtype=torch.int32)
+        codes = (b_q_weight[:, None] >> nibbles[:, None] & 15).reshape(size_k, size_n)
+        made: torch.Tensor = marlin_weights(codes, size_k, size_n, num_bits, get_weight_perm(num_bits))
+        return made
 
     def machete_prepack_b(b: torch.Tensor, a_type: Any, b_type: int, group_scales_type: Any) -> torch.Tensor:
         assert b.stride(0) == 1 and b.dtype == torch.int32 and a_type == group_scales_type == torch.bfloat16

@@ -26,6 +26,7 @@ from qarl.errors import UserError
 from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.sockets import PeerLost
 from qarl.rollout.publish.wire import COMMIT
+from qarl.verl.plugin import engine as engine_module
 from qarl.verl.plugin import publishing
 from qarl.verl.plugin.checkpoint_engine import QaRLCheckpointEngine
 from qarl.verl.plugin.config import QuantSettings
@@ -183,6 +184,21 @@ def test_the_actor_asks_the_servers_only_if_verl_publishes_itself(monkeypatch, t
     stream, _ = first.get_per_tensor_param(layered_summon=False, base_sync_done=True)  # as verl's naive backend
     assert asked == ["asked"] and len(list(tmp_path.rglob("*.holder"))) == 1
     stream.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_shared_gpu_gets_no_changes_and_keeps_nothing(device, rank, monkeypatch, tmp_path):
+    """Whatever `publish.delta` says. Engines with devices of their own get changes from the first rank."""
+    monkeypatch.setattr(publishing, "SOCKET_FOLDER", tmp_path)
+    monkeypatch.setattr(engine_module, "get_device_name", lambda: device)
+    used: dict[str, Any] = {}
+    monkeypatch.setattr(engine_module, "encode", lambda tensors, outbox, **_: iter([used.update(outbox=outbox)]))
+    made = actor(rank, [])
+    for shared, wanted in ((True, device == "cpu"), (False, rank == 0)):
+        stream, _ = made.get_per_tensor_param(base_sync_done=shared)
+        list(stream)
+        assert used.pop("outbox") is (made._outbox if wanted else None)
 
 
 def test_an_error_of_the_sender_does_not_stop_the_gathers_of_other_ranks(monkeypatch):

@@ -7,7 +7,7 @@
     quantize    this rank's shard: BF16 cast of the master, quantizer, the kernel's layout
     gather      FSDP2's all-gather of codes and scales, which runs for a forward and again for its backward
     optimizer   Muon for the shard's matrices, in FP32
-    publish     the sender's checksums and records of the layer
+    publish     the checksums and records of the layer on both sides, and the receiver's writes of experts
 
 `least` are the bytes that the phase's products cannot avoid: every operand read once, every result written once, and
 one pass over each intermediate between two products. Attention, norms and the embeddings are not counted.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.shards import WeightShard
 from qarl.quant.stacks import STACKS
+from qarl.rollout.publish.experts import by_parameter
+from qarl.rollout.publish.gpu_experts import copy_stacks, in_marlins_layout
+from qarl.rollout.publish.manifest import TensorSpec
 
 BF16 = torch.bfloat16
 ENGINE_LAUNCHES = {
@@ -269,22 +273,74 @@ def _muon(shapes: Sequence[tuple[int, ...]]) -> Counting:
 
 
 def publish_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
-    """Count the sender's part of a layer: names, checksums and records."""
+    """Count the sender's part of a layer: names, checksums, NaN and Inf, and records."""
     from qarl.rollout.publish.wire import encode_publish
 
-    scheme = get_scheme(scheme_name, group_size)
-    tensors: list[tuple[str, torch.Tensor]] = []
-    stacks = zip(STACKS, stack_shapes(Sizes.of(size)), strict=True) if size.experts else ()
-    for leaf, shape in stacks:
-        made = wire(shape, scheme)
-        tensors += QuantizedStack(f"model.layers.0.mlp.experts.{leaf}", scheme, shape, made).stacked()
-    for name, dense in size.block_linears(0).items():
-        if ".experts." not in name:
-            tensors += [(f"{name}.{leaf}", tensor) for leaf, tensor in wire(dense, scheme).items()]
+    tensors = _published(size, scheme_name, group_size)
     for version in (1, 2):  # the tables for tensors of these sizes, which the first makes, stay
         with counting() as counter:
             list(encode_publish(tensors, version=version))
     return _phase("publish, sender", counter, sum(tensor.nbytes for _, tensor in tensors))
+
+
+def receive_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
+    """Count the receiver's part of a layer: checksums, their comparison, and the experts' bytes into vLLM's storage.
+
+    The dense weights, which vLLM's reload writes, are not counted as written. `least`: all tensors are read once, and
+    experts are also read and written."""
+    from qarl.rollout.publish.receive import WeightReceiver
+    from qarl.rollout.publish.wire import encode_publish
+
+    tensors, plan = _published(size, scheme_name, group_size), _ExpertsPlan(scheme_name)
+    receiver = WeightReceiver(torch.nn.Module(), None, {}, kv_caches=list)
+    receiver.expected = {name: TensorSpec.of(tensor) for name, tensor in tensors}
+    receiver.plan = plan  # type: ignore[assignment]  # it only writes
+    for version in (1, 2):
+        with counting():
+            stream = list(encode_publish(tensors, version=version))
+        with counting() as counter:
+            receiver.feed(stream)
+    least = sum(tensor.nbytes * (3 if ".experts." in name else 1) for name, tensor in tensors)
+    return _phase("publish, receiver", counter, least)
+
+
+class _ExpertsPlan:
+    """The part of `WritePlan` that writes experts on a GPU, into tensors of vLLM's shapes."""
+
+    def __init__(self, scheme_name: str) -> None:
+        self.convert = in_marlins_layout if scheme_name == "w4a16" else dict
+        self.layer: Any = None
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            owner, _, leaf = name.rpartition(".")
+            if ".experts." in name:
+                parts.setdefault(owner, {})[leaf] = tensor
+        made = [self.convert(part) for part in parts.values()]
+        if self.layer is None:
+            stored = {name: torch.empty_like(tensor) for name, tensor in by_parameter(made).items()}
+            self.layer = SimpleNamespace(**stored)
+        copy_stacks(self.layer, made)
+
+
+def _published(size: ModelSize, scheme_name: str, group_size: int) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a layer as they are published, on the meta device, shapes on the host."""
+    scheme, prefix = get_scheme(scheme_name, group_size), "model.layers.0."
+    tensors: list[tuple[str, torch.Tensor]] = []
+    stacks = zip(STACKS, stack_shapes(Sizes.of(size)), strict=True) if size.experts else ()
+    for leaf, shape in stacks:
+        made = wire(shape, scheme)
+        tensors += QuantizedStack(f"{prefix}mlp.experts.{leaf}", scheme, shape, made).stacked()
+    for name, dense in size.block_linears(0).items():
+        if ".experts." not in name:
+            made = wire(dense, scheme) | ({"weight_shape": torch.tensor(dense)} if scheme_name == "w4a16" else {})
+            tensors += [(f"{name}.{leaf}", tensor) for leaf, tensor in made.items()]
+    if size.experts:
+        tensors.append((f"{prefix}mlp.gate.weight", _empty(size.experts, size.hidden)))
+    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), size.hidden)
+    norms |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), size.head_dim) if size.qk_norm else {}
+    return tensors + [(f"{prefix}{name}.weight", _empty(width)) for name, width in norms.items()]
 
 
 def _stacks_bytes(sizes: Sizes, scheme: str, group_size: int) -> tuple[int, int]:

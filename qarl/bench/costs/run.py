@@ -21,14 +21,14 @@ from qarl.checks.model_size import ModelSize
 if TYPE_CHECKING:
     from qarl.bench.costs.phases import Phase
 
-SCHEMES = ("w4a16", "w8a8", "fp8")
+SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
 
 
 @dataclass(frozen=True)
 class Counted:
     """
     model     a name from qarl/bench/models, or a folder
-    scheme    w4a16, w8a8 or fp8
+    scheme    w4a16, w8a8 or fp8; bf16 counts only optimizer and publish
     tokens    tokens of a micro-batch
     gpus      ranks that share the weights
     json      the file to write"""
@@ -61,13 +61,14 @@ def count(size: ModelSize, keys: Counted) -> list[Phase]:
     from qarl.bench.costs import phases
 
     group = default_group_size(size)
-    found = phases.dense_phases(size, keys.scheme, group, keys.tokens)
-    if size.experts:
-        found += phases.expert_phases(size, keys.scheme, group, keys.tokens)
-    found.append(phases.quantize_phase(size, keys.scheme, group, keys.gpus))
-    found.append(phases.gather_phase(size, keys.scheme, group, keys.gpus))
+    found: list[Phase] = []
+    if keys.scheme != "bf16":
+        found += phases.dense_phases(size, keys.scheme, group, keys.tokens)
+        found += phases.expert_phases(size, keys.scheme, group, keys.tokens) if size.experts else []
+        found.append(phases.quantize_phase(size, keys.scheme, group, keys.gpus))
+        found.append(phases.gather_phase(size, keys.scheme, group, keys.gpus))
     found.append(phases.optimizer_phase(size, keys.gpus)[0])
-    return [*found, phases.publish_phase(size, keys.scheme, group)]
+    return [*found, phases.publish_phase(size, keys.scheme, group), phases.receive_phase(size, keys.scheme, group)]
 
 
 def table(phases: Sequence[Phase], size: ModelSize) -> str:

@@ -25,11 +25,12 @@ def _mixed(words, weights):
     return words ^ ((words >> 32) & 0xFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "step"])
 def checksum_kernel(
-    words_ptr, inner_ptr, outer_ptr, result_ptr, count, MASK: tl.constexpr, CARRY: tl.constexpr, BLOCK: tl.constexpr
+    words_ptr, inner_ptr, outer_ptr, result_ptr, count, step,
+    MASK: tl.constexpr, CARRY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the checksum of `count` words to result[0], and set result[1] to 1 if a float is not finite.
+    """Add the checksum of `count` words to result[0], and set result[step] to 1 if a float is not finite.
 
     `MASK` drops the signs of the floats in a word, or is 0 if the words hold no floats. `CARRY` is such that adding it
     to a magnitude sets the bit of the sign exactly if the float is Inf or NaN, and carries nothing into the next float.
@@ -55,7 +56,27 @@ def checksum_kernel(
     if MASK != 0:
         SIGNS: tl.constexpr = -(MASK & 0x7FFFFFFF) - 1
         bad = tl.max(((magnitudes & SIGNS) != 0).to(tl.int32), axis=0)
-        tl.store(result_ptr + 1, 1, mask=bad != 0)
+        tl.store(result_ptr + step, 1, mask=bad != 0)
+
+
+@triton.jit(do_not_specialize=["count", "tensors"])
+def checksum_rows_kernel(rows_ptr, inner_ptr, table_ptr, result_ptr, count, tensors, BLOCK: tl.constexpr):
+    """Add the checksum of one of `count` rows to result[0, tensor], and set result[1, tensor] if a float is not finite.
+
+    Bytes per word: 8, at 3.3e12 B/s on H100, after the copy of the rows.
+    """
+    row, one = tl.program_id(0).to(tl.int64), tl.arange(0, 1)
+    table_ptr += row
+    place = tl.arange(0, BLOCK)
+    words = tl.load(rows_ptr + row * BLOCK + place)
+    part = tl.sum(_mixed(words, tl.load(inner_ptr + place)), axis=0, keep_dims=True)
+    outer = tl.load(table_ptr + count + one)
+    part = tl.where(outer != 0, _mixed(part, outer), part) + tl.load(table_ptr + 2 * count + one)
+    tl.atomic_add(result_ptr + tl.load(table_ptr + one), part, sem="relaxed")
+    mask = tl.load(table_ptr + 3 * count)
+    carried = (words & mask) + tl.load(table_ptr + 4 * count)
+    bad = tl.max(((carried & (mask ^ -1)) != 0).to(tl.int32), axis=0)
+    tl.store(result_ptr + tensors + tl.load(table_ptr), 1, mask=bad != 0)
 
 
 def add_checksum(
@@ -65,7 +86,7 @@ def add_checksum(
     result: torch.Tensor,
     nonfinite: tuple[torch.dtype, int, int] | None,
 ) -> None:
-    """Add the checksum of `tensor` to `result[0]` and write 1 to `result[1]` if it holds NaN or Inf.
+    """Add the checksum of `tensor` to `result[0]`, and write 1 to `result[1]` if it holds NaN or Inf.
 
     `tensor`: contiguous, of any dtype; a multiple of 8 bytes that begins at one. `inner`: int64, one weight per word of
     a block. `outer`: int64, one weight per block. `result`: int64 [2], zeros. `nonfinite`: how to read the floats, as
@@ -79,17 +100,34 @@ def add_checksum(
     require(len(outer) >= blocks and result.shape == (2,), f"needs {blocks} weights of blocks, and a result of 2")
     require(inner.dtype == outer.dtype == result.dtype == torch.int64, "weights and result must be int64")
     require_device(words, inner, outer, result)
-    mask, carry = (0, 0) if nonfinite is None else _lanes(*nonfinite)
+    mask, carry = lanes(nonfinite)
     if blocks:
         grid = min(blocks, 2 if INTERPRETED else _PER_PROCESSOR * processors(words.device))
         launch(
-            checksum_kernel, (grid,), words, inner, outer, result, len(words),
+            checksum_kernel, (grid,), words, inner, outer, result, len(words), result.stride(0),
             MASK=mask, CARRY=carry, BLOCK=block, num_warps=8, **LAUNCH,
         )  # fmt: skip
 
 
-def _lanes(integer: torch.dtype, magnitude_mask: int, nonfinite: int) -> tuple[int, int]:
-    """Return the mask of the magnitudes of all floats in a word, and what to add to them."""
+def add_row_checksums(rows: torch.Tensor, inner: torch.Tensor, table: torch.Tensor, result: torch.Tensor) -> None:
+    """Do the same for tensors whose words are copied into `rows` int64 [R, block], each padded with zeros.
+
+    `table`: int64 [5, R]. For each row it has the tensor's place in `result` int64 [2, tensors]; the row's weight, or 0
+    if the tensor has no other row; the bytes of the tensor, once; and `lanes`. Raise ValueError for any other shape."""
+    require(rows.shape == (table.shape[1], len(inner)) and len(table) == 5, "rows, weights and table do not fit")
+    require(result.ndim == 2 and result.is_contiguous(), "the result must be a contiguous [2, tensors]")
+    require_device(rows, inner, table, result)
+    launch(
+        checksum_rows_kernel, (len(rows),), rows, inner, table, result, len(rows), result.shape[1],
+        BLOCK=len(inner), num_warps=8, **LAUNCH,
+    )  # fmt: skip
+
+
+def lanes(nonfinite: tuple[torch.dtype, int, int] | None) -> tuple[int, int]:
+    """Return the mask of the magnitudes of all floats in a word, and what to add to them (0, 0 for no floats)."""
+    if nonfinite is None:
+        return 0, 0
+    integer, magnitude_mask, smallest = nonfinite
     bits = 8 * integer.itemsize
     copies = sum(1 << start for start in range(0, 64, bits))
-    return magnitude_mask * copies, ((1 << (bits - 1)) - nonfinite) * copies
+    return magnitude_mask * copies, ((1 << (bits - 1)) - smallest) * copies

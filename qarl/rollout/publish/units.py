@@ -3,7 +3,8 @@
 Nothing here waits for the device: the caller reads the results of all units together. All ways give the checksums of
 `qarl.rollout.publish.checksum`, bit for bit.
 
-    kernel   on a GPU: one launch reads each tensor where it lies (`qarl.kernels.triton.checksum`)
+    kernel   on a GPU: one launch reads a large tensor where it lies, another all small ones, which are copied into rows
+             as below (`qarl.kernels.triton.checksum`)
     rows     on a CPU, or where Triton is not installed: the bytes of small tensors are copied behind each other into
              rows of `BLOCK` words, and a few operations on all rows give all results, because words of zeros add
              nothing
@@ -26,6 +27,9 @@ from qarl.rollout.publish.checksum import BLOCK, CHUNK, checksum, mix, weights
 
 _LARGEST = 1 << 28
 """Bytes of a tensor on a GPU up to which it is copied into rows. A whole stack of experts may be larger."""
+_SMALL = 1 << 20
+"""Bytes up to which the kernel gets a copy. Half of a layer's tensors are small, with 1% of its bytes. Experts' stacks
+are never copied, so a layer takes as many launches with few experts as with many."""
 _ZEROS = 8 * BLOCK
 
 
@@ -123,15 +127,38 @@ def _order(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def _check_by_kernel(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
-    from qarl.kernels.triton.checksum import add_checksum
+    """Read large tensors where they lie, and small ones together, in copied rows."""
+    from qarl.kernels.triton.checksum import add_checksum, add_row_checksums
 
     device = tensors[0].device
-    inner, results = weights(1, BLOCK, device), torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)
-    for tensor, result in zip(tensors, results.unbind(), strict=True):
+    inner, results = weights(1, BLOCK, device), torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
+    small: list[int] = []
+    for i, tensor in enumerate(tensors):
+        if tensor.nbytes <= _SMALL and tensor.ndim < 3:
+            small.append(i)
+            continue
         outer = weights(2, 1 << (tensor.nbytes // (8 * BLOCK)).bit_length(), device)
-        add_checksum(tensor.contiguous(), inner, outer, result, FLOAT_BITS.get(tensor.dtype) if finite else None)
-    digests, bad = results.t().contiguous()
-    return Checked(digests, bad != 0 if finite else None, _order(tuple(range(len(tensors))), device))
+        add_checksum(tensor.contiguous(), inner, outer, results[:, i], FLOAT_BITS.get(tensor.dtype) if finite else None)
+    if small:
+        sizes = tuple(tensors[i].nbytes for i in small)
+        table = _row_table(tuple(small), sizes, tuple(tensors[i].dtype if finite else None for i in small), device)
+        rows = _rows([tensors[i] for i in small], _plan(sizes, torch.device("cpu")).padding)
+        add_row_checksums(rows, inner, table, results)
+    return Checked(results[0], results[1] != 0 if finite else None, _order(tuple(range(len(tensors))), device))
+
+
+@lru_cache(maxsize=1024)
+def _row_table(
+    numbers: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], device: torch.device
+) -> torch.Tensor:
+    """Return the table of `add_row_checksums`. `numbers`: the places of the tensors among all."""
+    from qarl.kernels.triton.checksum import lanes
+
+    plan = _plan(sizes, torch.device("cpu"))
+    found = torch.tensor([lanes(FLOAT_BITS.get(dtype) if dtype else None) for dtype in dtypes])
+    first = plan.owners.diff(prepend=torch.tensor([-1])) != 0
+    rows = [torch.tensor(numbers)[plan.owners], plan.outer * plan.several, plan.sizes[plan.owners] * first]
+    return torch.stack([*rows, *found[plan.owners].t()]).to(device)
 
 
 def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
@@ -143,14 +170,19 @@ def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
     return Checked(digests, bad, _order(floats, bad.device))
 
 
+def _rows(tensors: Sequence[torch.Tensor], padding: Sequence[int]) -> torch.Tensor:
+    """Copy the bytes of `tensors` behind each other into rows of `BLOCK` words."""
+    zeros, parts = _zeros(tensors[0].device), []
+    for tensor, size in zip(tensors, padding, strict=True):
+        parts += [tensor.contiguous().view(-1).view(torch.uint8), zeros[:size]]
+    return torch.cat(parts).view(torch.int64).view(-1, BLOCK)
+
+
 def _check_rows(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
     """`tensors` are on one device, in the order of their dtypes."""
     device, sizes = tensors[0].device, tuple(tensor.nbytes for tensor in tensors)
-    plan, zeros = _plan(sizes, device), _zeros(device)
-    parts = []
-    for tensor, padding in zip(tensors, plan.padding, strict=True):
-        parts += [tensor.contiguous().view(-1).view(torch.uint8), zeros[:padding]]
-    rows = torch.cat(parts).view(torch.int64).view(-1, BLOCK)
+    plan = _plan(sizes, device)
+    rows = _rows(tensors, plan.padding)
     bad, owners = _bad_rows(rows, tensors, plan) if finite else (None, None)
     sums = mix(mix(rows).mul_(weights(1, BLOCK, device))).sum(1)
     again = mix(mix(sums.clone()).mul_(plan.outer))

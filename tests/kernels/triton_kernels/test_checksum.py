@@ -57,8 +57,9 @@ def test_what_does_not_fit_is_refused() -> None:
             found(bad.to(DEVICE) if bad.is_contiguous() and not bad.storage_offset() else bad)
 
 
+@pytest.mark.parametrize("small", [-1, 64, 8 * BLOCK, 1 << 20])
 @pytest.mark.parametrize("finite", [False, True])
-def test_a_unit_by_the_kernel_is_a_unit_by_pytorch(finite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_by_the_kernel_is_a_unit_by_pytorch(finite: bool, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that the kernel cannot read are checked as before, and all results are in the order of the tensors."""
     raw = torch.randint(0, 256, (3 * 8 * BLOCK + 21,), dtype=torch.uint8)
     infinite = torch.full((4 * BLOCK + 4,), torch.inf).bfloat16()
@@ -69,6 +70,7 @@ def test_a_unit_by_the_kernel_is_a_unit_by_pytorch(finite: bool, monkeypatch: py
     wanted = units.check_unit(tensors, finite=finite)
     flags = units.nonfinite(tensors[4:6]).tolist()
     monkeypatch.setattr(units, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(units, "_SMALL", small)
     monkeypatch.setattr(units, "is_gpu", lambda device: True)
     assert [units._way(tensor) for tensor in tensors].count("kernel") == 5
     found = units.check_unit(tensors, finite=finite)

@@ -13,6 +13,7 @@ import torch
 from engine_experts import DOWN, EXPERTS, GATE_UP, HIDDEN, PREFIX, WIDTH, engine_model, plan_of, stacks
 from torch import nn
 
+from qarl.kernels.cuda.marlin import CODES, SCALES, to_marlin
 from qarl.rollout.publish import gpu_experts, writers
 from qarl.rollout.publish.gpu_experts import UNCHANGED
 
@@ -95,6 +96,67 @@ def test_other_layouts_are_reloaded(name: str, backend: str, change: Any, sizes:
     if change:
         change(model)
     plan = plan_of(model, stacks(scales=True), direct=direct)
+    assert plan.by_owner[GATE_UP].writer is None
+
+
+def marlin_method(**settings: Any) -> Any:
+    made = type("CompressedTensorsWNA16MoEMethod", (), {})()
+    made.wna16_backend, made.symmetric, made.actorder = SimpleNamespace(name="MARLIN"), True, None
+    made.__dict__.update(settings)
+    return made
+
+
+def int4_stacks(groups: tuple[int, int] = (2, 2), rows: int = 64) -> dict[str, torch.Tensor]:
+    """gate_up_proj [E, `rows`, 32] and down_proj [E, 64, 32] in `groups` groups."""
+    torch.manual_seed(0)
+    found = {}
+    for name, n, count in zip((GATE_UP, DOWN), (rows, 64), groups, strict=True):
+        found[f"{name}.weight_packed"] = torch.randint(-(2**31), 2**31 - 1, (EXPERTS, n, 4), dtype=torch.int32)
+        found[f"{name}.weight_scale"] = torch.randn(EXPERTS, n, count).bfloat16()
+    return found
+
+
+def marlin_model(method: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    model = engine_model(method)
+    routed = routed_of(model)
+    del routed.w13_weight, routed.w2_weight
+    for stack, owner in (("w13", GATE_UP), ("w2", DOWN)):
+        packed, scale = tensors[f"{owner}.weight_packed"], tensors[f"{owner}.weight_scale"]
+        shape = (EXPERTS, packed.shape[2] // 2, 2 * packed.shape[1])
+        routed.register_parameter(f"{stack}_weight_packed", nn.Parameter(torch.zeros(shape).int(), requires_grad=False))
+        routed.register_parameter(f"{stack}_weight_scale", nn.Parameter(torch.zeros_like(scale.mT.contiguous())))
+        routed.register_parameter(f"{stack}_weight_shape", nn.Parameter(torch.zeros(EXPERTS, 2)))
+    routed.workspace = torch.ones(4, dtype=torch.int32)
+    return model
+
+
+def test_marlins_layout_is_written_in_place() -> None:
+    tensors = int4_stacks()
+    model = marlin_model(marlin_method(input_dtype=torch.bfloat16), tensors)
+    before = {leaf: tensor.data_ptr() for leaf, tensor in stored(model).items()}
+    plan_of(model, tensors).write(tensors)
+    assert {leaf: tensor.data_ptr() for leaf, tensor in stored(model).items()} == before
+    for stack, owner in (("w13", GATE_UP), ("w2", DOWN)):
+        made = to_marlin({leaf: tensors[f"{owner}.{leaf}"] for leaf in ("weight_packed", "weight_scale")})
+        assert torch.equal(stored(model)[f"{stack}_weight_packed"], made[CODES])
+        assert torch.equal(stored(model)[f"{stack}_weight_scale"], made[SCALES])
+    assert not routed_of(model).workspace.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors"),
+    [
+        ({"input_dtype": torch.int8}, int4_stacks()),
+        ({"marlin_input_dtype": torch.float8_e4m3fn}, int4_stacks()),
+        ({"symmetric": False}, int4_stacks()),
+        ({"actorder": "group"}, int4_stacks()),
+        ({"wna16_backend": SimpleNamespace(name="TRITON")}, int4_stacks()),
+        ({}, int4_stacks(groups=(2, 1))),  # vLLM would permute the scales of gate and up as those of down
+        ({}, int4_stacks(rows=96)),
+    ],
+)
+def test_other_int4_experts_are_reloaded(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    plan = plan_of(marlin_model(marlin_method(**settings), tensors), tensors)
     assert plan.by_owner[GATE_UP].writer is None
 
 

@@ -48,8 +48,20 @@ class Changes:
     payload: torch.Tensor | None
 
 
-def find_changes(before: torch.Tensor, now: torch.Tensor) -> Changes:
-    """Compare two contiguous tensors bit by bit. They must be on one device. The payload is on this device, too.
+@dataclass(frozen=True)
+class Compared:
+    """Two versions of a tensor, compared in groups of eight bytes, or word by word.
+
+    `old`, `new`: their words. `differs`: bool, for each group. `count`: how many differ, 0-d int64 on their device."""
+
+    old: torch.Tensor
+    new: torch.Tensor
+    differs: torch.Tensor
+    count: torch.Tensor
+
+
+def compare(before: torch.Tensor, now: torch.Tensor) -> Compared:
+    """Compare two contiguous tensors bit by bit. They must be on one device, for which this does not wait.
 
     Raises:
         ValueError: they differ in dtype or shape.
@@ -57,10 +69,21 @@ def find_changes(before: torch.Tensor, now: torch.Tensor) -> Changes:
     if before.dtype != now.dtype or before.shape != now.shape:
         raise ValueError(f"{before.dtype} {list(before.shape)} cannot become {now.dtype} {list(now.shape)}")
     old, new = _words(before), _words(now)
-    found, total = _differing(old, new), new.numel()
+    whole = now.nbytes % 8 == 0 and all(t.storage_offset() * t.itemsize % 8 == 0 for t in (old, new))
+    groups = [words.view(torch.int64) if whole else words for words in (old, new)]
+    differs = groups[0] != groups[1]
+    return Compared(old, new, differs, differs.sum())
+
+
+def find_changes(compared: Compared, count: int) -> Changes:
+    """Encode the changes of a tensor. `count`: the number in `compared`. The payload is on the tensors' device."""
+    new, total = compared.new, compared.new.numel()
+    if not count:
+        return Changes(0, total, None)
+    found = _differing(compared, count)
     is_mask = found.dtype == torch.bool
     count = int(found.sum()) if is_mask else found.numel()
-    if not count or _HEADER + count * new.itemsize >= now.nbytes:
+    if _HEADER + count * new.itemsize >= new.nbytes:
         return Changes(count, total, None)
     if count * 8 < total or not is_mask:
         found = found.nonzero().squeeze(1) if is_mask else found
@@ -68,9 +91,9 @@ def find_changes(before: torch.Tensor, now: torch.Tensor) -> Changes:
     else:  # gaps take at least a byte for each changed word, so a mask is smallest
         coding, size, coded = _MASK, -(-total // 8), _to_mask(found)
     values = new[found].view(torch.uint8)
-    if _HEADER + _padded(values.numel()) + size >= now.nbytes:
+    if _HEADER + _padded(values.numel()) + size >= new.nbytes:
         return Changes(count, total, None)
-    header = torch.tensor([coding, count], device=now.device).view(torch.uint8)
+    header = torch.tensor([coding, count], device=new.device).view(torch.uint8)
     padding = values.new_zeros(_padded(values.numel()) - values.numel())
     return Changes(count, total, torch.cat((header, values, padding, coded.view(torch.uint8))))
 
@@ -104,23 +127,20 @@ def _padded(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def _differing(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def _differing(compared: Compared, count: int) -> torch.Tensor:
     """Return the int64 positions of the words that differ, or, if many differ, a bool for every word.
 
     Groups of eight bytes are compared first, because usually few words differ. Positions are returned only if few
     groups differ, because each position needs eight bytes.
     """
-    per_group = 8 // new.itemsize
-    whole = new.numel() // per_group * per_group
-    aligned = all(t.storage_offset() * t.itemsize % 8 == 0 for t in (old, new))
-    if per_group == 1 or not whole or not aligned:
+    old, new, differs = compared.old, compared.new, compared.differs
+    per_group = new.numel() // differs.numel()
+    if per_group == 1:
+        return differs
+    if count * 8 > differs.numel():
         return old != new
-    differs = old[:whole].view(torch.int64) != new[:whole].view(torch.int64)
-    if int(differs.sum()) * 8 > differs.numel():
-        return old != new
-    candidates = (differs.nonzero() * per_group + torch.arange(per_group, device=new.device)).view(-1)
-    rest = torch.arange(whole, new.numel(), device=new.device)
-    candidates = torch.cat((candidates, rest))
+    groups = differs.nonzero() * per_group
+    candidates = (groups + torch.arange(per_group, device=new.device)).view(-1)
     return candidates[old[candidates] != new[candidates]]
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qarl.rollout.publish.delta import apply_changes, find_changes
+from qarl.rollout.publish.delta import Compared, apply_changes, compare, find_changes
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -116,16 +116,29 @@ class Sent:
             yield name, tensor
 
 
-def changed_members(
-    members: Iterable[NamedTensor], base: KeptTensors, tally: Tally
-) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield (name, tensor to send, whether it is a delta payload) for each tensor that differs from that in `base`."""
+def compare_members(members: Iterable[NamedTensor], base: KeptTensors) -> list[Compared | None]:
+    """Compare each tensor of a unit with that in `base`, or return None for it if `base` has none like it.
+
+    This does not wait for a device."""
+    found: list[Compared | None] = []
     for name, tensor in members:
-        now = tensor.detach().contiguous()
-        if name not in base.tensors or base.tensors[name].shape != now.shape or base.tensors[name].dtype != now.dtype:
+        now, before = tensor.detach().contiguous(), base.tensors.get(name)
+        alike = before is not None and before.shape == now.shape and before.dtype == now.dtype
+        found.append(compare(before.to(now.device, non_blocking=True), now) if alike and before is not None else None)
+    return found
+
+
+def changed_members(
+    members: Iterable[NamedTensor], compared: Iterable[Compared | None], counts: Iterable[int], tally: Tally
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield (name, tensor to send, whether it is a delta payload) for each tensor that has changed or is new.
+
+    `compared`: of `compare_members`. `counts`: their counts, which the host has read."""
+    for (name, tensor), comparison, count in zip(members, compared, counts, strict=True):
+        if comparison is None:
             yield name, tensor, False
             continue
-        found = find_changes(base.tensors[name].to(now.device), now)
-        tally.add(name, now, found.changed)
+        found = find_changes(comparison, count)
+        tally.add(name, tensor, found.changed)
         if found.changed:
             yield name, tensor if found.payload is None else found.payload, found.payload is not None

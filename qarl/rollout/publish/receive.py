@@ -260,7 +260,7 @@ class WeightReceiver:
                     fix=f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault",
                 ) from error
         device = next(self.model.parameters()).device
-        return [(name, self.kept.tensors[name].to(device)) for name in names]
+        return [(name, self.kept.tensors[name].to(device, non_blocking=True)) for name in names]
 
     def _commit(self, record: dict[str, Any]) -> None:
         missing = [name for name in self.expected if name not in self._seen]

@@ -13,7 +13,8 @@ Both sides hold one unit in memory at a time. A unit contains all parts of a lay
 gate/up), and its experts as stacks (`qarl.quant.stacks`).
 
 Between the first record and the last, neither side waits for its device. The sender looks for NaN and Inf, and the
-receiver compares checksums, unit by unit, and both read the results before the last record.
+receiver compares checksums, unit by unit, and both read the results before the last record. For a delta, both read once
+for each unit, and again for each tensor that has changed.
 
 A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.kept`). `qarl.begin` then contains
 the fingerprint of that publish, `base`, and no list of tensors. A unit contains only changed tensors. `qarl.unit` is
@@ -33,7 +34,15 @@ import torch
 
 from qarl.errors import UserError
 from qarl.quant.stacks import stacked
-from qarl.rollout.publish.kept import KeptTensors, NamedTensor, Tally, changed_members, fingerprint_of
+from qarl.rollout.publish.delta import Compared
+from qarl.rollout.publish.kept import (
+    KeptTensors,
+    NamedTensor,
+    Tally,
+    changed_members,
+    compare_members,
+    fingerprint_of,
+)
 from qarl.rollout.publish.manifest import Manifest, TensorSpec
 from qarl.rollout.publish.units import Checked, check_unit
 
@@ -101,11 +110,14 @@ def encode_publish(
             yield from members
             yield UNIT, units[-1][1].digests
             continue
-        _refuse_nonfinite(units[-1:])
-        found = dict(zip(names, units[-1][1].digests.tolist(), strict=True))
+        compared = compare_members(members, base)
+        digests, counts, bad = _read_unit(units[-1][1], compared)
+        if bad:
+            _refuse_nonfinite(units[-1:])
+        found = dict(zip(names, digests, strict=True))
         sent: dict[str, int] = {}
         deltas = []
-        for name, tensor, is_delta in changed_members(members, base, tally):
+        for name, tensor, is_delta in changed_members(members, compared, counts, tally):
             sent[name] = found[name]
             deltas += [name] * is_delta
             yield name, tensor
@@ -113,6 +125,19 @@ def encode_publish(
     _refuse_nonfinite(units)
     proof = {"fingerprint": fingerprint_of(version, read_digests(units))} if keep else {}
     yield record(COMMIT, {"version": version, **proof})
+
+
+def _read_unit(checked: Checked, compared: list[Compared | None]) -> tuple[list[int], list[int], bool]:
+    """Return the checksums of a unit, the counts of `compared` and whether a tensor contains NaN or Inf.
+
+    The host reads all of it at once."""
+    device = checked.digests.device
+    counts = [None if one is None else one.count.to(device, non_blocking=True) for one in compared]
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    bad = none if checked.bad is None else checked.bad.any().to(torch.int64)
+    numbers = torch.stack([*(none if one is None else one for one in counts), bad])
+    read = torch.cat((checked.digests, numbers)).tolist()
+    return read[: len(compared)], read[len(compared) : -1], bool(read[-1])
 
 
 def read_digests(units: Iterable[tuple[list[str], Checked]]) -> dict[str, int]:

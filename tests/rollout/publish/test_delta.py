@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from qarl.rollout.publish.delta import apply_changes, find_changes
+from qarl.rollout.publish.delta import Changes, apply_changes, compare, find_changes
 
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32, torch.int64)
 SIZES = (0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 255, 257, 1000, 65_537)
@@ -34,9 +34,14 @@ def with_other_words(tensor: torch.Tensor, positions: list[int], bit: int = 0) -
     return changed
 
 
+def changes(before: torch.Tensor, now: torch.Tensor) -> Changes:
+    compared = compare(before, now)
+    return find_changes(compared, int(compared.count))
+
+
 def check(before: torch.Tensor, now: torch.Tensor) -> int | None:
     """Apply the payload to a copy. Return the payload's bytes."""
-    found = find_changes(before, now)
+    found = changes(before, now)
     count = int((rows_of(before) != rows_of(now)).any(1).sum())
     assert found.words == before.numel() and found.changed == count
     if found.payload is None:
@@ -101,10 +106,10 @@ def test_bits_count_and_not_numbers():
     zeros = torch.zeros(100, dtype=torch.bfloat16)
     before, now = zeros.clone(), zeros.clone()
     before[3] = now[3] = quiet
-    assert find_changes(before, now).changed == 0
+    assert changes(before, now).changed == 0
     now[3] = other
     now[7] = -0.0
-    assert find_changes(before, now).changed == 2
+    assert changes(before, now).changed == 2
     check(before, now)
 
 
@@ -113,7 +118,7 @@ def test_views_and_shapes(offset):
     """A tensor need not begin at eight bytes, and a payload lies anywhere in a transport's buffer."""
     base = random_bits(1_000, torch.bfloat16)[offset : offset + 960].view(30, 32)
     now = with_other_words(base.reshape(-1), [0, 1, 500, 959]).view(30, 32)
-    payload = find_changes(base, now).payload
+    payload = changes(base, now).payload
     moved = torch.zeros(payload.numel() + offset, dtype=torch.uint8)[offset:]
     moved.copy_(payload)
     copy = base.clone()
@@ -123,9 +128,9 @@ def test_views_and_shapes(offset):
 
 def test_other_tensors_are_refused():
     with pytest.raises(ValueError, match="cannot become"):
-        find_changes(torch.zeros(4), torch.zeros(2, 2))
+        changes(torch.zeros(4), torch.zeros(2, 2))
     with pytest.raises(ValueError, match="cannot become"):
-        find_changes(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
+        changes(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.4])
@@ -134,7 +139,7 @@ def test_damaged_payloads_change_nothing_or_are_found_by_size(share):
     generator = torch.Generator().manual_seed(2)
     before = random_bits(1_500, torch.int32)
     positions = (torch.rand(1_500, generator=generator) < share).nonzero().squeeze(1).tolist() or [700]
-    payload = find_changes(before, with_other_words(before, positions)).payload
+    payload = changes(before, with_other_words(before, positions)).payload
     refused = 0
     for size in range(0, payload.numel(), 1 + payload.numel() // 20):
         copy = before.clone()

@@ -25,7 +25,7 @@ from qarl.quant import get_scheme
 from qarl.quant.stacks import stacked
 from qarl.rollout.publish.manifest import expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, encode_publish
+from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, encode_publish, read_record, unit_of
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 LIMIT = 40
@@ -67,8 +67,12 @@ class Waits(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def counts(folder: Path, scheme_name: str, experts: int) -> tuple[list[str], list[str], list[str]]:
-    """Kernels of the sender and of the receiver, and the waits of both, for the middle layer of the second publish."""
+def counts(
+    folder: Path, scheme_name: str, experts: int, changed: str | None = None
+) -> tuple[list[str], list[str], list[str]]:
+    """Kernels of the sender and of the receiver, and the waits of both, for the middle layer of the second publish.
+
+    `changed`: the beginning of the names of the tensors in which a word changes, if the second publish is a delta."""
     scheme = get_scheme(scheme_name, 32)
     like = save_random_moe(folder / "like", num_experts=experts)
     tensors = wire_tensors(like, scheme)
@@ -76,8 +80,12 @@ def counts(folder: Path, scheme_name: str, experts: int) -> tuple[list[str], lis
     expected = expected_manifest(config.model_config.hf_config, scheme, IGNORE)
     receiver = WeightReceiver(model, config, expected, kv_caches=list)
     given = list(stacked(tensors.items()))
-    receiver.feed(encode_publish(given, version=1))
-    stream, bucket, units = encode_publish(given, version=2), [], 0
+    delta = changed is not None
+    receiver.feed(encode_publish(given, version=1, keep=delta))
+    if changed is not None:
+        given = [(name, other_word(tensor) if name.startswith(changed) else tensor) for name, tensor in given]
+    stream = encode_publish(given, version=2, keep=delta, base=receiver.kept)
+    bucket, units = list[Any](), 0
     while True:
         with Kernels() as sent, Waits() as waits:
             unit = []
@@ -86,11 +94,25 @@ def counts(folder: Path, scheme_name: str, experts: int) -> tuple[list[str], lis
                 if item[0] in (UNIT, BEGIN, COMMIT):
                     break
         bucket, units = unit, units + 1
-        if bucket[0][0].startswith("model.layers.1."):
+        if _unit(bucket) == "model.layers.1":
             with Kernels() as received, waits:
                 receiver.feed(bucket)
             return sent.names, received.names, waits.names
         receiver.feed(bucket)
+
+
+def _unit(bucket: list[Any]) -> str | None:
+    """The decoder layer of a unit, which may have no tensors if it is a delta."""
+    name, tensor = bucket[-1]
+    if name != UNIT:
+        return None
+    return unit_of(bucket[0][0]) if tensor.dtype == torch.int64 else str(read_record(name, tensor)["unit"])
+
+
+def other_word(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor.view(torch.uint8).view(-1)[0] ^= 1
+    return tensor
 
 
 def conversions_to_tiles() -> int:
@@ -112,3 +134,15 @@ def test_a_layer_costs_the_same_with_any_number_of_experts(scheme: str, tmp_path
     assert waits == ["item"] * len(freed) and not any("local_scalar" in name for name in sent)
     packing = conversions_to_tiles() if scheme == "w4a16" else 0
     assert len(sent) <= LIMIT and len(received) - packing <= LIMIT, (len(sent), len(received), packing)
+
+
+@pytest.mark.parametrize("changed", ["none", "model.layers.1.mlp.experts."])
+@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
+def test_a_delta_costs_the_same_with_any_number_of_experts(scheme: str, changed: str, tmp_path: Path) -> None:
+    """If nothing has changed, each side reads one result of the layer."""
+    few, many = (counts(tmp_path / str(experts), scheme, experts, changed) for experts in (4, 16))
+    for one, other in zip(few, many, strict=True):
+        assert one == other
+    if changed == "none":
+        waits = [name for name in many[2] if name not in ("cpu", "numpy")]  # those read records
+        assert waits[:2] == ["tolist"] * 2 and len(waits) - 2 == sum("release_dnnl" in name for name in many[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -173,6 +174,65 @@ def test_a_stack_damaged_on_the_way(world: World, damage: str, leaf: str, monkey
     assert world.engine.stale
     world.engine.publish(world.good, version=1)
     assert greedy(world.engine) == world.expected
+
+
+def nearby(tensors: Tensors, word: int) -> Tensors:
+    """Another bit in one word of each of expert 3's tensors of up_proj, in two layers."""
+    found = []
+    for name, tensor in tensors:
+        if re.search(r"layers\.[12]\.mlp\.experts\.3\.up_proj\.weight(_packed|_scale)?$", name):
+            tensor = tensor.clone()
+            tensor.view(torch.uint8).view(-1)[word * tensor.itemsize] ^= 1
+        found.append((name, tensor))
+    return found
+
+
+def other_value(payload: torch.Tensor) -> torch.Tensor:
+    payload = payload.clone()
+    payload[16] ^= 2
+    return payload
+
+
+DAMAGED_CHANGES: dict[str, tuple[Callable[[Stream, str, Stream], Stream], str]] = {
+    "changes of a stack are lost": DAMAGE["a stack is lost"],
+    "bytes of one expert are flipped": (lambda s, n, _: changed(s, n, other_value), "{name} was damaged"),
+    "changes of another layer's stack": (
+        lambda s, n, old: changed(s, n, lambda _: dict(old)[n.replace("layers.1", "layers.2")]),
+        "{name} was damaged",
+    ),
+    "changes of another version": DAMAGE["a stack of another version"],
+    "the whole stack of another version": (
+        lambda s, n, old: changed(s, n, lambda _: dict(old)[f"whole {n}"]),
+        "the changes of {name} cannot be applied",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_CHANGES)
+@pytest.mark.parametrize("leaf", ["weight", "scale"])
+def test_changes_of_a_stack_damaged_on_the_way(
+    world: World, damage: str, leaf: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next publish sends all tensors."""
+    spoil, message = DAMAGED_CHANGES[damage]
+    monkeypatch.setattr(world.engine, "config", replace(world.engine.config, delta=True))
+    world.engine.publish(world.good, version=1)
+    other = nearby(world.good, word=5)
+    earlier = list(encode_publish(other, version=2, keep=True, base=world.engine.receiver.kept))
+    earlier += [(f"whole {n}", tensor) for n, tensor in stacked(other)]
+    name = [n for n, _ in earlier if n.startswith(STACK)][-1 if leaf == "scale" else 0]
+
+    def transport(stream: Any) -> Any:
+        sent = list(stream)
+        assert dict(sent)[name].dtype == torch.uint8, "no changes"
+        return iter(spoil(sent, name, earlier))
+
+    with monkeypatch.context() as patch, pytest.raises(TransferFailed, match=message.format(name=re.escape(name))):
+        patch.setattr(world.engine, "transport", transport)
+        world.engine.publish(nearby(world.good, word=2), version=3)
+    assert world.engine.stale
+    report = world.engine.publish(world.good, version=4)
+    assert not report.is_delta and greedy(world.engine) == world.expected
 
 
 def test_stacks_and_matrices_are_one_publish(world: World) -> None:

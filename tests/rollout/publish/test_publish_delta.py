@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from memory_cases import run
 from publish_streams import engine_model, feed_in_buckets, receiver, weights
 
 from qarl.rollout.publish.kept import KeptTensors, Tally, fingerprint_of
 from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
+from qarl.trainer.setup import engine_config
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -71,6 +73,14 @@ def test_deltas_end_where_full_publishes_end(skip_unchanged):
     everything = [(name, -tensor) for name, tensor in tensors]
     report = engine.publish(everything, 9)
     assert report.is_delta and report.bytes <= report.sent_bytes < 1.3 * report.bytes and engine.has(everything)
+
+
+@pytest.mark.parametrize("key", ["auto", "off"])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_local_trainer_sends_changes_only_on_a_cpu(gpu, key, monkeypatch):
+    """On a GPU it shares the device with its engine. For verl: test_verl_checkpoint_engine.py."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert engine_config(run(publish__delta=key), level="linears").delta == (key == "auto" and not gpu)
 
 
 def test_without_delta_nothing_is_kept():

@@ -7,6 +7,7 @@ import torch
 
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.manifest import not_finite
+from qarl.rollout.publish.units import _has_kernel, check_unit
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +28,24 @@ def test_a_checksum_is_the_same_on_both_devices(count: int, device: torch.device
     changed = tensors[0].clone()
     changed[-1] += 1
     assert checksums([changed.to(device)])[0] != found[0]
+
+
+def test_a_unit_is_checked_by_the_kernel_as_on_a_cpu(device: torch.device) -> None:
+    """Large and small tensors, with NaN in a large and Inf in a small one."""
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(8, 600, 512).bfloat16(),
+        torch.randint(-9, 9, (3000, 1000)),
+        torch.randn(64, 40),
+        torch.ones(8),
+    ]
+    tensors[0][5, 7, 9], tensors[2][3, 3] = torch.nan, torch.inf
+    assert _has_kernel(device)
+    found, wanted = (check_unit([t.to(where) for t in tensors], finite=True) for where in (device, torch.device("cpu")))
+    assert torch.equal(found.digests.cpu(), wanted.digests)
+    for checked in (found, wanted):
+        assert checked.bad is not None and checked.owners is not None
+        assert set(checked.owners[checked.bad].tolist()) == {0, 2}
 
 
 def test_a_checksum_of_a_large_embedding_needs_little_memory(device: torch.device) -> None:

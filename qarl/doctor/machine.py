@@ -123,12 +123,18 @@ def check_threads(context: Context, topic: Topic) -> None:
             f"{threads} threads ({source}){each} on {cores} cores",
             where=source,
             why="more threads than cores wait for each other and make a step tens of times slower",
-            fix=f"set trainer.num_threads={cores // ranks} or less"
-            if cores > ranks
-            else "set trainer.num_threads=1, and fewer workers if there are more workers than cores",
+            fix=fewer_threads(threads, ranks, cores),
         )
     else:
         topic.ok(f"{threads} thread{'s' * (threads > 1)} ({source}){each} on {cores} cores")
+
+
+def fewer_threads(threads: int, ranks: int, cores: int) -> str:
+    """Return the advice for `ranks` workers that run `threads` threads each on fewer than `threads * ranks` cores."""
+    if ranks <= cores:
+        return f"set trainer.num_threads={cores // ranks}" + (" or less" if cores // ranks > 1 else "")
+    workers = f"use {cores} worker{'s' * (cores > 1)} or fewer: trainer.n_gpus_per_node={cores}"
+    return workers if threads == 1 else f"set trainer.num_threads=1, and {workers}"
 
 
 CHECKS = (check_elsewhere, check_cpu, check_driver, check_compiler, check_gpu, check_threads)

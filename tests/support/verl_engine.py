@@ -133,7 +133,7 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     for _ in range(job.get("steps", 1)):
         if "log_prob_micro" in job:
             padded = log_probs(engine, rows, mine, job)
-            rows["old_log_probs"][mine, : padded.shape[1]] = padded
+            rows["old_log_probs"][mine, : padded.shape[1]] = padded.float()  # verl's own are of the logits' dtype
         data = make_data(rows, job.get("update", [mine, mine])[int(rank)], job["micro"], packed, tokens)
         quantized = generations(engine)
         with engine.train_mode():

@@ -47,6 +47,10 @@ PAIRS = [
 ALL = [row(scheme, *bits) for scheme in SCHEMES for bits in product((0, 1), repeat=4)]
 
 
+UNQUANTIZED = {"quant": None, "steps": 1, "lr": 0.0}
+"""verl's own forward, and an update that changes nothing."""
+
+
 def test_every_pair_is_there():
     for i in range(5):
         for j in range(i):
@@ -94,6 +98,15 @@ def local_log_probs(
 
 def test_log_probs_are_the_local_backends(tmp_path):
     assert differences(tmp_path, PAIRS, 2) == dict.fromkeys(PAIRS, 0.0)
+
+
+def test_bf16_masters_of_an_unquantized_engine_compute_as_fp32_masters(tmp_path):
+    """Without the section `quant` the forward is verl's own. Before an update both have the weights of the file."""
+    model = str(save_random_model(tmp_path / "model", "qwen3"))
+    jobs = [job(("qwen3", "bf16", masters, "adamw", False)) | UNQUANTIZED for masters in ("fp32", "bf16")]
+    wide, narrow = run_engine(tmp_path, 1, model, make_rows(model), jobs)
+    assert {tensor.dtype for tensor in narrow["masters"].values()} == {torch.bfloat16}
+    assert torch.equal(narrow["log_probs"][0][1], wide["log_probs"][0][1])
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """verl's FSDP engine with a quantized forward and the data that TBPO needs. It replaces verl's own engine.
 
-Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every method here only calls verl's. Otherwise:
+Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every method but the first only calls verl's:
 
-    _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
+    _build_module          restores buffers, and swaps linears and blocks before FSDP wraps them; keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
     _build_optimizer       builds QaRL's optimizer if the config names it, and otherwise verl's
     prepare_model_inputs   tells attention the rows of the forward, which verl packs or pads (`qarl.verl.plugin.rows`)
@@ -117,11 +117,11 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
     def _build_module(self) -> Any:
         module = super()._build_module()
+        restore_buffers(module)  # verl has cast them to the masters' dtype
         if self.quant is None:
             if get_device_name() == "cpu":
                 use_rows_attention(module)
             return module
-        restore_buffers(module)  # verl has cast them to the masters' dtype
         device = torch.device(get_device_name())
         report: Any = "linears: BF16 in the forward"
         if self.scheme.quantized and self.quant.align != "off":

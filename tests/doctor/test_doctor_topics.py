@@ -54,6 +54,22 @@ def test_threads(given: str | None, arguments: list[str], status: str, words: st
     assert any(finding.status == status and words in finding.what for finding in found), found
 
 
+@pytest.mark.parametrize(
+    ("ranks", "threads", "advice"),
+    [
+        (1, 3, "set trainer.num_threads=2 or less"),
+        (2, 2, "set trainer.num_threads=1"),
+        (4, 2, "set trainer.num_threads=1, and use 2 workers or fewer: trainer.n_gpus_per_node=2"),
+        (4, 1, "use 2 workers or fewer: trainer.n_gpus_per_node=2"),
+    ],
+)
+@pytest.mark.verl
+def test_advice_on_threads(monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int, advice: str) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    arguments = ["backend=verl", f"trainer.n_gpus_per_node={ranks}", f"trainer.num_threads={threads}"]
+    assert [finding.fix for finding in topic_of("machine", *arguments) if "threads" in finding.what] == [advice]
+
+
 PACKAGE_FAULTS = {
     "CUDA build": ({"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, "error", "torchvision 0.28.0 is a CUDA build"),
     "both CUDA": ({"torch": "2.13.0", "torchvision": "0.28.0"}, "note", "versions differ from"),

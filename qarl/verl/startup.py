@@ -1,4 +1,4 @@
-"""Says what verl is doing before its first step, and answers Ctrl-C.
+"""Says what verl is doing before its first step, and answers Ctrl-C and SIGTERM.
 
 verl's trainer starts in processes of Ray and says nothing of its progress. But each of its parts is a named actor of
 Ray, so the names that exist tell how far the start is.
@@ -67,25 +67,36 @@ def _named_actors() -> Sequence[str] | None:
 
 @contextmanager
 def answered_interrupt(what_resumes: Callable[[], str]) -> Iterator[None]:
-    """Let the first Ctrl-C say at once that the run stops and what a repeated command does. Ray needs a while to end.
+    """Let the first Ctrl-C or SIGTERM say at once that the run stops and what a repeated command does. Ray needs a
+    while to end.
 
-    verl's step cannot be finished from outside, so KeyboardInterrupt is raised as without this function."""
-    previous = signal.getsignal(signal.SIGINT)
-    if previous is signal.SIG_IGN:
-        yield
-        return
+    verl's step cannot be finished from outside, so KeyboardInterrupt is raised. `ray.init` replaces the handler of
+    SIGTERM by one that raises SystemExit(SIGTERM) (ray/_private/worker.py), which is answered here, too."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def answer(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, previous)
+    def answer() -> None:
         text = f"\nstopping verl now, in the middle of its step; if you repeat the command, {what_resumes()}\n"
         with suppress(OSError):  # not print, because the signal may have interrupted a print
             os.write(2, text.encode())
-        if callable(previous):
-            previous(number, frame)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        before = previous[signal.Signals(number)]
+        signal.signal(number, before)
+        answer()
+        if callable(before):
+            before(number, frame)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, answer)
+    handled = [number for number, before in previous.items() if before is not signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, handle)
     try:
         yield
+    except SystemExit as ended:
+        if ended.code != signal.SIGTERM:
+            raise
+        answer()
+        raise KeyboardInterrupt from None
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number in handled:
+            signal.signal(number, previous[number])

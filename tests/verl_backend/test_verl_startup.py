@@ -1,9 +1,10 @@
-"""What a verl run says before its first step and at Ctrl-C, without Ray."""
+"""What a verl run says before its first step and at Ctrl-C and SIGTERM, without Ray."""
 
 from __future__ import annotations
 
 import re
 import signal
+import sys
 
 import pytest
 
@@ -27,9 +28,19 @@ def test_each_part_of_the_start_is_said_once_with_its_seconds(capsys):
     assert [re.sub(r": \d+ s$", "", line) for line in lines if not line.endswith(" ...")] == doing
 
 
-def test_the_first_interrupt_is_answered_and_ends_the_run(capfd):
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("ray_has_started", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_interrupt_is_answered_and_ends_the_run(capfd, number, ray_has_started):
+    before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), answered_interrupt(lambda: "it resumes after step 12"):
-        signal.raise_signal(signal.SIGINT)
+        if ray_has_started:
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as ray.init does
+        signal.raise_signal(number)
     assert "stopping verl now" in (err := capfd.readouterr().err) and "it resumes after step 12\n" in err
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
+
+
+def test_another_exit_is_not_an_interrupt(capfd):
+    with pytest.raises(SystemExit), answered_interrupt(str):
+        sys.exit(1)
+    assert not capfd.readouterr().err

@@ -328,8 +328,8 @@ class TrainerConfig(Section):
     """Write a resumable checkpoint every save_freq steps and at the end; -1 means not by steps."""
 
     save_minutes: Annotated[float, Unit("minutes")] = Field(default=10.0, ge=-1)
-    """Also write a checkpoint when this many minutes have passed without one, and when Ctrl-C or SIGTERM ends the run;
-    -1 means never. If max_ckpt_to_keep is null, the next checkpoint replaces it. backend=verl saves only by steps."""
+    """Also write a checkpoint when this many minutes have passed without one, and, with backend=local, when Ctrl-C or
+    SIGTERM ends the run; -1 means never. If max_ckpt_to_keep is null, the next checkpoint replaces it."""
 
     max_ckpt_to_keep: Annotated[int | None, Unit("checkpoints")] = Field(default=None, ge=1)
     """Number of newest checkpoints to keep; null keeps all. An old checkpoint is removed when a new one is complete on

@@ -94,8 +94,7 @@ def check_space(context: Context, topic: Topic) -> None:
 def _saves_by_time(config: Config) -> int:
     """Return how many checkpoints of `trainer.save_minutes` may be on disk at once: the newest, and the next."""
     trainer = config.trainer
-    counts = config.backend == "local" and trainer.save_minutes > 0
-    return min(2, trainer.total_training_steps - 1) if counts else 0
+    return min(2, trainer.total_training_steps - 1) if trainer.save_minutes > 0 else 0
 
 
 def _write_problem(folder: Path) -> str | None:

@@ -141,8 +141,8 @@ def start_line(config: Config, checkpoint: tuple[Path, int] | None, fresh: str) 
     if checkpoint is not None:
         begins = f"resumes from {checkpoint[0]}, after step {checkpoint[1]} of {trainer.total_training_steps}"
     when = [f"every {trainer.save_freq} steps"] if trainer.save_freq > 0 else []
-    if config.backend == "local" and trainer.save_minutes > 0:
-        when += [f"every {trainer.save_minutes:g} minutes", "at Ctrl-C"]
+    if trainer.save_minutes > 0:
+        when += [f"every {trainer.save_minutes:g} minutes"] + ["at Ctrl-C"] * (config.backend == "local")
     if config.backend == "verl" and not when and trainer.save_final:
         when = ["only after the last step (trainer.save_freq=N saves earlier)"]
     saves = ", ".join(when) or "never, so this run cannot resume (trainer.save_freq=N)"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from qarl.config import Config
-from qarl.config.schema import TrainerConfig
 from qarl.errors import UserError
 
 PLUGIN = "qarl.verl.plugin"
@@ -43,11 +42,6 @@ def unsupported(config: Config) -> dict[str, str]:
         "rollout.rebuild_on_failure": (config.rollout.rebuild_on_failure, "false"),
         # verl's reference policy needs keys of its own, which only the section verl has.
         "actor.use_kl_loss": (config.actor.use_kl_loss, "false"),
-        # verl saves only by steps. The default is not refused, because every config has it.
-        "trainer.save_minutes": (
-            config.trainer.save_minutes not in (-1, TrainerConfig.model_fields["save_minutes"].default),
-            "-1",
-        ),
     }
     return {key: neutral for key, (bad, neutral) in problems.items() if bad}
 
@@ -164,6 +158,13 @@ def refuse_ignored(composed: Any) -> None:
             mode,
             "sync",
             "responses would come from several versions of the weights, and quant.mismatch_limit would report an error",
+        ),
+        (
+            mode == "sync" and composed.trainer.get("save_minutes", -1) > 0,
+            "trainer.v1.trainer_mode",
+            mode,
+            "qarl_sync, or trainer.save_minutes=-1",
+            "verl's own trainer saves only by steps, so trainer.save_minutes would have no effect",
         ),
         (not composed.trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"),
         (

@@ -30,7 +30,7 @@ def what_resumes(checkpoints: Path) -> str:
     """Return what a repeated command does with the complete checkpoints of verl in the folder `checkpoints`."""
     if whole := whole_and_torn(checkpoints)[0]:
         return f"it resumes after step {max(whole)}"
-    return "it starts fresh, because there is no checkpoint yet (trainer.save_freq=N writes one every N steps)"
+    return "it starts fresh, because there is no checkpoint yet (trainer.save_minutes, trainer.save_freq)"
 
 
 def _user_error(failure: BaseException) -> UserError | None:

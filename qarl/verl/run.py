@@ -345,11 +345,12 @@ def trainer_keys(config: Config) -> Keys:
         "trainer.project_name": "qarl",
         "trainer.experiment_name": config.name,
         "trainer.logger": ["file"],
-        # verl's own trainer always recomputes the old log-probs, or never with its bypass_mode.
-        "trainer.v1.trainer_mode": "sync" if config.actor.old_log_probs == "recompute" else "qarl_sync",
+        # verl's own trainer saves only by steps, and recomputes the old log-probs always, or never (bypass_mode).
+        "trainer.v1.trainer_mode": "qarl_sync",
         "trainer.default_local_dir": str((config.run_dir / "checkpoints").resolve()),
         # At a positive frequency verl saves after the last step, too; the export is made from that checkpoint.
         "trainer.save_freq": total if trainer.save_freq == -1 and trainer.save_final else trainer.save_freq,
+        "+trainer.save_minutes": trainer.save_minutes,
         "trainer.max_actor_ckpt_to_keep": trainer.max_ckpt_to_keep,
         "trainer.resume_mode": trainer.resume_mode,
         "trainer.resume_from_path": resume_path and str(Path(resume_path).resolve()),

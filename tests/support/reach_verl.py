@@ -92,7 +92,8 @@ class Verl:
 
         trainer.step = note("step", SimpleNamespace(keys=[], partition_id="train"))
         trainer._validate, trainer._save_checkpoint = note("validate", {"x": 1.0}), note("save")
-        hooks = ("on_step_begin", "on_step_end", "on_validate_begin", "on_validate_end", "on_train_begin")
+        trainer.checkpoint_manager = SimpleNamespace(update_weights=nothing)
+        hooks = ("on_step_begin", "on_validate_begin", "on_validate_end", "on_train_begin")
         stages = ("_start_profiling", "_stop_profiling", "_consume_sync_metrics", "_compute_metrics")
         for name in (*hooks, *stages, "_reissue_inflight_prompts", "on_train_end", "_shutdown_dump_executor"):
             setattr(trainer, name, nothing)

@@ -246,7 +246,7 @@ VERL: Table = SHARED | {
     "trainer.plots": Row(True, lambda run: "plots" in run.ended["files"], (False, True)),
     "trainer.num_threads": Row(3, lambda run: run.environment["OMP_NUM_THREADS"], ("1", "3")),
     "trainer.save_final": Row(True, each(steps("save"), lambda run: run.ended["exports"]), ([[], 0], [[1], 1])),
-    "trainer.save_minutes": Refused(5.0, "backend=verl supports only"),
+    "trainer.save_minutes": Row(1e-9, steps("save"), ([], [1, 2]), {STEPS: 3}),
     "trainer.save_freq": Row(2, steps("save"), ([], [2, 3]), {STEPS: 3}),
     "trainer.max_ckpt_to_keep": Row(2, lambda run: run.saved["keep"], (None, 2)),
     "trainer.resume_mode": Row("disable", lambda run: run.resumed, (2, 0)),

@@ -144,6 +144,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "trainer.val_max_prompts": (100, {"data.val_max_samples": 100}),
     "trainer.num_threads": (3, {"ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS": "3"}),
     "trainer.save_freq": (10, {"trainer.save_freq": 10}),
+    "trainer.save_minutes": (5, {"trainer.save_minutes": 5}),
     "trainer.save_final": (False, {"trainer.save_freq": -1}),
     "trainer.max_ckpt_to_keep": (2, {"trainer.max_actor_ckpt_to_keep": 2}),
     "trainer.resume_mode": ("disable", {"trainer.resume_mode": "disable"}),
@@ -180,7 +181,6 @@ ELSEWHERE = {
 REFUSED = {
     "rollout.rebuild_on_failure": True,
     "actor.use_kl_loss": True,
-    "trainer.save_minutes": 5,
     "quant.kernels": "qarl",
     "rollout.top_p": 0.8,
     "rollout.top_k": 20,

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 from verl_runs import quickstart
 
 pytest.importorskip("verl")
 
 
 from qarl.checkpoint.sources import find_checkpoint
-from qarl.checkpoint.verl_shards import VerlWeights
+from qarl.checkpoint.verl_shards import VerlWeights, whole_and_torn
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
 from qarl.verl.metrics import MetricsFollower, our_names
 from qarl.verl.resume import open_verl_run
-from qarl.verl.run import verl_config
+from qarl.verl.run import trainer_keys, verl_config
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -76,6 +78,78 @@ def checkpoint(run: Path, step: int, *, ranks: int = 1) -> Path:
     for rank in range(ranks):
         torch.save({}, folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt")
     return folder
+
+
+@pytest.fixture
+def loop(tmp_path, monkeypatch):
+    """verl's loop in QaRL's trainer, without its work: each step takes `minutes`. Returns the steps that are saved."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    from qarl.verl.plugin import saving
+    from qarl.verl.plugin.trainer import QaRLTrainerSync
+
+    clock, saved = SimpleNamespace(now=0.0), []
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def save(trainer: object) -> None:
+        checkpoint(tmp_path, trainer.global_steps)
+        saved.append(trainer.global_steps)
+
+    monkeypatch.setattr(PPOTrainerSync, "_save_checkpoint", save)
+    monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.tq", SimpleNamespace(kv_clear=lambda **more: None))
+
+    def run(*changes: str, minutes: float, start: int = 0, total: int = 9) -> list[int]:
+        trainer = object.__new__(QaRLTrainerSync)
+        given = {key: yaml.safe_load(value) for key, value in (change.split("=") for change in changes)}
+        keys = trainer_keys(quickstart(**{"trainer.save_final": False, **given}))
+        trainer.config = OmegaConf.create({"skip": {}, "global_profiler": {"steps": None}, "trainer": {}})
+        for key, value in keys.items():
+            OmegaConf.update(trainer.config, key.removeprefix("+"), value, force_add=True)
+        trainer.config.trainer.update({"logger": [], "val_before_train": False, "test_freq": -1})
+        trainer.config.trainer.default_local_dir = str(tmp_path / "checkpoints")
+        trainer.global_steps, trainer.total_training_steps, trainer.steps_per_epoch = start, total, 100
+        trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: None)
+
+        def step(*arguments: object) -> object:
+            clock.now += 60 * minutes
+            return SimpleNamespace(keys=[], partition_id="train")
+
+        trainer.step = step
+        for name in ("_start_profiling", "_stop_profiling", "_reissue_inflight_prompts", "_shutdown_dump_executor"):
+            setattr(trainer, name, lambda: None)
+        trainer._compute_metrics = lambda *arguments, **more: None
+        saved.clear()
+        trainer.fit(None)
+        return list(saved)
+
+    return run
+
+
+# The table of tests/trainer/test_saving.py without its interrupts: keys, minutes of a step, steps that are saved, and
+# those that are left. With max_ckpt_to_keep verl's workers remove old checkpoints.
+SAVES = {
+    "short": ([], 1, [], []),
+    "by time": ([], 3, [4, 8, 9], [9]),
+    "by another time": (["trainer.save_minutes=6"], 3, [2, 4, 6, 8, 9], [9]),
+    "by steps": (["trainer.save_freq=4"], 0, [4, 8, 9], [4, 8, 9]),
+    "by steps and time": (["trainer.save_freq=4"], 4, [3, 4, 7, 8, 9], [4, 8, 9]),
+    "the newest": (["trainer.max_ckpt_to_keep=2"], 3, [4, 8, 9], [4, 8, 9]),
+    "never": (["trainer.save_minutes=-1"], 30, [], []),
+}
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_when_a_run_saves_and_what_it_leaves(loop, tmp_path, case):
+    changes, minutes, steps, left = SAVES[case]
+    assert loop(*changes, minutes=minutes) == steps
+    assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == left
+
+
+def test_a_resumed_run_replaces_only_what_was_saved_by_time(loop, tmp_path):
+    assert loop("trainer.save_freq=3", minutes=4, total=5) == [3, 5]
+    assert loop(minutes=3, start=5) == [9]
+    assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [3, 9]
 
 
 def test_a_run_goes_on_from_verls_newest_checkpoint(opened, tmp_path):

@@ -1,13 +1,16 @@
-"""verl's synchronous trainer with `actor.old_log_probs`. It can skip the pass that recomputes the old log-probs.
+"""verl's synchronous trainer, which also saves by time and can skip the pass that recomputes the old log-probs.
 
 QaRL registers this trainer in verl as `qarl_sync` (`register_trainer`). QaRL's configs choose it by
-`trainer.v1.trainer_mode` if `actor.old_log_probs` is `rollout` or `auto`. `qarl.trainer.old_log_probs` explains when
-the pass is skipped and what is checked. These methods of verl's trainer are overridden:
+`trainer.v1.trainer_mode`. `qarl.trainer.old_log_probs` explains when the pass is skipped and what is checked
+(`actor.old_log_probs`). These methods of verl's trainer are overridden:
+
+    on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.plugin.saving`)
 
     _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
     _update_actor           tells the engine to check the first mini-batch (`qarl.verl.plugin.first_mini_batch`). If the
                             engine drops the update, it recomputes old log-probs and advantages, and updates again.
-    _save_checkpoint, _load_checkpoint   also write and read the counts of `auto`
+    _save_checkpoint, _load_checkpoint   also write and read the counts of `auto`. Saving also removes the checkpoint
+                            that the new one replaces.
 
 verl computes `actor/entropy` in the pass. In a step without the pass, it is the entropy of the sampled rows, or is
 missing if no rows were sampled. verl divides a step's rows into equal, contiguous shares, one per rank. Each rank takes
@@ -28,10 +31,12 @@ import transfer_queue as tq
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.debug import marked_timer
 
 from qarl.checkpoint.json_file import write_json
 from qarl.trainer.old_log_probs import Skipping, differing_tokens, find_probability, sample_size
 from qarl.verl.plugin.first_mini_batch import DIFFERING, RELIES
+from qarl.verl.plugin.saving import Saving
 
 _log = logging.getLogger("qarl.verl.plugin")
 _log.setLevel(logging.INFO)
@@ -61,11 +66,27 @@ class QaRLTrainerSync(PPOTrainerSync):
     def _skipping(self) -> Skipping:
         return Skipping()
 
+    @functools.cached_property
+    def _saving(self) -> Saving:
+        return Saving(self.config.trainer)
+
     _started = False
     _relies: str | None = None
     """The value of `RELIES` for the batch of this step."""
 
+    def on_train_begin(self) -> None:
+        super().on_train_begin()
+        self._saving.begin()
+
+    def on_step_end(self) -> None:
+        if self._saving.due(self.global_steps, last=self.global_steps >= self.total_training_steps):
+            with marked_timer("save_checkpoint", self.timing_raw):
+                self._save_checkpoint()
+        super().on_step_end()
+
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self._mode == "recompute":
+            return super()._compute_old_log_prob(batch, metrics)
         skips = self._started and (self._skipping.skips if self._mode == "auto" else self._mode == "rollout")
         self._started, self._relies = True, None
         metrics |= {"old_log_probs/recomputed": float(not skips), "old_log_probs/fallback": 0.0}
@@ -177,11 +198,12 @@ class QaRLTrainerSync(PPOTrainerSync):
         return float(found)
 
     def _save_checkpoint(self) -> Any:
-        # Before the rest, because verl declares the checkpoint complete at the end of its own method.
-        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-        folder.mkdir(parents=True, exist_ok=True)
+        # verl declares the checkpoint complete at the end of its own method.
+        folder = self._saving.folder(self.global_steps)
         write_json(folder / COUNTS, self._skipping.state_dict())
-        return super()._save_checkpoint()
+        found = super()._save_checkpoint()
+        self._saving.saved(folder)
+        return found
 
     def _load_checkpoint(self) -> Any:
         found = super()._load_checkpoint()

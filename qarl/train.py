@@ -58,7 +58,8 @@ def describe(topics: list[str]) -> str:
 
 
 def dry_run(config: Config) -> None:
-    """Print the config and write it to a file. Then raise UserError if the backend cannot run it or this model."""
+    """Print the config and write it to a file. Then raise UserError if the backend cannot run it or this model, or if
+    the run would refuse to resume."""
     from pathlib import Path
 
     from qarl.config import write_resolved
@@ -80,6 +81,11 @@ def dry_run(config: Config) -> None:
         from qarl.checks.run import check_run_model
 
         check_run_model(config)
+    if (config.run_dir / "checkpoints").is_dir() or config.trainer.resume_from_path is not None:
+        from qarl.trainer.resume import find_start
+        from qarl.verl.resume import find_verl_start
+
+        (find_verl_start if config.backend == "verl" else find_start)(config)
 
 
 def run(config: Config, argv: Sequence[str]) -> int:

@@ -81,15 +81,16 @@ def refuse_own(keys: Mapping[str, Any]) -> None:
 
 def validate(composed: Any) -> None:
     """Run verl's own checks, and refuse verl keys that contradict TBPO or would spoil a checkpoint."""
-    refuse_corrections(composed)
     refuse_one_checkpoint(composed)
     refuse_other_reward(composed)
     refuse_bad_time_limit(composed)
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+    from qarl.verl.plugin.before_ray import check_composed
+
     try:
-        refuse_engine_settings(composed, omega_conf_to_dataclass(composed.actor_rollout_ref.actor).engine)
+        check_composed(composed)
         validate_config(
             config=composed,
             use_reference_policy=need_reference_policy(composed),
@@ -106,34 +107,6 @@ def validate(composed: Any) -> None:
             why=" ".join(str(error).split())[:600],
             fix="change the keys that it names; dry_run=true prints all of verl's keys",
         ) from error
-
-
-def refuse_engine_settings(composed: Any, engine_config: Any) -> None:
-    """Raise UserError now for verl keys that the quantized actor would refuse in its process."""
-    from qarl.verl.plugin.config import check_engine_config, refuse_shared_rows
-
-    if getattr(engine_config, "quant", None) is not None:
-        check_engine_config(composed.actor_rollout_ref.model, engine_config)
-        refuse_shared_rows(engine_config)
-
-
-def refuse_corrections(composed: Any) -> None:
-    """Raise UserError if verl would apply its own rollout correction besides TBPO's, or hide the mismatch from TBPO."""
-    if composed.actor_rollout_ref.actor.policy_loss.loss_mode != "tbpo":
-        return
-    correction = composed.algorithm.rollout_correction
-    for key, neutral, why in (
-        ("bypass_mode", False, "it replaces the trainer's log-probs by the rollout's, so TBPO would see no mismatch"),
-        ("rollout_is", None, "it adds a weight for each token, but TBPO already weights the whole sequence"),
-        ("rollout_rs", None, "it removes tokens before TBPO forms a response's ratio and the mismatch is measured"),
-    ):
-        if value := correction.get(key):
-            raise UserError(
-                f"rollout_correction.{key}={value} cannot be used with TBPO",
-                where=f"verl.algorithm.rollout_correction.{key}",
-                why=why,
-                fix=f"set it to {'null' if neutral is None else 'false'}, or choose a different loss_mode",
-            )
 
 
 def refuse_ignored(composed: Any) -> None:
@@ -158,13 +131,6 @@ def refuse_ignored(composed: Any) -> None:
             mode,
             "sync",
             "responses would come from several versions of the weights, and quant.mismatch_limit would report an error",
-        ),
-        (
-            mode == "sync" and composed.trainer.get("save_minutes", -1) > 0,
-            "trainer.v1.trainer_mode",
-            mode,
-            "qarl_sync, or trainer.save_minutes=-1",
-            "verl's own trainer saves only by steps, so trainer.save_minutes would have no effect",
         ),
         (not composed.trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"),
         (

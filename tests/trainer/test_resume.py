@@ -18,6 +18,7 @@ from engine_helpers import config
 from qarl.checkpoint.folder import STATE_FILE, CheckpointError
 from qarl.config.types import as_dotted
 from qarl.errors import UserError
+from qarl.train import dry_run
 from qarl.trainer.checkpoints import rng_state, set_rng_state
 from qarl.trainer.resume import changed_keys, check_changes, find_start, make_newest, open_run
 
@@ -169,6 +170,17 @@ def test_changes_of_what_is_trained_are_refused_by_name(tmp_path):
         assert key in message
     assert "actor.ppo_epochs" in message and "resume_mode=disable" in message
     assert names(tmp_path) == ["quickstart"]
+
+
+def test_a_dry_run_refuses_a_resume_that_the_run_refuses(tmp_path):
+    run_dir = interrupted_run(config(tmp_path), 4)
+    dry_run(config(tmp_path))
+    with pytest.raises(UserError, match="changes what is trained"):
+        dry_run(config(tmp_path, "optim.lr=1"))
+    (run_dir / "checkpoints" / "step_4" / STATE_FILE).write_text("{")
+    with pytest.raises(UserError, match="checkpoints of the run are damaged"):
+        dry_run(config(tmp_path))
+    assert names(run_dir / "checkpoints") == ["step_4"]
 
 
 def test_changes_of_length_and_output_are_allowed(tmp_path, capsys):

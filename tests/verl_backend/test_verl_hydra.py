@@ -12,6 +12,7 @@ from verl_runs import quickstart
 pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
@@ -23,8 +24,9 @@ from qarl.objectives.settings import Correction
 from qarl.objectives.settings import objective_settings as objective_settings_of_a_run
 from qarl.quant.scheme import SCHEMES
 from qarl.tbpo import TBPOConfig
+from qarl.verl.plugin.before_ray import CheckBeforeRay
 from qarl.verl.plugin.config import objective_settings, tbpo_config
-from qarl.verl.run import verl_keys
+from qarl.verl.run import verl_config, verl_keys
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -45,6 +47,8 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     with initialize_config_module("verl.trainer.config", version_base=None):
         group = compose("ppo_trainer", overrides=overrides)
     ours = quickstart(**{"quant.scheme": scheme, "quant.group_size": 128, "trainer.n_gpus_per_node": 1})
+    group.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 1
+    CheckBeforeRay().on_job_start(group, task_function=None)
     actor, rollout = group.actor_rollout_ref.actor, group.actor_rollout_ref.rollout
     assert tbpo_config(omega_conf_to_dataclass(actor.policy_loss), actor.loss_agg_mode) == TBPOConfig()
     overridable = set(actor.policy_loss) - {one.name for one in dataclasses.fields(PolicyLossConfig)}
@@ -147,6 +151,45 @@ def test_an_objective_that_would_be_ignored_is_refused(overrides, words):
     actor = composed(*overrides).actor_rollout_ref.actor
     with pytest.raises(Exception, match=words):
         omega_conf_to_dataclass(actor.policy_loss)
+
+
+SECTION = "actor_rollout_ref.actor.fsdp_config.quant"
+ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+# Keys of verl's that contradict the group of the scheme, and words of the error besides the first key.
+CONTRADICTIONS = [
+    ({f"{SECTION}.scheme": "w8a8"}, (f"{ENGINE}.hf_overrides.quantization_config", "weights.num_bits=4", "=w8a8")),
+    ({f"{SECTION}.scheme": "bf16"}, ("gives nothing quantized, but", "weights.num_bits=4")),
+    ({f"{ENGINE}.hf_overrides.quantization_config.config_groups.group_0.weights.group_size": 64}, ("group_size=64",)),
+    ({f"{ENGINE}.hf_overrides.quantization_config.ignore": []}, (f"{SECTION}.ignore=['lm_head']",)),
+    ({f"+{ENGINE}.hf_overrides.head_dtype": "float32"}, (f"{SECTION}.head_dtype=model",)),
+    ({f"{SECTION}.tensor_model_parallel_size": 4}, ("actor_rollout_ref.rollout.tensor_model_parallel_size",)),
+    ({f"{ENGINE}.worker_extension_cls": None}, ("no receiver",)),
+    ({"actor_rollout_ref.rollout.calculate_log_probs": False}, ("policy_loss.loss_mode=tbpo",)),
+    ({"actor_rollout_ref.actor.strategy": "fsdp"}, ("set actor_rollout_ref.actor.strategy=fsdp2",)),
+    ({"algorithm.rollout_correction.bypass_mode": True}, ("cannot be used with TBPO",)),
+    ({"trainer.v1.trainer_mode": "sync", "+trainer.save_minutes": 5}, ("save_minutes=5",)),
+    ({"trainer.v1.trainer_mode": "sync", f"+{SECTION}.old_log_probs": "auto"}, ("old_log_probs=auto",)),
+]
+
+
+@pytest.mark.parametrize(("keys", "words"), CONTRADICTIONS)
+def test_a_contradiction_is_refused_before_ray_starts_through_both_doors(keys, words, capsys):
+    overrides = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[*GIVEN, "+qarl=w4a16", *overrides], return_hydra_config=True)
+    with pytest.raises(SystemExit) as ended:  # Hydra only warns of other exceptions of a callback
+        instantiate(config.hydra.callbacks.qarl).on_job_start(config, task_function=None)
+    text = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2
+    with pytest.raises(UserError) as refused:
+        verl_config(quickstart(verl=keys), on_cpu=False)
+    for found in (text, " ".join(str(refused.value).split())):
+        assert [word for word in (*words, *keys_in(keys)) if word not in found] == [], found
+
+
+def keys_in(keys: dict[str, object]) -> list[str]:
+    """The first key, as an error names it: parts of the engine's quantization are compared together."""
+    return [next(iter(keys)).removeprefix("+").partition(".config_groups")[0].removesuffix(".ignore")]
 
 
 def test_hydra_finds_the_groups_without_a_warning():

@@ -18,6 +18,7 @@ from qarl.checkpoint.verl_shards import VerlWeights, whole_and_torn
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
+from qarl.train import dry_run
 from qarl.verl.metrics import MetricsFollower, our_names
 from qarl.verl.resume import open_verl_run
 from qarl.verl.run import trainer_keys, verl_config
@@ -254,6 +255,17 @@ def test_a_resume_that_changes_what_is_trained_is_refused(opened):
             opened(**changes)
     with pytest.raises(UserError, match="past the end"):
         opened(**{"trainer.total_training_steps": 3})
+
+
+def test_a_dry_run_refuses_a_resume_that_the_run_refuses(opened, tmp_path):
+    checkpoint(opened.run, 4)
+    opened.tracker.write_text("4")
+    settings = {"output_dir": str(tmp_path), "model.path": "elsewhere/model"}
+    (opened.run / "config.yaml").write_text(quickstart(**settings).resolved_yaml())
+    dry_run(quickstart(**settings))
+    with pytest.raises(UserError, match=r"changes what is trained[\s\S]*n_gpus_per_node"):
+        dry_run(quickstart(**settings, **{"trainer.n_gpus_per_node": 2}))
+    assert opened.tracker.read_text() == "4"
 
 
 def test_two_verl_runs_do_not_share_a_folder(opened, tmp_path):

@@ -16,12 +16,13 @@ from qarl.align.model import align_model, model_unavailable
 
 
 @contextmanager
-def engine_arithmetic(model: Any) -> Iterator[bool]:
+def engine_arithmetic(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[bool]:
     """Align a BF16 transformers model on a CPU to level `model`, and undo it at the end of the context.
 
-    Yield whether level `model` exists for it. If not, nothing changes."""
+    Yield whether level `model` exists for it. If not, nothing changes. `dtype`: dtype of the weights in the forward, if
+    FSDP2 gathers another one than it shards. FSDP2 may shard the model, except experts that are not quantized."""
     parameter = next(model.parameters())
-    if parameter.device.type != "cpu" or model_unavailable(model.config, "cpu", parameter.dtype):
+    if parameter.device.type != "cpu" or model_unavailable(model.config, "cpu", dtype or parameter.dtype):
         yield False
         return
     modules = dict(model.named_modules())

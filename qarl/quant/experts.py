@@ -199,7 +199,8 @@ def check_experts(experts: nn.Module, name: str) -> None:
     wrong = [f"{flag}={not wanted}" for flag, wanted in flags.items() if getattr(experts, flag, wanted) is not wanted]
     activation: Any = getattr(experts, "act_fn", None)
     probe = torch.linspace(-4.0, 4.0, 33, device="cpu")
-    if activation is None or not torch.equal(activation(probe), torch.nn.functional.silu(probe)):
+    computes = getattr(activation, "forward", activation)  # without hooks, such as those of qarl.align.noise
+    if activation is None or not torch.equal(computes(probe), torch.nn.functional.silu(probe)):
         wrong.append(f"activation {type(activation).__name__}")
     if wrong:
         raise UserError(

@@ -66,6 +66,8 @@ def test_the_published_forward_is_that_of_the_quantized_model(family):
         before, wanted = log_probs(model), log_probs(quantized)
         with published_forward(model, SCHEME, ("lm_head",)):
             assert torch.equal(log_probs(model), wanted)
+            with other_roundings(model, seed=0):
+                assert not torch.equal(log_probs(model), wanted)
         assert torch.equal(log_probs(model), before) and not torch.equal(before, wanted)
         with published_forward(quantized, SCHEME, ("lm_head",)):
             assert torch.equal(log_probs(quantized), wanted)

@@ -109,6 +109,32 @@ def test_bf16_masters_of_an_unquantized_engine_compute_as_fp32_masters(tmp_path)
     assert torch.equal(narrow["log_probs"][0][1], wide["log_probs"][0][1])
 
 
+# `quant` of an actor, scheme of its engine, and the level whose limit on the noise applies to it.
+COMPARED = {
+    "linears": ({"scheme": "w4a16", "align": "linears"}, "w4a16", "model"),
+    "off": ({"scheme": "w4a16", "align": "off"}, "w4a16", "model"),
+    "experts": ({"scheme": "w4a16", "align": "off"}, "w4a16", "off"),
+    "experts_at_linears": ({"scheme": "w4a16", "align": "linears"}, "w4a16", "model"),
+    "unquantized": (None, "bf16", "off"),
+}
+
+
+def test_the_first_micro_batch_is_compared_with_the_engines_arithmetic(tmp_path):
+    """The engine's log-probs pass, those of another model do not. Without a section `quant` they are compared, too."""
+    models = {name: str(save_random_model(tmp_path / name, name)) for name in ("qwen3", "qwen3_moe")}
+    jobs = []
+    for name, (quant, scheme, _) in COMPARED.items():
+        model = models["qwen3_moe" if name.startswith("experts") else "qwen3"]
+        rows = make_rows(model)
+        healthy = local_log_probs(model, scheme, {}, rows) * rows["response_mask"]
+        rows |= {"rollout_log_probs": healthy, "old_log_probs": healthy + 1e-6}
+        settings = quant and QUANT | quant | {"mismatch_limit": None}
+        jobs.append({"model": model, "rows": rows, "quant": settings, "micro": 2, "lr": 0.0, "guard": healthy + 0.1})
+    found = run_engine(tmp_path, 2, models["qwen3"], jobs[0]["rows"], jobs)
+    for (_, _, level), one in zip(COMPARED.values(), found, strict=True):
+        assert all(f"quant.align={level} allows" in text for text in one["guard"]), one["guard"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_rows(tmp_path, world):

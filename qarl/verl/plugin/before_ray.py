@@ -159,7 +159,8 @@ def _described(config: Mapping[str, Any]) -> dict[str, Any]:
         for side in ("weights", "input_activations"):
             values = group.get(side) or {}
             for name in ("num_bits", "type", "strategy", "group_size") if values else ():
-                found.setdefault(f"{side}.{name}", []).append(values.get(name))
+                if values.get(name) is not None:
+                    found.setdefault(f"{side}.{name}", []).append(values[name])
     return found
 
 

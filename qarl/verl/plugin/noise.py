@@ -1,12 +1,19 @@
 """Compares the engine's log-probs with the actor's own rounding noise (`qarl.align.noise`), before the first update.
 
-It takes three forwards without gradients of each rank's first micro-batch, once per start.
+It takes three forwards without gradients of each rank's first micro-batch, once per start. As in `qarl.trainer.probe`
+the forward multiplies by the published tensors and, on a CPU, has the arithmetic of level `model` where that exists,
+also at `linears` and `off`. It does not
+
+- for an actor without the section `quant`: FSDP2 casts the inputs of its blocks to BF16, and level `model` needs FP32
+- for experts that are not quantized: their replacements are made before FSDP2 shards them
+- if an engine has several workers (`qarl.align.model.split_unavailable`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,15 +21,22 @@ from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
 from qarl.align.noise import Roots
+from qarl.align.temporary import engine_arithmetic
 from qarl.metrics.guard import NOISE_LIMITS, check_noise, times_noise
+from qarl.quant.experts import QuantExperts
 from qarl.quant.published import published_forward
+from qarl.quant.stacks import stacked_experts
 from qarl.verl.plugin.routing import RouterReplay
+
+COMPARING: ContextVar[bool] = ContextVar("qarl_comparing", default=False)
+"""Whether the current forward is compared. Its log-probs are then computed in FP32, as vLLM's are; without flash-attn
+verl rounds those of an unquantized actor to BF16, which `other_roundings` could not tell from a mistake."""
 
 
 def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any, rows: Any) -> None:
     """Raise MismatchError on every rank if |δ| of the first micro-batches is more than rounding explains.
 
-    Only the first call compares. Nothing is compared without quantization or rollout log-probs, at level `exact`, or if
+    Only the first call compares. Nothing is compared without rollout log-probs, at level `exact`, or if
     `mismatch_limit` is set, which replaces this limit. Every rank of the data-parallel group must call this function,
     because it is a collective.
 
@@ -32,9 +46,9 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
         rows: padded `rollout_log_probs` and `response_mask` of `micro_batch`, each [B, T].
     """
     rollout, level = rows.get("rollout_log_probs", None), engine._limit_level
-    if engine.quant is None or rollout is None or getattr(engine, "compared", False):
+    if rollout is None or getattr(engine, "compared", False) or level not in NOISE_LIMITS:
         return
-    if engine.quant.mismatch_limit is not None or level not in NOISE_LIMITS:
+    if engine.quant is not None and engine.quant.mismatch_limit is not None:
         return
 
     def log_probs() -> torch.Tensor:
@@ -44,12 +58,17 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
 
     mask, roots = rows["response_mask"].to(get_device_id()), Roots()
     routing, engine._routing = engine._routing, RouterReplay()  # so that these forwards do not enter its counts
+    comparing = COMPARING.set(True)
     try:
         with ExitStack() as stack:
+            if level in ("off", "linears") and may_align(engine):
+                aligned = stack.enter_context(engine_arithmetic(engine.module, dtype=torch.bfloat16))
+                level = "model" if aligned else level
             if engine.align == "off" and engine.scheme.quantized:
                 stack.enter_context(published_forward(engine.module, engine.scheme, engine.ignore))
             roots.add(engine.module, log_probs, rollout, mask)
     finally:
+        COMPARING.reset(comparing)
         engine._routing.begin(engine.module, {}, mask)  # ends its replay
         engine._routing = routing
     sums = torch.tensor([roots.delta, roots.noise, roots.tokens], dtype=torch.float64)
@@ -59,3 +78,10 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
     delta, noise, tokens = sums.tolist()
     check_noise(times_noise(delta, noise, tokens), level=level, tokens=tokens)
     engine.compared = True
+
+
+def may_align(engine: Any) -> bool:
+    """Return whether the module's forward may get the arithmetic of level `model` after FSDP2 has sharded it."""
+    if engine.quant is None or engine.quant.tensor_model_parallel_size > 1:
+        return False
+    return all(isinstance(experts, QuantExperts) for experts in stacked_experts(engine.module).values())

@@ -56,6 +56,7 @@ SETTINGS: dict[str, Any] = {
     "use_cpu": True,
 }
 """The quickstart's settings in TRL's words. One rollout serves two optimizer steps, which TRL counts as steps."""
+BANDS = ("seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high")
 
 
 def train(settings: dict[str, Any], output: Path) -> None:
@@ -116,6 +117,10 @@ def run(settings: dict[str, Any], *, processes: int = 1, may_die: bool = False) 
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
         given = {"output_dir": str(Path(folder) / "run"), **SETTINGS, **settings}
+        bands = BANDS if given.get("loss_type", "tbpo") != "tbpo" else ()
+        groups = ("quant_group_size",) if given.get("quant_scheme", "w4a16") not in ("w4a16", "w4a8") else ()
+        for unread in (*bands, *groups):
+            given.pop(unread, None)
         command = [sys.executable, __file__, "--train", json.dumps(given), "--output", str(output)]
         if processes > 1:
             launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]

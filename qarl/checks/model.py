@@ -41,14 +41,19 @@ def check_served(hf_config: Any) -> None:
 
 
 def report_level(config: Config, hf_config: Any) -> None:
-    """Print a note with the measured mismatch of the model's family. Print others if the applied level is lower than
-    `quant.align`, or if no device has confirmed it."""
-    if lower := lower_level(config, hf_config):
-        note(lower)
-    if found := unconfirmed_level(config, hf_config):
-        note(f"quant.align={applied_level(config, hf_config)[0]} is {found}")
-    if shown := shown_mismatch(hf_config):
-        note(shown)
+    """Print the notes of `level_notes`."""
+    for text in level_notes(config, hf_config):
+        note(text)
+
+
+def level_notes(config: Config, hf_config: Any) -> list[str]:
+    """Return the measured mismatch of the model's family, and notes if the applied level is lower than `quant.align`,
+    or if no device has confirmed it."""
+    lower, shown = lower_level(config, hf_config), shown_mismatch(hf_config)
+    unsure = unconfirmed_level(config, hf_config)
+    if unsure:
+        unsure = f"quant.align={applied_level(config, hf_config)[0]} is {unsure}"
+    return [text for text in (lower, unsure, shown) if text]
 
 
 def lower_level(config: Config, hf_config: Any) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from qarl.align.noise import Roots
 from qarl.align.temporary import engine_arithmetic
 from qarl.checks.sampling import sampling_config
+from qarl.config import Config
 from qarl.metrics.guard import NOISE_LIMITS, check_noise, times_noise
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.quant.published import published_forward
@@ -22,6 +23,7 @@ from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.guard import check_batch
 from qarl.trainer.local import LocalTrainer, request_seed
 from qarl.trainer.packing import micro_batches
+from qarl.trainer.policy import Policy
 
 PROBE_RESPONSES = 16
 PROBE_TOKENS = 64
@@ -86,17 +88,16 @@ def compare(trainer: LocalTrainer) -> Comparison:
     metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
     found = Comparison(batch, metrics, None, trainer.policy.limit_level, float(batch.response_mask.sum()))
     if config.quant.mismatch_limit is None and found.level in NOISE_LIMITS:
-        found.level, roots = compare_with_noise(trainer, batch)
+        found.level, roots = compare_with_noise(trainer.policy, config, batch)
         found.times = times_noise(roots.delta, roots.noise, roots.tokens)
     return found
 
 
-def compare_with_noise(trainer: LocalTrainer, batch: Batch) -> tuple[str, Roots]:
-    """Compare the engine's log-probs of `batch` with the closest forward that the trainer has. Return its level, too.
+def compare_with_noise(policy: Policy, config: Config, batch: Batch) -> tuple[str, Roots]:
+    """Compare the engine's log-probs of `batch` with the closest forward that `policy` has. Return its level, too.
 
     The forward multiplies by the published tensors, also at `off`. It has the arithmetic of level `model` where that
     exists, also at `linears` and, without experts, at `off`."""
-    policy, config = trainer.policy, trainer.config
     off = policy.align == "off" and policy.scheme.quantized
 
     def log_probs() -> torch.Tensor:

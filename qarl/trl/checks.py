@@ -1,7 +1,7 @@
 """Refuses settings that QaRL's TRL trainer does not support, before it loads a model or starts an engine.
 
-TRL is pinned for two reasons. Exact log-probs require an override of a private method
-(`GRPOTrainer._get_per_token_logps_and_entropies`). `rollout_func` is experimental in TRL.
+TRL is pinned for two reasons. Exact log-probs and the check of rewards override private methods
+(`GRPOTrainer._get_per_token_logps_and_entropies`, `_calculate_rewards`). `rollout_func` is experimental in TRL.
 """
 
 from __future__ import annotations

@@ -11,12 +11,15 @@ GPU with the trainer.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trl import GRPOConfig
 
 from qarl.config import Config, build_config
+from qarl.config.errors import ConfigError
+from qarl.config.unread import problems
 from qarl.errors import UserError
 from qarl.tbpo import TBPOConfig
 
@@ -46,6 +49,8 @@ RUN_KEYS = {
     "seed": "seed",
 }
 """Maps QaRL's keys to the fields of `QaRLConfig` that contain their values."""
+_WORDS = {key: name for key, name in RUN_KEYS.items() if "." in key} | {"actor.loss": "loss_type"}
+_KEYS = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _WORDS)) + r")(?!\w|\.\w)")
 
 
 @dataclass
@@ -99,7 +104,22 @@ def run_config(args: QaRLConfig, model: str, max_prompt_length: int) -> Config:
     for key, name in RUN_KEYS.items():
         section, _, leaf = key.rpartition(".")
         (values.setdefault(section, {}) if section else values)[leaf] = getattr(args, name)
-    return in_trls_words(lambda: build_config(values))
+
+    def build() -> Config:
+        config = build_config(values)
+        # TRL's losses are no values of `actor.loss`, so the bands of TBPO are compared with `loss_type` here.
+        fields = {key: getattr(args, name) for key, name in RUN_KEYS.items()} | {"actor.loss": args.loss_type}
+        defaults = {key: getattr(QaRLConfig, name, None) for key, name in RUN_KEYS.items()}
+        if found := problems(fields, defaults):
+            raise ConfigError(found)
+        return config
+
+    return in_trls_words(build)
+
+
+def trls_words(text: str) -> str:
+    """Return `text` with the fields of `QaRLConfig` instead of QaRL's keys."""
+    return _KEYS.sub(lambda found: _WORDS[found[0]], text)
 
 
 def in_trls_words(call: Any) -> Any:
@@ -107,9 +127,6 @@ def in_trls_words(call: Any) -> Any:
     try:
         return call()
     except UserError as error:
-        texts = [error.what, error.where, error.why, error.fix]
-        for key, name in RUN_KEYS.items():
-            if "." in key:
-                texts = [text and text.replace(key, name) for text in texts]
-        what, where, why, fix = texts
-        raise UserError(what or "", where=where, why=why, fix=fix) from error
+        what, where, why, fix = (text and trls_words(text) for text in (error.what, error.where, error.why, error.fix))
+        kind = UserError if isinstance(error, ConfigError) else type(error)
+        raise kind(what or "", where=where, why=why, fix=fix) from None

@@ -1,11 +1,13 @@
 """Mismatch and TBPO's statistics in TRL's logs, and the mismatch guard.
 
 TRL averages each metric over the micro-batches between two logs. An average is wrong for maxima and shares. So QaRL
-collects the statistics of all micro-batches and processes, and combines them once per log.
+collects the statistics of all micro-batches and processes, and combines them once per log. The guard is that of the
+local backend (`qarl.metrics.guard`), with both of its limits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -13,10 +15,14 @@ import torch
 from accelerate.utils import gather_object
 
 from qarl.config import Config
-from qarl.metrics.guard import check_mismatch
+from qarl.metrics.guard import NOISE_LIMITS, check_mismatch, check_noise, times_noise
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.tbpo import reduce_metrics
+from qarl.trainer.policy import Policy
+from qarl.trainer.probe import PROBE_RESPONSES, compare_with_noise
+from qarl.trl.config import in_trls_words, trls_words
+from qarl.trl.log_probs import as_batch
 
 
 class StepMetrics:
@@ -26,6 +32,32 @@ class StepMetrics:
         self.config, self.level = config, level
         self._statistics: list[dict[str, float]] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._noise_is_checked = config.quant.mismatch_limit is not None or level not in NOISE_LIMITS
+
+    @torch.no_grad()
+    def check_noise_once(self, policy: Policy, called: Any, inputs: dict[str, Any], accelerator: Any) -> None:
+        """In the first call, compare |δ| with the model's rounding noise, as the local backend's probe does.
+
+        `called`: the model or DDP's wrapper around it. `inputs`: TRL's first micro-batch, of which each process
+        compares some responses.
+
+        Raises:
+            MismatchError: over all processes, |δ| is more than rounding explains.
+        """
+        if self._noise_is_checked:
+            return
+        self._noise_is_checked = True
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[:PROBE_RESPONSES]
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)[:PROBE_RESPONSES]
+        rollout = inputs["sampling_per_token_logps"][:PROBE_RESPONSES]
+        batch = as_batch(ids, attention_mask, rollout.shape[1])
+        policy.called = called
+        level, roots = compare_with_noise(
+            policy, self.config, dataclasses.replace(batch, rollout_log_probs=rollout.float())
+        )
+        sums = torch.tensor([roots.delta, roots.noise, roots.tokens], dtype=torch.float64, device=accelerator.device)
+        delta, noise, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+        in_trls_words(lambda: check_noise(times_noise(delta, noise, tokens), level=level, tokens=tokens))
 
     def add(self, statistics: dict[str, float]) -> None:
         self._statistics.append(statistics)
@@ -69,14 +101,17 @@ class StepMetrics:
         return metrics
 
     def _check(self, abs_mean: float, length: float, *, before_first_update: bool) -> str | None:
-        return check_mismatch(
-            abs_mean,
-            limit=self.config.quant.mismatch_limit,
-            level=self.level,
-            before_first_update=before_first_update,
-            response_length=length,
-            temperature=self.config.rollout.temperature,
+        warning: str | None = in_trls_words(
+            lambda: check_mismatch(
+                abs_mean,
+                limit=self.config.quant.mismatch_limit,
+                level=self.level,
+                before_first_update=before_first_update,
+                response_length=length,
+                temperature=self.config.rollout.temperature,
+            )
         )
+        return warning and trls_words(warning)
 
 
 def _stacked(pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -1,14 +1,15 @@
 """`QaRLTrainer`: TRL's `GRPOTrainer` on quantized rollouts, with QaRL's forward, publish, loss and checks.
 
     rollouts      `rollout_func` calls QaRL's vLLM in this process (`qarl.trl.rollouts`).
-    log-probs     QaRL's quantized and aligned forward (`qarl.trl.log_probs`) replaces TRL's fused lm_head. For this, a
-                  private method of TRL is overridden, so TRL's version is pinned (`qarl.trl.checks`).
+    log-probs     QaRL's quantized and aligned forward (`qarl.trl.log_probs`) replaces TRL's fused lm_head.
+    rewards       TRL computes them, and a response without a reward is an error (`qarl.trl.rewards`).
     loss          `compute_loss` calls TBPO, or one of TRL's losses.
     optimizer     `create_optimizer` returns AdamW with FP32 copies of the weights. TRL decides which parameters have
                   weight decay.
 
-TRL provides data, rewards, advantages, logs, checkpoints and `accelerate launch`. TRL adds 1e-4 to the standard
-deviation by which it divides rewards; QaRL's local backend adds 1e-6.
+Log-probs and rewards override private methods of TRL, so its version is pinned (`qarl.trl.checks`). TRL provides data,
+advantages, logs, checkpoints and `accelerate launch`. TRL adds 1e-4 to the standard deviation by which it divides
+rewards; QaRL's local backend adds 1e-6.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from qarl.checks.model import report_level
+from qarl.checks.model import level_notes
 from qarl.config import Config
+from qarl.console import note
 from qarl.errors import UserError
 from qarl.process import keep_freed_memory
 from qarl.quant.scheme import get_scheme
@@ -31,17 +33,20 @@ from qarl.tbpo import tbpo_loss
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import engine_config
 from qarl.trl.checks import check_args, check_arguments, check_inputs, check_version
-from qarl.trl.config import QaRLConfig, run_config
+from qarl.trl.config import QaRLConfig, run_config, trls_words
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
 from qarl.trl.metrics import StepMetrics
 from qarl.trl.optimizer import MasterAdamW
 from qarl.trl.prompts import longest_prompt
+from qarl.trl.resume import check_resume, write_settings
+from qarl.trl.rewards import check_scored, checked_functions
 from qarl.trl.rollouts import Rollouts
 
 
 class QaRLTrainer(GRPOTrainer):
     """`policy`: the quantized model. `engine`: the rollout engine. `run`: QaRL's config of this run."""
 
+    args: Any
     optimizer: Any
 
     def __init__(
@@ -75,7 +80,7 @@ class QaRLTrainer(GRPOTrainer):
         self._step_metrics = StepMetrics(self.run, self.policy.limit_level)
         super().__init__(
             self.policy.model,
-            reward_funcs,
+            checked_functions(reward_funcs),
             args,
             train_dataset,
             eval_dataset,
@@ -94,8 +99,9 @@ class QaRLTrainer(GRPOTrainer):
             self.reference = quantized(self.ref_model, self.run)
         if self.policy.device.type == "cpu":
             keep_freed_memory()
-        print(self.policy.report)
-        report_level(self.run, inputs.hf_config)
+        print(trls_words(self.policy.report))
+        for text in level_notes(self.run, inputs.hf_config):
+            note(trls_words(text))
         self.engine = RolloutEngine(engine_config(self.run, level=self.policy.align))
         self.rollouts = Rollouts(self.policy, self.engine)
 
@@ -103,6 +109,16 @@ class QaRLTrainer(GRPOTrainer):
     def training(self) -> bool:
         """Whether this is a training step and not an evaluation."""
         return bool(self.policy.model.training)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **named: Any) -> Any:
+        """Train as `GRPOTrainer` does. Raise UserError if the checkpoint's run was quantized differently."""
+        check_resume(resume_from_checkpoint, self.args)
+        return super().train(resume_from_checkpoint, *given, **named)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            write_settings(output_dir or self.args.output_dir, self.args)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer | None = self.optimizer
@@ -124,6 +140,8 @@ class QaRLTrainer(GRPOTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
+        if self.training and self.state.global_step == 0:
+            self._step_metrics.check_noise_once(self.policy, model, inputs, self.accelerator)
         if self.loss_type == "tbpo":
             loss = self._tbpo_loss(model, inputs)
         else:
@@ -198,6 +216,11 @@ class QaRLTrainer(GRPOTrainer):
             self._log_probs = log_probs.detach()
         entropies = torch.cat([one for _, one in found if one is not None]) if compute_entropy else None
         return log_probs, entropies, None
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        rewards: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        check_scored(rewards, self.reward_func_names, prompts, self.state.global_step)
+        return rewards
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.training:

@@ -117,6 +117,9 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_group_size": 48}, "48"),
     ({"quant_ignore": ["re:.*"]}, "no layer is left to quantize"),
     ({"seq_clip_ratio_high": -1.0}, "seq_clip_ratio_high"),
+    ({"loss_type": "dapo", "seq_clip_ratio_high": 0.01}, "it has no effect with loss_type = dapo"),
+    ({"seq_clip_ratio_low": 0.01}, "set positive_band to two_sided"),
+    ({"quant_scheme": "w8a8"}, "it has no effect with quant_scheme = w8a8"),
     ({"max_completion_length": 4096}, "positions"),
     ({"vllm_max_model_length": 18}, "vllm_max_model_length=18"),
     ({"vllm_cpu_kvcache_space_gib": 1e-5}, "vllm_cpu_kvcache_space_gib"),
@@ -129,6 +132,7 @@ def test_a_setting_is_refused(model: Path, tmp_path: Path, settings: dict[str, A
         build(model, tmp_path, **settings)
     text = str(caught.value)
     assert words in text
+    assert caught.value.__cause__ is None  # Python would print the same error twice, once with QaRL's keys
     # The error speaks of the fields of QaRLConfig, not of the config of `qarl train`.
     assert not [key for key in RUN_KEYS if "." in key and key in text]
 

@@ -1,0 +1,171 @@
+"""Steps of `QaRLTrainer` with a stub for the engine: rewards, the noise limit, and what a resume compares."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from random_models import save_random_model
+
+from qarl.align.temporary import engine_arithmetic
+from qarl.errors import UserError
+from qarl.metrics.guard import DEFAULT_LIMITS, MismatchError
+from qarl.quant.published import published_forward
+from qarl.trl import QaRLConfig, QaRLTrainer, trainer
+from qarl.trl.config import RUN_KEYS
+from qarl.trl.log_probs import as_batch, log_probs_of_rows
+
+TOKENS = 6
+DATA = Dataset.from_dict({"prompt": ["t3 t4", "t5 t6 t7"] * 4})
+
+
+class Engine:
+    """Random responses with the log-probs of the engine's arithmetic. `wrong`: a factor of the attention's scale."""
+
+    stale = False
+    policy: Any = None
+    wrong = 1.0
+
+    def __init__(self, _: Any) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def publish(self, tensors: Any, version: int) -> Any:
+        return SimpleNamespace(sent_bytes=0, is_delta=False, seconds={})
+
+    def sleep(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], sampling: Any, seeds: list[int]) -> Any:
+        responses = torch.randint(3, 60, (len(prompts), TOKENS), generator=self.generator).tolist()
+        log_probs, policy = [], self.policy
+        with ExitStack() as stack:
+            if policy.align != "model":
+                stack.enter_context(engine_arithmetic(policy.model))
+                stack.enter_context(published_forward(policy.model, policy.scheme, policy.ignore))
+            attentions = [layer.self_attn for layer in policy.model.model.layers]
+            for one in attentions:
+                one.scaling *= self.wrong
+            for prompt, response in zip(prompts, responses, strict=True):
+                ids = torch.tensor([prompt + response])
+                batch = as_batch(ids, torch.ones_like(ids), TOKENS)
+                found, _ = log_probs_of_rows(policy, batch, slice(0, 1), temperature=1.0, entropies=False)
+                log_probs.append(found[0].tolist())
+            for one in attentions:
+                one.scaling /= self.wrong
+        return SimpleNamespace(prompt_token_ids=prompts, response_token_ids=responses, rollout_log_probs=log_probs)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"))
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text))) for text in completions]
+
+
+def nothing(completions: list[str], **_: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+def nan_once(completions: list[str], **_: Any) -> list[float | None]:
+    return [None, float("nan"), *[1.0] * (len(completions) - 2)]
+
+
+async def infinite(completions: list[str], **_: Any) -> list[float]:
+    return [float("inf")] * len(completions)
+
+
+def build(
+    model: Path, folder: Path, monkeypatch: Any, rewards: Any = length, wrong: float = 1.0, **settings: Any
+) -> QaRLTrainer:
+    monkeypatch.setattr(trainer, "RolloutEngine", Engine)
+    given = {
+        "output_dir": str(folder),
+        "report_to": "none",
+        "use_cpu": True,
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": TOKENS,
+        "quant_group_size": 32,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+    }
+    made = QaRLTrainer(str(model), rewards, QaRLConfig(**given | settings), DATA)
+    made.engine.policy, made.engine.wrong = made.policy, wrong
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        (nothing, ["4 of 4 responses have no reward", "step 0, prompt 't", "nothing"]),
+        ([nothing, nothing], ["4 of 4 responses have no reward", "nothing, nothing"]),
+        ([length, nan_once], ["'nan_once' returned nan", "step 0, prompt 't"]),
+        (infinite, ["'infinite' returned inf"]),
+    ],
+    ids=["None", "two of None", "one NaN", "Inf"],
+)
+def test_a_response_without_a_reward_is_an_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewards: Any, words: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        build(model, tmp_path, monkeypatch, rewards).train()
+    assert not [word for word in words if word not in str(caught.value)], caught.value
+
+
+def test_a_function_may_leave_responses_to_others(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build(model, tmp_path, monkeypatch, [length, nothing])
+    assert made.reward_func_names == ["length", "nothing"]
+    made.train()
+    assert made.state.global_step == 1
+
+
+@pytest.mark.parametrize("level", ["off", "linears"])
+def test_another_model_in_the_engine_is_found_before_the_first_update(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """Its mean |δ| is under the limit of the level, so only the noise shows it."""
+    build(model, tmp_path, monkeypatch, quant_align=level).train()
+    with pytest.raises(MismatchError, match="compute different models") as caught:
+        build(model, tmp_path, monkeypatch, quant_align=level, wrong=1.5).train()
+    assert "quant_mismatch_limit" in str(caught.value)
+    assert not [key for key in RUN_KEYS if "." in key and key in str(caught.value)]
+    limit = DEFAULT_LIMITS[level]
+    build(model, tmp_path, monkeypatch, quant_align=level, wrong=1.5, quant_mismatch_limit=limit).train()
+
+
+def test_the_guard_and_the_notes_speak_of_trls_fields(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("qarl.checks.model.lower_level", lambda *_: "quant.align=exact falls back to model")
+    with pytest.raises(MismatchError) as caught:
+        build(model, tmp_path, monkeypatch, wrong=1.5, quant_mismatch_limit=1e-9).train()
+    assert "of quant_mismatch_limit" in str(caught.value) and "quant." not in str(caught.value)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__  # printed once
+    out, err = capsys.readouterr()
+    assert "quant_align=exact falls back" in out + err
+
+
+def test_a_resume_with_another_scheme_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    build(model, tmp_path, monkeypatch, **saves).train()
+    build(model, tmp_path, monkeypatch, max_steps=2, **saves).train(resume_from_checkpoint=True)
+    for asked in (True, str(tmp_path / "checkpoint-1")):
+        other = build(model, tmp_path, monkeypatch, max_steps=3, quant_scheme="w8a8", quant_group_size=128)
+        with pytest.raises(UserError, match="quant_scheme was 'w4a16', now 'w8a8'") as caught:
+            other.train(resume_from_checkpoint=asked)
+        assert "set quant_scheme='w4a16', quant_group_size=32" in str(caught.value)
+    (tmp_path / "checkpoint-1" / "qarl.json").unlink()
+    with pytest.raises(UserError, match=r"qarl\.json is missing"):
+        build(model, tmp_path, monkeypatch).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

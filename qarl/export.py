@@ -1,4 +1,4 @@
-"""Write a checkpoint of a run as a model folder that vLLM and transformers can load.
+"""Write a checkpoint of a run as a model folder that vLLM can load.
 
 usage: qarl export run=runs/NAME output=DIR [KEY=VALUE ...]
 
@@ -14,9 +14,11 @@ keys:
   overwrite=true          replace an earlier export; default: false
   trust_remote_code=true  run the code that comes with the run's model; default: false
 
-The checkpoint is verified by its digests or checksums, and its files are never changed. Tensors are
-streamed, one shard at a time. The folder appears complete or not at all. If the disk is full, there
-is an error and no partial folder is left. `python -m qarl.export` is the same command.
+transformers loads the folder too, unless it has quantized experts (format=quantized of a mixture of
+experts in w4a16, w8a8 or fp8). The checkpoint is verified by its digests or checksums, and its files
+are never changed. Tensors are streamed, one shard at a time. The folder appears complete or not at
+all. If the disk is full, there is an error and no partial folder is left. `python -m qarl.export` is
+the same command.
 
 exit codes:
   0    the folder was written

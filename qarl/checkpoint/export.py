@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _KEYS = ("run", "output", "step", "format", "max_shard_size", "overwrite", "trust_remote_code")
+_EXPERTS = (
+    "transformers cannot load this folder, because it does not read low-bit experts: it initializes them at random, or "
+    "fails in the forward. vLLM loads it; both load format=bf16"
+)
 FORMATS = ("quantized", "bf16", "fp32")
 _W4A8 = "Plain vLLM does not compute w4a8: from this folder it computes W4A16 on a CPU, and FP8 activations on a GPU"
 
@@ -82,7 +86,8 @@ def export(request: ExportRequest) -> str:
         )
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
     line = f"{request.output}: step {source.step} of {request.run}, {kind}, {needed / 1e6:.4g} MB of weights"
-    return f"{line}. {_W4A8}" if scheme.name == "w4a8" else line
+    experts = any(".experts." in name for name in linears)
+    return ". ".join([line, *([_W4A8] if scheme.name == "w4a8" else []), *([_EXPERTS] if experts else [])])
 
 
 def _read(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -42,8 +42,8 @@ model: setup
 model-moe: setup
 	$(BIN)/python scripts/make_tiny_model.py --experts 8
 
-quickstart: model
-	$(BIN)/python -m qarl.train config=quickstart.yaml
+quickstart: setup
+	$(BIN)/python -m qarl demo
 
 lint: setup
 	$(BIN)/ruff check .

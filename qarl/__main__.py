@@ -18,6 +18,7 @@ from qarl.console import run_command
 from qarl.errors import UserError
 
 COMMANDS = {
+    "demo": ("qarl.demo.__main__", "make a tiny model and its data, and train it on this CPU"),
     "train": ("qarl.train", "train a model as a config describes"),
     "doctor": ("qarl.doctor.__main__", "find what would go wrong with a run before it starts"),
     "diagnose": ("qarl.diagnose.__main__", "show how far trainer and rollout differ for a run, and why"),

@@ -90,10 +90,10 @@ def dry_run(config: Config) -> None:
 
 def run(config: Config, argv: Sequence[str]) -> int:
     """Train with the configured backend. Return the exit code. `argv`: the command, which also resumes the run."""
-    from qarl.data.prompts import check_data_files
+    from qarl.checks.model_folder import check_files
 
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    check_data_files(config.data)  # before the slow imports
+    check_files(config)  # before the slow imports
     if config.backend == "verl":
         with stage("importing PyTorch and verl"):
             from qarl.verl.run import train as train_in_verl

@@ -18,7 +18,8 @@ from checkout import ROOT
 from qarl.__main__ import COMMANDS, main
 from qarl.bench.__main__ import PARTS
 from qarl.checkpoint.export import _KEYS, FORMATS
-from qarl.config import describe_keys
+from qarl.config import describe_keys, load_config
+from qarl.config.demos import DEMOS
 from qarl.config.help import WIDTH, key_table, shipped
 from qarl.config.schema import Config, sections
 from qarl.console import run_command, summary_text
@@ -77,7 +78,7 @@ WRONG = {
     ("--hlep",): "did you mean --help?",
     ("help",): "did you mean --help?",
     ("--help", "exprot"): "did you mean export?",
-    ("xyz", "--help"): "the commands are train, doctor, diagnose, export, report, bench",
+    ("xyz", "--help"): "the commands are demo, train, doctor, diagnose, export, report, bench",
     ("config=quickstart.yaml",): "write qarl train config=quickstart.yaml",
     ("train", "--hepl"): "--help describes the keys",
     ("train", "--help", "actr"): "did you mean actor?",
@@ -86,6 +87,7 @@ WRONG = {
     ("diagnose", "--help", "qqq"): "the sections are model, data,",
     ("export",): "qarl export --help",
     ("export", "--halp"): "write key=value",
+    ("demo", "meo"): "the demos are quickstart, moe, verl,",
     ("bench",): "one of kernels,",
     ("bench", "kernel"): "nearest: kernels",
     ("bench", "--help", "stesp"): "nearest: steps",
@@ -247,6 +249,56 @@ def test_a_summary_names_the_command_that_resumes(tmp_path: Path) -> None:
     assert text(False).endswith("qarl train config=a.yaml 'name=b c'")
 
 
+SCRIPT = "`python scripts/make_tiny_model.py --task"
+MAKERS = {
+    "quickstart.yaml": ("`qarl demo`", "`make quickstart`"),
+    "quickstart_moe.yaml": ("`qarl demo moe`", "`make model-moe`"),
+    "quickstart_verl.yaml": ("`qarl demo verl`", "`make quickstart`"),
+    "addition_chain.yaml": ("`qarl demo addition_chain`", f"{SCRIPT} addition_chain`"),
+    "letter_sorting.yaml": ("`qarl demo letter_sorting`", f"{SCRIPT} letter_sorting`"),
+}
+
+
+def test_every_config_with_a_model_of_its_own_has_a_demo() -> None:
+    paths = {path.name: load_config([f"config={path}"]) for path in (ROOT / "configs").glob("*.yaml")}
+    own = {name for name, config in paths.items() if config.model.path.startswith("models/")}
+    assert own == set(MAKERS) == {demo.config for demo in DEMOS.values()}
+    for demo in DEMOS.values():
+        data = paths[demo.config].data
+        assert demo.model == paths[demo.config].model.path
+        assert {str(Path(file).parent) for file in (*data.train_files, *data.val_files)} == {f"data/{demo.task}"}
+
+
+@pytest.mark.parametrize("config", MAKERS)
+def test_a_missing_model_is_refused_with_what_makes_it(
+    config: str, tmp_path: Path, out: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    demo = next(demo for demo in DEMOS.values() if demo.config == config)
+    for missing in ("no model folder 'models/", "no such data file: data/"):
+        assert main(["train", f"config={config}"]) == 2
+        text = " ".join(out.readouterr().err.split())
+        assert missing in text and "Hugging Face folder" not in text
+        assert [word for word in MAKERS[config] if word not in text] == []
+        Path(demo.model).mkdir(parents=True, exist_ok=True)
+        monkeypatch.setitem(MAKERS, config, MAKERS[config][:1])  # the same data may be made by several
+
+
+def test_a_demo_makes_the_model_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qarl.demo import tiny_model
+
+    called: list[Any] = []
+    monkeypatch.setattr(
+        tiny_model, "main", lambda argv: called.append(tiny_model.parse_arguments(argv)) or len(called) // 3
+    )
+    monkeypatch.setattr("qarl.train.main", lambda argv: called.append(argv) or 0)
+    assert main(["demo", "moe", "trainer.total_training_steps=2"]) == 0
+    made, trained = called
+    assert (str(made.output), str(made.data), made.experts) == ("models/tiny-qwen3-moe", "data/column_addition", 8)
+    assert trained == ["config=quickstart_moe.yaml", "trainer.total_training_steps=2"]
+    assert main(["demo"]) == 1 and len(called) == 3, "a model that cannot be made is not trained"
+
+
 SLOW = "import pathlib, time; pathlib.Path('here').touch()\n"
 ASLEEP = f"{SLOW}time.sleep(60)\n"
 SWALLOWED = f"{SLOW}try:\n    time.sleep(60)\nexcept BaseException:\n    raise RuntimeError('cannot be imported')\n"
@@ -265,6 +317,7 @@ SLOW_IMPORTS = {
     "qarl": ("pydantic_core", "-h"),
     "qarl.bench": ("torch", "kernels"),
     "qarl.report": ("html", "runs/quickstart"),
+    "qarl.demo": ("torch", "quickstart"),
 }
 
 
@@ -275,11 +328,13 @@ class Interrupted:
         for name, source in modules.items():
             (folder / f"{name}.py").write_text(source, encoding="utf-8")
         self.folder = folder
-        for file in ("train", "test"):  # files of data are looked for before torch is imported
+        (folder / "models" / "tiny-qwen3").mkdir(parents=True)  # model and data are looked for before torch is imported
+        for file in ("train", "test"):
             path = folder / "data" / "column_addition" / f"{file}.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        env = {**os.environ, "PYTHONPATH": str(folder)}
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, text=True, **streams)
 

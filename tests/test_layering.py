@@ -81,6 +81,7 @@ LAYERS = (
     ("verl", "trl"),
     ("diagnose", "doctor", "bench"),
     ("train", "export", ""),
+    ("demo",),
     ("__main__",),
 )
 """Packages and modules of `qarl`, from the bottom up. Each may import what stands in a line above its own; two in one

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checks import hub
+from qarl.config import Config
+from qarl.config.demos import how_to_make
+from qarl.data.prompts import check_data_files
 from qarl.errors import UserError
 
 MOST = {"num_hidden_layers": 10_000, "num_labels": 1_000_000}
@@ -78,13 +81,19 @@ def _check_sizes(path: str) -> None:
             )
 
 
+def check_files(config: Config) -> None:
+    """Raise UserError if the model's folder or a data file of `config` is missing. This is fast: no file is read."""
+    check_model_folder(config.model.path)
+    check_data_files(config.data)
+
+
 def check_model_folder(path: str) -> None:
     looks_local = path.startswith((".", "/", "models/")) or (Path(path).parent.is_dir() and path.count("/") != 1)
     if not Path(path).is_dir() and looks_local:
         raise UserError(
             f"there is no model folder {path!r}",
             where="model.path",
-            fix="give a Hugging Face folder; `make quickstart` makes the quickstart's model in models/tiny-qwen3",
+            fix=how_to_make(path) or "give a Hugging Face folder; `qarl demo` makes a tiny model and trains it",
         )
 
 

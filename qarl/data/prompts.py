@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qarl.config.demos import how_to_make
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def check_data_file(file: str) -> None:
     path = Path(file)
     if not path.is_file():
         why = "it is a folder" if path.is_dir() else f"looked in {path.absolute().parent}"
-        raise UserError(f"no such data file: {file}", why=why, fix="correct data.train_files / data.val_files")
+        fix = how_to_make(file) or "correct data.train_files / data.val_files"
+        raise UserError(f"no such data file: {file}", why=why, fix=fix)
     if path.suffix not in _FORMATS:
         raise UserError(
             f"unknown kind of data file: {file}",

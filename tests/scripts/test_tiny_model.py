@@ -1,6 +1,5 @@
 """The tiny model's folder and data as others meet them: through transformers, `datasets` and the rewards."""
 
-import importlib
 import json
 import random
 import re
@@ -10,24 +9,20 @@ from types import ModuleType
 
 import pytest
 import torch
-from checkout import ROOT
 from datasets import load_dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qarl.data import check_disjoint, check_vocabulary, load_prompts
 from qarl.data.rewards import arithmetic
+from qarl.demo import column_addition, tiny_model
 
-SCRIPTS = ROOT / "scripts"
 SMALL = ["--steps", "2", "--train-size", "40", "--test-size", "8"]
 
 
 @pytest.fixture(scope="module")
 def scripts() -> tuple[ModuleType, ModuleType]:
-    """`make_tiny_model` and `column_addition`, imported as if run from their folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        return importlib.import_module("make_tiny_model"), importlib.import_module("column_addition")
+    return tiny_model, column_addition
 
 
 @pytest.fixture(scope="module")

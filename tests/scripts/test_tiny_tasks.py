@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 from pathlib import Path
@@ -14,6 +13,7 @@ from checkout import ROOT
 from qarl.config import load_config
 from qarl.data import load_prompts
 from qarl.data.rewards import get_reward_fn
+from qarl.demo import tiny_model
 
 NAMES = ("column_addition", "addition_chain", "letter_sorting")
 LONG = NAMES[1:]
@@ -21,9 +21,7 @@ LONG = NAMES[1:]
 
 @pytest.fixture(scope="module")
 def scripts() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts")
-        return importlib.import_module("make_tiny_model")
+    return tiny_model
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,11 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import addition_chain
-import column_addition
-import letter_sorting
-
 from qarl.data.rewards import arithmetic
+from qarl.demo import addition_chain, column_addition, letter_sorting
 
 Problem = Any
 """A problem is hashable. Its type differs by task: two numbers, several numbers, a string."""

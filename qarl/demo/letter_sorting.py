@@ -8,8 +8,6 @@ last word is scored. With five letters:
 
 An answer takes 119 tokens of one character, end-of-text included. A letter lost or misplaced is copied into all later
 words, so one slip anywhere spoils the answer.
-
-    qarl train config=letter_sorting.yaml        # after scripts/make_tiny_model.py --task letter_sorting
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 
-from column_addition import response_text as worked_addition
+from qarl.demo.column_addition import response_text as worked_addition
 
 DATA_SOURCE = "addition_chain"
 OPERANDS, DIGITS = 4, 4

@@ -1,0 +1,1 @@
+"""The tiny models, their tasks and data, and `qarl demo`, which makes them and runs a shipped config."""

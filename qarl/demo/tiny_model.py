@@ -1,0 +1,369 @@
+"""A 0.9M-parameter Qwen3 that adds columns of digits, half trained, and its data: everything the quickstart needs.
+
+`qarl demo` and `scripts/make_tiny_model.py` call `main`. It writes an ordinary Hugging Face folder (`--output`) and
+`train.parquet` / `test.parquet` in verl's schema (`--data`). The warm start is supervised learning on the answers only,
+stopped when a check on separate problems reaches `--target` greedy accuracy, so that reinforcement learning starts with
+something to reward and something to learn. It takes about a minute on one CPU core for the quickstart's model, and two
+to three for the others; a second call returns at once. Three choices matter for what comes after:
+
+- Every linear layer has K and N divisible by 32, which vLLM's int4 kernels on CPU need; use `group_size: 32`.
+- The vocabulary is the 256 bytes and 32 special tokens, and `vocab_size == len(tokenizer)`: no text is unknown, and no
+  padded tail of the vocabulary takes probability in one engine and not in the other.
+- Weights are saved in BF16, and the check and the accuracies reported are those of the BF16 weights.
+
+The warm start uses Muon for the matrices of the blocks: a third of AdamW's steps. Learning rates drop once the
+model starts to get answers right, because accuracy then climbs from 10% to 90% within 50 steps and would be missed.
+At the end the head is doubled. Greedy answers stay as they are; sampling at temperature 1 becomes what it was at 0.5,
+and gets 30% right instead of 10%: with groups of 8 answers, far fewer groups teach nothing because all are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from qarl.demo.tasks import TASKS, Problem, Task
+from qarl.errors import UserError
+
+RECORD = "made_with.json"
+IGNORE_INDEX = -100
+QUICKSTART = TASKS["column_addition"]
+Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM
+BATCH_SIZE = 24
+WARMUP_STEPS = 20
+MUON_LR, ADAMW_LR = 0.03, 3e-3
+CHECK_EVERY, CHECK_BELOW_LOSS, CHECK_SIZE = 2, 0.2, 256
+SLOW_ABOVE_ACCURACY, SLOW_FACTOR = 0.1, 0.1
+HEAD_SCALE = 2.0  # a power of two: exact in BF16
+USEFUL_ACCURACY = (0.30, 0.50)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SPECIAL_TOKENS = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the outputs; its hash, with that of the sources, is the cache key."""
+
+    seed: int = 0
+    experts: int = 0
+    steps: int = QUICKSTART.steps
+    target: float = QUICKSTART.target
+    train_size: int = 4000
+    test_size: int = 512
+    task: str = QUICKSTART.name
+
+    def key(self) -> str:
+        return _key(asdict(self))
+
+    def data_key(self) -> str:
+        """Models of any kind share the data."""
+        return _key({name: getattr(self, name) for name in ("seed", "train_size", "test_size", "task")})
+
+
+def _key(settings: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    here = Path(__file__)
+    for source in (here, here.with_name("tasks.py"), TASKS[settings["task"]].source):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte and 32 special tokens, a chat template, `<|eos|>` and `<|pad|>`; 288 entries."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    reserved = [f"<|reserved_{i}|>" for i in range(32 - len(SPECIAL_TOKENS))]
+    tokenizer.add_special_tokens(SPECIAL_TOKENS + reserved)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|eos|>",
+        additional_special_tokens=SPECIAL_TOKENS[2:] + reserved,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, experts: int = 0) -> Model:
+    """A freshly initialized Qwen3, or Qwen3-MoE, in FP32, from torch's global generator."""
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 384,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if not experts:
+        return Qwen3ForCausalLM(Qwen3Config(**sizes))
+    # The two experts of a token are together as wide as the dense model's MLP.
+    sizes |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem, task: Task = QUICKSTART) -> str:
+    messages = [{"role": "user", "content": task.prompt_text(problem)}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert isinstance(rendered, str)
+    return rendered
+
+
+def make_batch(
+    tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], task: Task = QUICKSTART
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and next-token labels, both int64 [len(problems), T], padded on the right; labels cover responses only."""
+    prompts = tokenizer([render_prompt(tokenizer, problem, task) for problem in problems])["input_ids"]
+    responses = tokenizer([task.response_text(problem) + tokenizer.eos_token for problem in problems])["input_ids"]
+    width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    tokens = torch.full((len(problems), width), tokenizer.pad_token_id)
+    labels = torch.full((len(problems), width), IGNORE_INDEX)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        end = len(prompt) + len(response)
+        tokens[i, :end] = torch.tensor(prompt + response)
+        labels[i, len(prompt) : end] = torch.tensor(response)
+    return tokens[:, :-1], labels[:, 1:]
+
+
+@torch.no_grad()
+def check_accuracy(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Share of answers that greedy decoding would write to the letter, for the BF16 weights.
+
+    One forward pass over the right answers tells: decoding follows an answer exactly as long as each of its tokens is
+    the most likely one after those before it.
+    """
+    tokens, labels = batch
+    predicted = copy.deepcopy(model).bfloat16()(input_ids=tokens, use_cache=False).logits.argmax(-1)
+    return ((predicted == labels) | (labels == IGNORE_INDEX)).all(dim=1).float().mean().item()
+
+
+@torch.no_grad()
+def generate_accuracy(
+    model: Model,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    temperature: float,
+    task: Task = QUICKSTART,
+) -> float:
+    """Share of `problems` whose generated answer the task's reward accepts; temperature 0 is greedy."""
+    prompts = tokenizer(
+        [render_prompt(tokenizer, problem, task) for problem in problems],
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+    )
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    tokens = cast(Any, model).generate(
+        input_ids=prompts["input_ids"],
+        attention_mask=prompts["attention_mask"],
+        max_new_tokens=task.max_new_tokens,
+        **sampling,
+    )
+    texts = tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    scores = [task.reward("", text, task.answer(problem)) for text, problem in zip(texts, problems, strict=True)]
+    return sum(scores) / len(problems)
+
+
+def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, settings: Settings, exclude: set[Problem]) -> int:
+    """Trains `model` in place until the check reaches `settings.target`; returns the steps taken."""
+    rng, task = random.Random(settings.seed), TASKS[settings.task]
+    checked = task.draw(CHECK_SIZE, rng, exclude)
+    check, exclude = make_batch(tokenizer, checked, task), exclude | set(checked)
+    in_blocks = {id(p) for p in model.model.layers.parameters() if p.ndim >= 2}
+    matrices = [p for p in model.parameters() if id(p) in in_blocks]
+    others = [p for p in model.parameters() if id(p) not in in_blocks]
+    adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+        (torch.optim.Muon([p for p in matrices if p.ndim == 2], lr=MUON_LR, weight_decay=0.0), MUON_LR),
+        (adamw, ADAMW_LR),
+    ]
+    if stacks := [p for p in matrices if p.ndim == 3]:  # of experts, which torch's Muon does not take
+        from muon import SingleDeviceMuon
+
+        optimizers.append((SingleDeviceMuon(stacks, lr=MUON_LR, weight_decay=0.0), MUON_LR))
+    slow, accuracy, started = 1.0, 0.0, time.monotonic()
+    for step in range(1, settings.steps + 1):
+        for optimizer, lr in optimizers:
+            optimizer.param_groups[0]["lr"] = lr * slow * min(1.0, step / WARMUP_STEPS)
+        tokens, labels = make_batch(tokenizer, task.draw(BATCH_SIZE, rng, exclude), task)
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, _ in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        if loss.item() < CHECK_BELOW_LOSS and step % CHECK_EVERY == 0:
+            accuracy = check_accuracy(model, check)
+            if accuracy >= SLOW_ABOVE_ACCURACY:
+                slow = SLOW_FACTOR
+        if step % 10 == 0 or accuracy >= settings.target:
+            elapsed = time.monotonic() - started
+            print(f"step {step:4d}  loss {loss.item():.4f}  greedy {accuracy:6.1%}  {elapsed:5.1f} s", flush=True)
+        if accuracy >= settings.target:
+            return step
+    return settings.steps
+
+
+def write_data(folder: Path, task: Task, train: Sequence[Problem], test: Sequence[Problem]) -> None:
+    from datasets import Dataset
+
+    for split, problems in (("train", train), ("test", test)):
+        rows = [task.to_row(problem, split, i) for i, problem in enumerate(problems)]
+        Dataset.from_list(rows).to_parquet(str(folder / f"{split}.parquet"))
+
+
+def is_made(folder: Path, key: str) -> bool:
+    """Whether `folder` was written by `make` with these settings and still has all its files."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        return record["key"] == key and all((folder / name).exists() for name in record["files"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuses to replace anything that this script did not write."""
+    if folder.exists() and not (folder / RECORD).exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(
+            f"will not replace {folder}",
+            why=f"it exists and this script did not write it (it has no {RECORD})",
+            fix="give another --output or --data, or remove it yourself",
+        )
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Renames `new` to `target`; what was there goes away only once the new one is complete."""
+    old = target.with_name(f".{target.name}.old-{os.getpid()}")
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
+    """Makes model and data, and puts both in place at the end; returns the record kept beside the model."""
+    torch.manual_seed(settings.seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, settings.experts)
+    task = TASKS[settings.task]
+    problems = task.draw(settings.train_size + settings.test_size, random.Random(f"data-{settings.seed}"), set())
+    train, test = problems[: settings.train_size], problems[settings.train_size :]
+    num_parameters = sum(p.numel() for p in model.parameters())
+    print(f"warm start: {num_parameters} parameters, to {settings.target:.0%} in {settings.steps} steps at most")
+    steps = warm_start(model, tokenizer, settings, exclude=set(problems))
+
+    model = model.bfloat16().eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(HEAD_SCALE)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+    )
+    greedy, sampled = (generate_accuracy(model, tokenizer, test, temperature, task) for temperature in (0.0, 1.0))
+    print(f"accuracy on {len(test)} test problems, BF16 weights: greedy {greedy:.1%}, sampled {sampled:.1%}")
+    record = {
+        "settings": asdict(settings),
+        "steps": steps,
+        "num_parameters": num_parameters,
+        "greedy_accuracy": greedy,
+        "sampled_accuracy": sampled,
+    }
+    for target, key in ((output, settings.key()), (data, settings.data_key())):
+        staging = target.with_name(f".{target.name}.new-{os.getpid()}")
+        staging.mkdir(parents=True)
+        try:
+            if target is output:
+                model.save_pretrained(staging)
+                tokenizer.save_pretrained(staging)
+            else:
+                write_data(staging, task, train, test)
+            files = sorted(path.name for path in staging.iterdir())
+            (staging / RECORD).write_text(json.dumps(record | {"key": key, "files": files}, indent=2) + "\n")
+            replace_folder(staging, target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return record
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Make the tiny model and its data.")
+    default = Settings()
+    parser.add_argument("--task", choices=list(TASKS), default=default.task, help="the task that the model learns")
+    parser.add_argument("--output", type=Path, help="the model's folder (models/tiny-qwen3, then -moe and the task)")
+    parser.add_argument("--data", type=Path, help="the folder of the parquet files; data/TASK by default")
+    parser.add_argument("--seed", type=int, default=default.seed)
+    parser.add_argument("--experts", type=int, default=default.experts, help="of a mixture; 0 for a dense model")
+    parser.add_argument("--steps", type=int, help="most warm-start steps; a few for a test")
+    parser.add_argument("--target", type=float, help="greedy accuracy at which to stop")
+    parser.add_argument("--train-size", type=int, default=default.train_size, help="rows of train.parquet")
+    parser.add_argument("--test-size", type=int, default=default.test_size, help="rows of test.parquet")
+    parser.add_argument("--force", action="store_true", help="make both again even if they are there")
+    args = parser.parse_args(argv)
+    task = TASKS[args.task]
+    name = (
+        f"tiny-qwen3{'-moe' if args.experts else ''}{'' if task is QUICKSTART else '-' + task.name.replace('_', '-')}"
+    )
+    args.output, args.data = args.output or Path("models") / name, args.data or Path("data") / task.name
+    args.steps = task.steps if args.steps is None else args.steps
+    args.target = task.target if args.target is None else args.target
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes what is missing or was made with other settings; returns the process exit code."""
+    args = parse_arguments(argv)
+    settings = Settings(args.seed, args.experts, args.steps, args.target, args.train_size, args.test_size, args.task)
+    output, data = args.output.resolve(), args.data.resolve()
+    try:
+        if not args.force and is_made(output, settings.key()) and is_made(data, settings.data_key()):
+            print(f"{args.output} and {args.data} are up to date")
+            return 0
+        check_replaceable(output)
+        check_replaceable(data)
+        record = make(settings, output, data)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    low, high = USEFUL_ACCURACY
+    if not low <= record["greedy_accuracy"] <= high:
+        print(f"warning: greedy accuracy is outside {low:.0%} to {high:.0%}; try another --seed, --steps or --target")
+    print(f"wrote {args.output} and {args.data}")
+    return 0

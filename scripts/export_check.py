@@ -2,22 +2,25 @@
 
     python scripts/export_check.py --output result.json
 
-For each scheme: two steps of the quickstart at learning rates that move the weights, a checkpoint, `qarl.export`, and
-then the greedy responses of a vLLM in a separate process on the exported folder. On those tokens, log-probs of
+For each model (dense; a mixture of experts, which `make model-moe` makes) and scheme: two steps of its quickstart at
+learning rates that move the weights, a checkpoint, `qarl.export`, and then the greedy responses of a vLLM in a separate
+process on the exported folder. On those tokens, log-probs of
 
     vllm           that vLLM itself
     exact, model   our trainer's forward at these alignment levels, from the checkpoint's BF16 weights
     transformers   the exported folder in stock transformers with compressed-tensors
 
+If transformers reports missing or unexpected tensors, its entry has their numbers instead: its model is another one.
 A row gives mean and largest |difference| to vLLM's in nats per token. The weights in transformers are the engine's,
 bit for bit; its arithmetic is not: it multiplies dequantized weights by (for w8a8 and fp8, fake-quantized) activations
 in BF16, and rounds norms, rotary embedding and attention elsewhere. `published`: whether the exported bytes are those
-that were published at that step.
+that were published at that step. Rows of other models and schemes in the output file stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -41,6 +44,7 @@ from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.loop import train
 from qarl.trainer.policy import Policy
 
+CONFIGS = {"dense": "quickstart.yaml", "experts": "quickstart_moe.yaml"}
 _LENGTHS = (80, 112)  # of the quickstart: response, and prompt with response
 
 _FRESH_VLLM = """
@@ -60,11 +64,11 @@ print("RESULT" + json.dumps([[list(c.token_ids) for c in done], log_probs]))
 """
 
 
-def train_and_export(folder: Path, scheme: str) -> tuple[Config, Path, Path]:
+def train_and_export(folder: Path, scheme: str, model: str) -> tuple[Config, Path, Path]:
     """The config of a run of two steps, its checkpoint, and the folder exported of it."""
     steps = ["trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=-1", "trainer.plots=false"]
     settings = [f"output_dir={folder}", f"quant.scheme={scheme}", "optim.lr=2e-4", "trainer.val_before_train=false"]
-    config = load_config(["config=quickstart.yaml", "name=run", *settings, *steps, "trainer.logger=[]"])
+    config = load_config([f"config={CONFIGS[model]}", "name=run", *settings, *steps, "trainer.logger=[]"])
     train(config)
     export(read_request([f"run={config.run_dir}", f"output={folder}/exported"]))
     return config, config.run_dir / "checkpoints" / "step_2", folder / "exported"
@@ -83,17 +87,20 @@ def vllm_responses(folder: Path, prompts: list[list[int]]) -> RolloutBatch:
 
 
 @torch.no_grad()
-def transformers_log_probs(folder: Path, rollout: RolloutBatch) -> list[list[float]]:
+def transformers_log_probs(folder: Path, rollout: RolloutBatch) -> tuple[list[list[float]], dict[str, int]]:
     """Log-probs of each response by itself, as its user would compute them: logits of the whole sequence, upcast before
-    the softmax."""
+    the softmax. And the numbers of tensors that did not fit, with which there are no log-probs."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    model, told = loaded
+    if any(told.values()):
+        return [], {kind: len(names) for kind, names in told.items() if names}
     found = []
     for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True):
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
         found.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist())
-    return found
+    return found, {}
 
 
 @torch.no_grad()
@@ -109,23 +116,24 @@ def same_as_published(checkpoint: Path, exported: Path) -> bool:
     return digests == open_checkpoint(checkpoint).state["published"]
 
 
-def check(scheme: str, prompts: int) -> dict[str, Any]:
-    """The row of one scheme."""
+def check(scheme: str, prompts: int, model: str = "dense") -> dict[str, Any]:
+    """The row of one scheme and model."""
     with tempfile.TemporaryDirectory() as parent:
-        config, checkpoint, exported = train_and_export(Path(parent), scheme)
+        config, checkpoint, exported = train_and_export(Path(parent), scheme, model)
         rollout = vllm_responses(exported, prompt_tokens(config, prompts))
         zeros = torch.zeros(prompts)
         batch = make_batch(rollout, zeros, zeros, pad_token_id=0)
         stock = torch.zeros_like(batch.rollout_log_probs)
-        for i, values in enumerate(transformers_log_probs(exported, rollout)):
+        log_probs_of_stock, unfit = transformers_log_probs(exported, rollout)
+        for i, values in enumerate(log_probs_of_stock):
             stock[i, : len(values)] = torch.tensor(values)
         found = {level: trainer_log_probs(config, checkpoint, level, batch) for level in ("exact", "model")}
-        row: dict[str, Any] = {"scheme": scheme, "tokens": int(batch.response_mask.sum())}
+        row: dict[str, Any] = {"model": model, "scheme": scheme, "tokens": int(batch.response_mask.sum())}
         row["published"] = same_as_published(checkpoint, exported)
     for name, log_probs in {**found, "transformers": stock}.items():
         delta = (log_probs - batch.rollout_log_probs)[batch.response_mask].abs()
         row[name] = {"mean": float(delta.mean()), "max": float(delta.max())}
-    return row
+    return row | ({"transformers": unfit} if unfit else {})
 
 
 def prompt_tokens(config: Config, count: int) -> list[list[int]]:
@@ -140,23 +148,28 @@ def prompt_tokens(config: Config, count: int) -> list[list[int]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES)
+    parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--row", action="store_true", help="of one scheme, in this process")
+    parser.add_argument("--row", action="store_true", help="of one model and scheme, in this process")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.row:
-        print("ROW" + json.dumps(check(args.schemes[0], args.prompts)))
+        print("ROW" + json.dumps(check(args.schemes[0], args.prompts, args.models[0])))
         return
     rows = []
-    for scheme in args.schemes:
-        command = [sys.executable, __file__, "--row", "--schemes", scheme, "--prompts", str(args.prompts)]
+    for model, scheme in itertools.product(args.models, args.schemes):
+        command = [sys.executable, __file__, "--row", "--models", model, "--schemes", scheme]
+        command += ["--prompts", str(args.prompts)]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         line = next((line for line in run.stdout.splitlines() if line.startswith("ROW")), None)
         if line is None:
-            raise SystemExit(f"{scheme}: failed, see above")
+            raise SystemExit(f"{model}, {scheme}: failed, see above")
         rows.append(json.loads(line.removeprefix("ROW")))
         print(line.removeprefix("ROW"), file=sys.stderr, flush=True)
+    measured = {(row["model"], row["scheme"]) for row in rows}
+    before = json.loads(args.output.read_text()) if args.output and args.output.is_file() else []
+    rows = [row for row in before if (row["model"], row["scheme"]) not in measured] + rows
     text = json.dumps(rows, indent=2)
     print(text)
     if args.output:

@@ -50,14 +50,14 @@ class MemoryEstimate:
     @property
     def host_total(self) -> int:
         """Bytes of `host` on one machine."""
-        return self.processes * sum(part.bytes for part in self.host)
+        return sum(part.bytes * (1 if part.once else self.processes) for part in self.host)
 
     def host_lines(self) -> list[str]:
         """Return one line for each part in host memory, and one for their sum on one machine. Without parts, return
         []."""
         if not self.host:
             return []
-        lines = [f"{part.name}: {readable(part.bytes)} for each GPU" for part in self.host]
+        lines = [f"{p.name}: {readable(p.bytes)} {'once' if p.once else 'for each GPU'}" for p in self.host]
         many = f", {self.processes} GPUs" if self.processes > 1 else ""
         return [*lines, f"together on one machine{many}: {readable(self.host_total)}"]
 
@@ -121,14 +121,15 @@ def estimate(
         *terms.low_bit(size, config, align, kernels or {}),
         *(() if on_host else reference),
         *terms.activations(size, config, align),
+        *terms.expert_rows(size, config, align),
         *terms.logits(size, config),
         *engine,
-        *(terms.kept(size, config) if device == "cpu" else ()),
+        *(terms.kept(size, config, device) if device == "cpu" else ()),
         Part("libraries and runtime (allowance)", RUNTIME_BYTES),
     ]
     parallel = config.rollout.tensor_model_parallel_size
     found = tuple(part for part in parts if part.bytes)
-    host = [*terms.asleep(size, config), *terms.offloaded(size, config, offload)]
+    host = [*terms.asleep(size, config), *terms.offloaded(size, config, offload), *terms.kept(size, config, device)]
     host += reference if on_host else []
     if device != "cuda":
         host = []

@@ -8,20 +8,24 @@ full length, V the vocabulary and H the hidden size.
                   weight of the largest parameter.
     gathered      Only with verl: two decoder blocks in the format that is sent. int4 in groups of g weights takes
                   (4 + 16 / g) / 16 of BF16's bytes, 8 bits take half. Embeddings and lm_head are in BF16. A block's
-                  gradient is in BF16 and FP32 until it is scattered. lm_head's gradient is in BF16 until the backward
-                  ends.
+                  gradient is in BF16 until it is scattered, lm_head's until the backward ends. While the backward of a
+                  block runs, FSDP2 keeps the FP32 input of the former block's reduce-scatter, and frees it before it
+                  makes the next one. The scattered part takes 4 bytes divided by R.
     low_bit       The quantized weights that stay between steps (all locally, P / R with verl), their copies in a
                   kernel's layout, and the dequantized weights of the backward. With verl, W4A16 experts are gathered in
                   their kernel's layout, and the backward has one layer's in the published layout too.
     activations   Everything that autograd saves for each token in all blocks. With recomputation: H numbers of each
                   block, and everything of one block.
+    expert_rows   The rows of the T k pairs of token and expert (H, and I or 2I numbers each) that the backward of one
+                  layer's experts holds at its peak. QaRL's own backward saves no row and computes them again.
     logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (8 with verl, which also computes
                   entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
                   more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
                   bytes for each weight of lm_head.
     engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance.
-    kept          For delta publishes on CPUs: the published tensors of the whole model. The engine's worker keeps one
-                  copy. With verl the trainer's process keeps a second copy.
+    kept          For delta publishes, in host memory: the published tensors of the whole model. The engine's worker
+                  keeps one copy. With verl the trainer's process keeps a second copy, and with separate rollout workers
+                  the first process does. Where trainer and engine share a GPU, there are no deltas and no copies.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
     reference     With a KL term. Locally a second copy of the weights in the model's dtype and of what `low_bit` keeps
                   between steps. With verl P * 4 bytes, or P * 2 if its model_dtype is bf16, divided by R. On GPUs verl
@@ -44,8 +48,11 @@ if TYPE_CHECKING:
 GIB = 2**30
 ENGINE_WORKSPACE_BYTES = GIB
 """A rough allowance for vLLM's forward, in addition to weights and KV cache."""
-ENGINE_ASLEEP_BYTES = GIB
+ENGINE_ASLEEP_BYTES = 2 * GIB
 """A rough allowance for what a sleeping engine keeps on its GPU: CUDA context, graphs, workspaces of libraries."""
+ENGINE_GROUP_BYTES = GIB
+"""A rough allowance for what it keeps in addition if its model is split over GPUs: buffers of NCCL and of vLLM's own
+all-reduce, and the graphs' copies of them."""
 LOGITS_AT_A_TIME = 2**27
 """The largest number of logits that `qarl.kernels.logprob` holds at once."""
 PHASES = ("rollout", "old_log_prob", "update", "step")
@@ -66,11 +73,14 @@ ENGINE_KERNELS = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the memory: `name` takes `bytes` on one GPU during `phases`."""
+    """A part of the memory: `name` takes `bytes` on one GPU during `phases`.
+
+    `once`: whether only one process of a machine has this part."""
 
     name: str
     bytes: int
     phases: tuple[str, ...] = PHASES
+    once: bool = False
 
 
 def ranks(config: Config) -> int:
@@ -123,11 +133,12 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
         sum(wire_bytes(scheme if name in low_bit else "bf16", group, shape) for name, shape in linears.items())
         for linears in map(size.block_linears, range(size.layers))
     ]
-    head = size.vocab * size.hidden
+    head, block = size.vocab * size.hidden, size.largest_block
     return [
         Part("gathered blocks (two)", 2 * max(blocks), ("old_log_prob", "update")),
         Part("embeddings and lm_head, gathered in BF16", 2 * size.embedding_parameters, ("old_log_prob", "update")),
-        Part("gradients before they are scattered", 6 * size.largest_block + 2 * head, ("update",)),
+        Part("gradients of a block and of lm_head, BF16", 2 * block + 2 * head, ("update",)),
+        Part("a block's reduce-scatter, FP32", 4 * block + 4 * block // ranks(config), ("update",)),
     ]
 
 
@@ -185,15 +196,43 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
 
 def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
     """Return the parts for the tensors that autograd saves in the forward of one micro-batch, without lm_head."""
-    layer_bytes = [size.activation_bytes_per_token(align, layer) for layer in range(size.layers)]
+    passed = [size.activation_bytes_per_token(align, layer) for layer in range(size.layers)]
+    rows = size.expert_row_bytes if has_own_experts(size, config, align) else 0
+    layer_bytes = [each - rows * (layer in size.sparse_layers) for layer, each in enumerate(passed)]
     kept = sum(layer_bytes)
     if config.model.gradient_checkpointing:
         kept = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(layer_bytes)
     forward, backward = micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)
     return [
-        Part("activations, log-probs", forward * max(layer_bytes), ("old_log_prob",)),
+        Part("activations, log-probs", forward * max(passed), ("old_log_prob",)),
         Part("activations, update", backward * kept, ("update",)),
     ]
+
+
+def has_own_experts(size: ModelSize, config: Config, align: str) -> bool:
+    """Return whether QaRL computes the experts (`qarl.kernels.experts.fused`), and not transformers."""
+    if align == "off":
+        return False
+    return align in ("model", "exact") or any(".experts." in name for name in quantized_linears(size, config))
+
+
+def expert_rows(size: ModelSize, config: Config, align: str) -> list[Part]:
+    """Return the part for the rows that the backward of one layer's experts holds, beside what autograd saved.
+
+    QaRL's backward holds, in BF16: x and dy by expert (H each), gate and up and their gradients (2I each), the gradient
+    of down_proj's input and that input times its weight (I each), and the rows of dx (H). With an 8-bit scheme x is
+    also there in 8 bits. Transformers' backward holds three rows of H: those of the weighted sum's gradient. Each
+    returns the gradient of its input, H numbers for each of T tokens. The FP32 temporaries that QaRL's backward has on
+    CPUs are not counted.
+    """
+    if not size.sparse_layers:
+        return []
+    hidden, inner, tokens = size.hidden, size.moe_intermediate, micro_batch_tokens(config)
+    each = 6 * hidden
+    if has_own_experts(size, config, align):
+        each = 6 * hidden + 12 * inner + hidden * (config.quant.scheme in ("w8a8", "fp8"))
+    held = tokens * (size.experts_per_token * each + 2 * hidden)
+    return [Part("rows of a layer's experts", held, ("update",))]
 
 
 def micro_batch_tokens(config: Config, *, log_probs: bool = False) -> int:
@@ -226,15 +265,21 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
     ]
 
 
-def kept(size: ModelSize, config: Config) -> list[Part]:
-    """Return the published tensors that trainer and engine keep for delta publishes on CPUs.
+def kept(size: ModelSize, config: Config, device: str) -> list[Part]:
+    """Return the published tensors that trainer and engine keep for delta publishes.
 
     The local trainer keeps no tensors, because it compares with the tensors that the engine keeps."""
-    if config.publish.delta == "off":
+    separate = has_separate_workers(config)
+    if config.publish.delta == "off" or (device == "cuda" and not separate):
         return []
     one = sum(published(size, config).values())
-    ours = [Part("kept for delta publishes: trainer", one)] if config.backend == "verl" else []
+    ours = [Part("kept for delta publishes: trainer", one, once=separate)] if config.backend == "verl" else []
     return [*ours, Part("kept for delta publishes: engine", one)]
+
+
+def has_separate_workers(config: Config) -> bool:
+    """Return whether the section `verl` publishes to rollout workers on other GPUs."""
+    return config.verl.get("actor_rollout_ref.rollout.checkpoint_engine.backend") == "qarl"
 
 
 def asleep(size: ModelSize, config: Config) -> list[Part]:
@@ -296,10 +341,11 @@ def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) 
         kv_cache = budget - weights - ENGINE_WORKSPACE_BYTES
     else:
         kv_cache = int(config.rollout.cpu_kvcache_space_gib * GIB)
+    asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUP_BYTES * (parallel > 1)
     parts = [
         Part("vLLM: weights", weights, phases),
         Part("vLLM: KV cache", max(kv_cache, 0), phases),
         Part("vLLM: workspace (allowance)", ENGINE_WORKSPACE_BYTES, phases),
-        Part("vLLM asleep (allowance)", ENGINE_ASLEEP_BYTES if sleeps else 0, PHASES[1:]),
+        Part("vLLM asleep (allowance)", asleep if sleeps else 0, PHASES[1:]),
     ]
     return parts, kv_cache, weights

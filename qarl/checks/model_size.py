@@ -124,6 +124,12 @@ class ModelSize:
         """Return the bytes of a token's BF16 keys and values on a GPU. Each GPU has at least one KV head per layer."""
         return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
 
+    @property
+    def expert_row_bytes(self) -> int:
+        """Bytes that transformers' experts of one layer save for a token: x and the output of each of its experts
+        (H each), gate and up (2I), silu(gate) and the input of down_proj (I each)."""
+        return self.experts_per_token * (8 * self.moe_intermediate + 4 * self.hidden)
+
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
         """Return the bytes that one block saves per token for the backward. At level `model` some tensors are FP32.
 
@@ -141,10 +147,7 @@ class ModelSize:
         output = (6 if fp32_attention else 2) * self.query_width + 4 * self.heads
         rotary = 8 * self.head_dim if align in ("model", "exact") else 0
         qk_norm = 6 * (self.query_width + self.kv_width) + 4 * (self.heads + self.kv_heads) if self.qk_norm else 0
-        if layer in self.sparse_layers:
-            mlp = self.experts_per_token * (8 * self.moe_intermediate + 4 * self.hidden)
-        else:
-            mlp = 8 * self.intermediate
+        mlp = self.expert_row_bytes if layer in self.sparse_layers else 8 * self.intermediate
         return norms + qkv + output + rotary + qk_norm + mlp
 
 

@@ -49,7 +49,7 @@ def check_memory(config: Config, batches: int) -> None:
 def needed_memory(size: ModelSize, config: Config, batches: int) -> dict[str, int]:
     """Return the largest number of bytes of each part. The module's docstring has the arithmetic."""
     plan = estimate(size, config, device="cpu", align="exact")
-    engine = [*terms.engine(size, config, "cpu", 0)[0], *terms.kept(size, config)]
+    engine = [*terms.engine(size, config, "cpu", 0)[0], *terms.kept(size, config, "cpu")]
     update = plan.total("update") - sum(part.bytes for part in engine)
     policy = 2 * size.parameters + sum(part.bytes for part in terms.low_bit(size, config, "exact", {}))
     tried, widths = len(corrections(config, [_spread()])), len(bands(config))

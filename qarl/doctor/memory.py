@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from qarl.checks.lengths import check_kv_cache
 from qarl.checks.machine import available_memory
 from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
@@ -11,6 +13,9 @@ from qarl.doctor.findings import Topic
 
 TIGHT = 0.9
 """An estimate above this share of the memory gives a warning, because estimates do not count fragmentation."""
+MEAN_RESPONSE = 0.25
+"""Assumed mean length of responses, as a share of `data.max_response_length`. Only responses that run into the limit
+have its length."""
 _SHARD = (
     "set optim.master_dtype=bf16, or verl's param_offload and optimizer_offload (backend=verl, "
     f"verl.{OFFLOAD[0]}=true), or shard over more GPUs (trainer.n_gpus_per_node)"
@@ -70,8 +75,8 @@ def _host(topic: Topic, found: MemoryEstimate, limit: int | None) -> None:
     if not found.host:
         return
     lines, needed = found.host_lines(), found.host_total
-    what = f"host memory of one machine: {readable(needed)} for tensors that the GPUs offload"
-    fix = "turn off verl's offloading or its KL term"
+    what = f"host memory of one machine: {readable(needed)} for tensors beside the GPUs"
+    fix = "turn off verl's offloading, its KL term, or publish.delta"
     if limit is None:
         topic.note(
             what, why="the doctor cannot see the other machine's memory", fix=f"if it has less, {fix}", lines=lines
@@ -87,20 +92,34 @@ def _host(topic: Topic, found: MemoryEstimate, limit: int | None) -> None:
 
 
 def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
-    """Report how many sequences of full length the KV cache holds."""
+    """Report how many sequences the KV cache holds, and from which mean length on vLLM preempts some.
+
+    vLLM begins a sequence as long as its prompt fits. If the cache is full later, it frees the cache of a sequence and
+    computes it again."""
     config = context.config
     if context.target.device == "cpu" and not topic.passes(check_kv_cache, config, context.hf_config.get()):
         return
     key = "rollout.gpu_memory_utilization" if context.target.device == "cuda" else "rollout.cpu_kvcache_space_gib"
-    length = config.data.max_prompt_length + config.data.max_response_length
-    sequences = found.kv_tokens / length
+    prompt, longest = config.data.max_prompt_length, config.data.max_response_length
     responses = config.data.train_batch_size * config.rollout.n
     wanted = responses * config.rollout.tensor_model_parallel_size / ranks(config)
+    at_once = max(min(config.rollout.max_num_seqs, math.ceil(wanted)), 1)
+    each = found.kv_tokens / at_once
+    sequences = found.kv_tokens / (prompt + longest)
     what = f"vLLM's KV cache holds {found.kv_tokens:,} tokens, {sequences:.1f} sequences of full length"
+    why = (
+        f"each of {at_once} sequences at a time has room for {each:,.0f} tokens. If prompts and responses together are "
+        "longer on average, vLLM preempts sequences and computes them again"
+    )
     if sequences < 1:
         topic.error(what, where=key, why="vLLM does not start if no full sequence fits", fix=f"raise {key}")
-    elif sequences < min(config.rollout.max_num_seqs, wanted):
-        why = "the batch has more sequences, so some of them will wait"
+    elif each < prompt + MEAN_RESPONSE * longest:
+        begins = f"from a mean response of {each - prompt:,.0f} tokens on, with prompts of {prompt}"
+        if each < prompt:
+            begins = f"even for {at_once} prompts of {prompt} tokens at a time"
+        fix = f"raise {key} if there is memory left, or lower rollout.max_num_seqs"
+        topic.warning(f"{what}: too few {begins}", where=key, why=why, fix=fix)
+    elif each < prompt + longest:
         topic.note(what, why=why, fix=f"raise {key} if there is memory left")
     else:
         topic.ok(what)

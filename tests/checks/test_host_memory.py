@@ -44,6 +44,16 @@ def test_no_process_keeps_tensors_where_trainer_and_engine_share_a_gpu():
     assert not {TRAINER, ENGINE} & {part.name for part in planned(paper()).parts}
 
 
+def test_separate_rollout_workers_keep_the_published_tensors():
+    """One copy in the trainer's first process, and one in each of eight engines."""
+    separate = "verl.actor_rollout_ref.rollout.checkpoint_engine.backend=qarl"
+    found = planned(paper(separate))
+    published = 29_896_998_912 * (4 + 16 / 128) / 8 + 2 * (30_532_122_624 - 29_896_998_912) + 18_624 * 16
+    assert names(found) == {TRAINER: published, ENGINE: published} and found.host_total == 9 * published
+    assert [line.split()[-1] for line in found.host_lines()[:2]] == ["once", "GPU"]
+    assert planned(paper(separate, "publish.delta=off")).host == ()
+
+
 def test_what_is_offloaded_is_in_host_memory():
     found = planned(paper(), offload=True)
     on_gpu = sum(part.bytes for part in planned(paper()).parts if "masters" in part.name or "state" in part.name)

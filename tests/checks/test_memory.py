@@ -20,6 +20,7 @@ from qarl.checks import machine
 from qarl.checks.memory import RUNTIME_BYTES, estimate, readable
 from qarl.checks.memory_terms import (
     ENGINE_ASLEEP_BYTES,
+    ENGINE_GROUP_BYTES,
     ENGINE_WORKSPACE_BYTES,
     GIB,
     LOGITS_AT_A_TIME,
@@ -169,19 +170,35 @@ def test_sharded_by_hand() -> None:
     assert sharded["low-bit tensors, sharded"] == 34784 // 4
     assert sharded["gathered blocks (two)"] == 34784  # the model has two
     assert sharded["embeddings and lm_head, gathered in BF16"] == 2 * 12800
-    assert sharded["gradients before they are scattered"] == 6 * 30720 + 2 * 6400
+    assert sharded["gradients of a block and of lm_head, BF16"] == 2 * 30720 + 2 * 6400
+    assert sharded["a block's reduce-scatter, FP32"] == 4 * 30720 + 30720
     assert sharded["dequantized weight of one layer, BF16"] == 2 * 96 * 64
     assert sharded["logits, log-probs"] == 8 * 4 * 20 * 100  # of prompt and response
     assert sharded["logits, update"] == 14 * 2 * 20 * 100
     held = 74560 + 149120 + 34784 // 4 + RUNTIME_BYTES
     assert found.total("rollout") == held + 4 * GIB  # vLLM's whole share
-    assert found.total("step") == held + 74560 + 16 * 6400 // 4 + ENGINE_ASLEEP_BYTES
+    asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUP_BYTES  # the engine's model is on two GPUs
+    assert found.total("step") == held + 74560 + 16 * 6400 // 4 + asleep
     assert estimate(SMALL, config, device="cpu").total("step") > held + GIB // 2  # on CPU it does not
     offloaded = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB, offload=True)
     assert offloaded.total("rollout") == found.total("rollout") - 74560 - 149120
     assert offloaded.total("old_log_prob") == found.total("old_log_prob") - 149120
     assert offloaded.total("update") == found.total("update")  # verl loads all of it when an update begins
     assert offloaded.total("step") == found.total("step")
+
+
+def test_rows_of_experts_by_hand() -> None:
+    """A micro-batch of 40 tokens, 2 experts of 32 for each: 80 rows."""
+    moe = replace(SMALL, experts=4, experts_per_token=2, moe_intermediate=32, sparse_layers=(0, 1))
+    rows, x = 80, 40 * 2 * 64
+    ours = {"w4a16": 6 * 64 + 12 * 32, "w8a8": 7 * 64 + 12 * 32, "fp8": 7 * 64 + 12 * 32}
+    for scheme, each in ours.items():
+        config = run(quant__scheme=scheme, quant__align="linears")
+        assert parts(estimate(moe, config, device="cuda"))["rows of a layer's experts"] == rows * each + x
+    for changes in ({"quant__scheme": "bf16"}, {"quant__align": "off"}, {"quant__ignore": ["lm_head", "re:.*experts"]}):
+        config = run(**{"quant__align": "linears"} | changes)
+        assert parts(estimate(moe, config, device="cuda"))["rows of a layer's experts"] == rows * 6 * 64 + x
+    assert "rows of a layer's experts" not in parts(estimate(SMALL, run(), device="cuda"))
 
 
 def test_bytes_gathered_are_those_of_the_format() -> None:

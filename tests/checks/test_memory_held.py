@@ -10,11 +10,14 @@ import pytest
 import torch
 import transformers
 from checkout import ROOT
+from live_bytes import LiveBytes
 from memory_cases import FAMILIES, parts, run, tiny
 from random_models import save_random_model
 from torch import nn
 
 from qarl.align import align_model
+from qarl.bench.costs.counting import counting
+from qarl.bench.costs.phases import Sizes, stack_shapes, wire
 from qarl.checkpoint.compressed_tensors import ModelFiles
 from qarl.checkpoint.folder import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate
@@ -23,6 +26,7 @@ from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
+from qarl.kernels.experts.fused import LowBitExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.process import vllm_without_device
 from qarl.quant.quantize import quantize
@@ -141,6 +145,57 @@ def saved_bytes(model: nn.Module, input_ids: torch.Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.model(input_ids=input_ids, use_cache=False)
     return sum(storage.nbytes() for storage in held.values())
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "hidden_size": 256}
+
+
+@pytest.mark.parametrize("scheme", ["off", "w4a16", "w8a8", "fp8"])
+def test_rows_of_the_experts_are_what_their_backward_holds(scheme: str) -> None:
+    """All but indices and scales, 56 bytes a row, and x in 8 bits. At `off` what autograd saved is alive too."""
+    config, tokens = tiny("qwen3-moe"), 512
+    config.update(EXPERTS)
+    size = ModelSize.from_config(config)
+    changes = {"quant__scheme": "w4a16" if scheme == "off" else scheme, "quant__group_size": 128}
+    planned = run(**changes, actor__use_dynamic_bsz=True, actor__ppo_max_token_len_per_gpu=tokens, backend="verl",
+                  actor__ppo_micro_batch_size_per_gpu=None, actor__log_prob_micro_batch_size_per_gpu=None)  # fmt: skip
+    align = "off" if scheme == "off" else "linears"
+    found = parts(estimate(size, planned, device="cuda", align=align))["rows of a layer's experts"]
+    if scheme == "off":
+        held, found = peak_of_transformers(config, tokens), found + tokens * size.expert_row_bytes
+    else:
+        held = peak_of_ours(size, scheme, tokens) - 2 * 8 * 3 * 128 * 256  # less the stacks' gradients, another part
+    assert found <= held <= found + 4 * tokens * 56 + tokens * 256 * (scheme in ("w8a8", "fp8"))
+    saved = [parts(estimate(size, planned, device="cuda", align=to))["activations, update"] for to in ("off", align)]
+    assert saved[0] - saved[1] == (0 if align == "off" else 4 * tokens * size.expert_row_bytes)
+
+
+def peak_of_ours(size: ModelSize, scheme_name: str, tokens: int) -> int:
+    sizes, scheme = Sizes.of(size, tokens), get_scheme(scheme_name, 128)
+    with torch.device("meta"):
+        x = torch.empty(tokens, size.hidden, dtype=torch.bfloat16, requires_grad=True)
+        weights, ids = torch.empty(tokens, 4, requires_grad=True), torch.empty(tokens, 4, dtype=torch.int64)
+        stacks = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in stack_shapes(sizes)]
+    with counting():
+        wires = [wire(tuple(stack.shape), scheme) for stack in stacks]
+        y = fused_experts(x, weights, ids, *stacks, LowBitExperts.of(TritonExperts, *wires))
+    grad = torch.empty_like(y)
+    with counting(), LiveBytes() as live:
+        y.backward(grad)
+    return live.peak
+
+
+def peak_of_transformers(config: Any, tokens: int) -> int:
+    config._experts_implementation = "grouped_mm"
+    experts = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts(config).bfloat16()
+    x = torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    weights, ids = torch.rand(tokens, 4).bfloat16().requires_grad_(), torch.rand(tokens, 8).topk(4).indices
+    with LiveBytes() as forward:
+        y = experts(x, ids, weights)
+    grad = torch.empty_like(y)
+    with LiveBytes(forward) as live:
+        y.backward(grad)
+    return live.peak
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -184,6 +184,25 @@ def test_kept_sets_at_an_unconfirmed_level(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.verl
+@pytest.mark.parametrize(
+    ("most", "longest", "status", "words"),
+    [
+        (64, 16384, "warning", "from a mean response of 2,724 tokens on, with prompts of 1024"),
+        (512, 16384, "warning", "even for 256 prompts of 1024 tokens at a time"),
+        (64, 8192, "note", "26.0 sequences of full length"),
+        (64, 2048, "ok", "78.1 sequences of full length"),
+    ],
+)
+def test_room_of_the_kv_cache(most: int, longest: int, status: str, words: str) -> None:
+    """A step has 2048 responses on eight engines, 256 for each."""
+    _, findings = examine_big("Qwen3-8B", 8, 1, f"rollout.max_num_seqs={most}", "data.train_batch_size=256",
+                              "data.max_prompt_length=1024", f"data.max_response_length={longest}")  # fmt: skip
+    (finding,) = [f for f in findings if "KV cache holds" in f["what"]]
+    assert finding["status"] == status and words in finding["what"]
+    assert status == "ok" or ("preempts sequences" in finding["why"] and "gpu_memory_utilization" in finding["fix"])
+
+
+@pytest.mark.verl
 def test_memory_of_the_gpu_decides() -> None:
     _, findings = examine_big("Qwen2.5-Math-7B", 8, 2, "doctor.gpu_memory_gib=24")
     (error,) = [f for f in findings if f["status"] == "error"]

@@ -4,7 +4,7 @@
     python -m qarl.bench plan model=SmolLM2-135M rates=KERNELS.json prompts=8 n=4 prompt_length=8 response_length=16
 
 Each low-bit scheme has a row for level `off` (quantized rollouts with a BF16 trainer) and one for level `linears`. The
-keys are those of `qarl.bench.roofline.Work`.
+keys are those of `qarl.bench.roofline.Work`. A second table has each term of the prediction (`qarl.bench.terms`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qarl.bench import roofline
+from qarl.bench import decoding, roofline, terms
 from qarl.bench.arguments import check_divides, read
 from qarl.bench.roofline import Rates, Work
 from qarl.bench.sources import default_group_size, find_model
+from qarl.bench.terms import TERMS, by_phase
 from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.model_size import ModelSize
 from qarl.config import build_config
@@ -40,7 +41,7 @@ def run_plan(part: str, given: Sequence[str]) -> int:
     mean, longest = work.response_length[0], work.response_length[-1]
     what = f"{find_model(work.model).name} on {work.gpus} x {rates.device}, {work.prompts} x {work.n} responses of"
     what += f" {mean} tokens (at most {longest}) to prompts of {work.prompt_length}. Rates of one device:"
-    print("\n  ".join([what, *rates.said]), table(rows), footer(work), sep="\n\n")
+    print("\n  ".join([what, *rates.said]), table(rows), terms_table(rows), footer(work), sep="\n\n")
     if work.json:
         work.json.write_text(json.dumps({"rates": rates.said, "results": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -60,7 +61,8 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
             raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, too few for a sequence",
                             where="tensor_parallel, gpu_memory_utilization", fix="raise one of these keys")  # fmt: skip
         seconds, gathered, published = roofline.Roofline(size, rates, work, scheme, level, group_size, room).step()
-        rows.append({"scheme": scheme, "level": level, "seconds": seconds, "step": sum(seconds.values()),
+        rows.append({"scheme": scheme, "level": level, "seconds": seconds, "phases": by_phase(seconds),
+                     "step": sum(seconds.values()),
                      "gathered_bytes": gathered, "published_bytes": published,
                      "memory_bytes": held.peak[1], "memory_phase": held.peak[0],
                      "too_much": 0 < rates.memory_bytes < held.peak[1]})  # fmt: skip
@@ -70,7 +72,9 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
 def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, group_size: int) -> MemoryEstimate:
     """Return the doctor's memory estimate: for one GPU, or on a CPU for the process."""
     on_gpu, nodes = bool(rates.memory_bytes), -(-work.gpus // roofline.GPUS_PER_NODE)
-    micro = {f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")}
+    micro: dict[str, Any] = {f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")}
+    if work.micro_tokens is not None:
+        micro = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": work.micro_tokens}
     given: dict[str, Any] = {
         "name": "plan",
         "backend": "verl" if on_gpu else "local",
@@ -79,6 +83,7 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, g
                  "max_prompt_length": work.prompt_length, "max_response_length": work.response_length[-1]},
         "rollout": {"n": work.n, "gpu_memory_utilization": work.gpu_memory_utilization,
                     "tensor_model_parallel_size": work.tensor_parallel},
+        "optim": {"name": work.optimizer},
         "quant": {"scheme": scheme, "align": level, "group_size": group_size},
         "actor": {"ppo_mini_batch_size": work.prompts // work.mini_batches, **micro},
         "trainer": {"nnodes": nodes, "n_gpus_per_node": work.gpus // nodes, "total_training_steps": 1,
@@ -90,11 +95,11 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, g
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table: seconds of each phase, bytes, and memory of one GPU."""
-    phases = list(rows[0]["seconds"])
+    phases = rows[0]["phases"]
     heads = ["scheme", "level", *phases, "step, s", "x bf16", "gathered, GB", "published, GB", "memory, GiB (phase)"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
-        cells = [row["scheme"], row["level"], *(f"{row['seconds'][phase]:.3g}" for phase in phases)]
+        cells = [row["scheme"], row["level"], *(f"{row['phases'][phase]:.3g}" for phase in phases)]
         cells += [f"{row['step']:.4g}", f"{rows[0]['step'] / row['step']:.2f}" * (rows[0]["scheme"] == "bf16")]
         cells += [f"{row[key] / 1e9:.4g}" for key in ("gathered_bytes", "published_bytes")]
         lines.append(f"| {' | '.join(cells)} | {row['memory_bytes'] / 2**30:.1f} "
@@ -102,22 +107,38 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def terms_table(rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the seconds of each term, a column for each scheme and level."""
+    names = [name for name in TERMS if any(name in row["seconds"] for row in rows)]
+    heads = ["term, s", *(f"{row['scheme']} {row['level']}" for row in rows), "phase: what"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name in names:
+        cells = [name, *(f"{row['seconds'].get(name, 0.0):.3g}" for row in rows), ": ".join(TERMS[name])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def footer(work: Work) -> str:
     errors = ", ".join(f"{phase} {low:.2f}-{high:.2f}" for phase, (low, high) in ERROR.items())
-    on_gpu = (
-        "On GPUs launches, bytes beyond the least and the publish are counted as in `qarl bench costs`; `constant` is "
-        "assumed.\nScheduler, sampler, norms, all-reduce and waiting are left out, so a real step takes longer.\n"
-    )
-    on_cpu = "A roofline: launches, scheduler, sampler, norms and waiting are left out, so a real step takes longer.\n"
-    return (
-        (on_cpu if work.rates else on_gpu)
-        + f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}."
-        + " No GPU has been compared." * (work.rates is None)
-        + f"\nAssumed: {roofline.OPTIMIZER_BYTES} bytes per parameter and step of AdamW, {roofline.MOST_SEQUENCES} "
+    error = f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}."
+    assumed = (
+        f"Assumed: {roofline.OPTIMIZER_BYTES} bytes per parameter and step of AdamW, {roofline.MOST_SEQUENCES} "
         "sequences at a time, responses of the mean length"
-        + (
-            f", {roofline.PUBLISH_PASSES} passes over the published bytes."
-            if work.rates
-            else ", of which the longest is decoded alone to its end."
-        )
     )
+    if work.rates:
+        left_out = "A roofline: launches, scheduler, sampler, norms and waiting are left out"
+        passes = f"{assumed}, {roofline.PUBLISH_PASSES} passes over the published bytes."
+        return "\n".join([f"{left_out}, so a real step takes longer.", error, passes])
+    return "\n".join([
+        "Counted: as in `qarl bench costs`. That ranks and engines wait for each other is left out, so a real step "
+        "takes longer.",
+        f"{error} No GPU has been compared.",
+        f"{assumed}, of which the longest is decoded alone to its end.",
+        f"Estimates: {decoding.GRAPH_KERNEL_SECONDS * 1e6:.0f} us a small kernel in a CUDA graph, "
+        f"{decoding.LAYER_KERNELS} of them a layer, {decoding.EXPERTS_KERNELS} more with experts, "
+        f"{decoding.UNCOMPILED_KERNELS} more without compilation (8 bits); {decoding.ALL_REDUCE_SECONDS * 1e6:.0f} us "
+        f"an all-reduce, two a layer; sampler {decoding.SAMPLER_KERNELS} kernels and {decoding.SAMPLER_PASSES} passes "
+        f"over FP32 logits; {decoding.ENGINE_SECONDS * 1e3:.0f} ms a decode step at least (host); "
+        f"{terms.WAIT_SECONDS * 1e6:.0f} us a copy or synchronisation, {terms.MICRO_BATCH_WAITS} a micro-batch; "
+        f"{terms.LOGIT_BYTES[0]} bytes a logit in a forward and {terms.LOGIT_BYTES[1]} in a backward.",
+    ])  # fmt: skip

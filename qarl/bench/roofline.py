@@ -1,7 +1,7 @@
 """Roofline of a training step. The time of a phase is the longest of its times for arithmetic, memory and links.
 
-On GPUs what `qarl bench costs` counts comes on top: bytes beyond the least (`elementwise`), and launches, where they
-take longer than the phase. The response that ends last is decoded alone (`tail`).
+On GPUs the other terms of `qarl.bench.terms` come on top. Launches count as far as they take longer than the device.
+The response that ends last is decoded alone (`tail`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl.bench.overheads import Overheads, overheads
+from qarl.bench.decoding import ENGINE_SECONDS, DecodeStep, decode_step
+from qarl.bench.overheads import Cost, Overheads, overheads
+from qarl.bench.terms import LOGIT_BYTES, MICRO_BATCH_WAITS, WAIT_SECONDS
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
@@ -105,6 +107,7 @@ class Work:
     prompts, n        prompts per step, each of prompt_length tokens, and responses per prompt
     response_length   tokens: mean, or mean,longest (memory and the end of the rollout depend on the longest)
     mini_batches, micro_batch   optimizer steps per training step, rows per forward
+    micro_tokens      tokens per forward, instead of micro_batch (`actor.ppo_max_token_len_per_gpu`)
     optimizer         muon or adamw; muon on GPUs by default
     constant          assumed seconds per step that depend on nothing here: Ray, tokenizer, rewards, sleep and wake
     json              the file to write"""
@@ -122,9 +125,22 @@ class Work:
     response_length: tuple[int, ...] = (2048,)
     mini_batches: int = 4
     micro_batch: int = 4
+    micro_tokens: int | None = None
     optimizer: str = "adamw"
     constant: float = 5.0
     json: Path | None = None
+
+    @property
+    def rows(self) -> float:
+        """Rows of the mean length in a forward."""
+        if self.micro_tokens is None:
+            return self.micro_batch
+        return self.micro_tokens / (self.prompt_length + self.response_length[0])
+
+    @property
+    def batches(self) -> int:
+        """Forwards of a step on one GPU."""
+        return math.ceil(self.prompts * self.n / (self.gpus * self.rows))
 
 
 class Roofline:
@@ -145,21 +161,21 @@ class Roofline:
         self.wire = {s: float(sum(wire_bytes(s, group_size, shape) for shape in linears.values())) for s in EFFICIENCY}
 
     def step(self) -> tuple[dict[str, float], float, float]:
-        """Return seconds by phase, bytes gathered and bytes published. Communication overlaps with the passes, so only
-        the time by which it is longer counts."""
+        """Return seconds by term (`qarl.bench.terms`), bytes gathered and bytes published. Communication overlaps with
+        the passes, so only the time by which it is longer counts."""
         work, rates, size, trainer = self.work, self.rates, self.size, self.scheme if self.low_bit else "bf16"
-        batches = -(-work.prompts * work.n // (work.gpus * work.micro_batch))
-        extra = self.overheads(trainer)
-        forward = batches * max(self.pass_(work.micro_batch, trainer), self.launches(extra.forward.kernels))
-        backward = batches * max(2 * self.pass_(work.micro_batch, "bf16"), self.launches(extra.backward.kernels))
+        batches, rows = work.batches, work.rows
+        forward = batches * self.pass_(rows, trainer)
+        backward = batches * 2 * self.pass_(rows, "bf16")
         if self.on_gpu:
-            backward += batches * self.pass_(work.micro_batch, trainer, head=False)
+            backward += batches * self.pass_(rows, trainer, head=False)
         published = self.wire[self.scheme] + 2.0 * (size.parameters - self.weights)
         trained = published if self.low_bit else 2.0 * size.parameters
         others = (work.gpus - 1) / work.gpus
         gathered = others * batches * (3 * trained + 4 * size.parameters)  # weights for three passes, FP32 gradients
         link = rates.link if work.gpus <= GPUS_PER_NODE else rates.network
-        times = work.mini_batches if self.low_bit else int(self.scheme != "bf16")
+        quantized = (2 * self.weights + self.wire[self.scheme]) / work.gpus / rates.memory
+        extra = self.overheads(trainer)
         seconds = {
             "prefill": self.prefill(),
             "decode": self.decode(),
@@ -168,21 +184,72 @@ class Roofline:
             "backward": backward,
             "communication": max(gathered / link - 2 * forward - backward, 0.0),
             "optimizer": work.mini_batches * self.optimizer(extra),
-            "quantize": times * (2 * self.weights + self.wire[self.scheme]) / rates.memory,
-            "publish": self.publish(published, extra) + others * published / link,
+            "quantize": self.quantizations * quantized,
         }
+        sent = others * published / link
         if rates.launch:
-            seconds["elementwise"] = batches * size.layers * extra.beyond_least / rates.memory
-            seconds |= {"tail": self.tail(), "constant": work.constant}
+            seconds |= self.beside(extra, forward, backward) | self.layouts()
+            seconds["sender"] = self.publish(extra.sender) + sent
+            seconds["receiver"] = self.publish(extra.receiver)
+        else:
+            seconds["publish"] = PUBLISH_PASSES * published / rates.memory + sent
         return seconds, gathered + others * published, published
+
+    @property
+    def quantizations(self) -> int:
+        """How often weights are quantized in a step: for each optimizer step, or at `off` only for the publish."""
+        return self.work.mini_batches if self.low_bit else int(self.scheme != "bf16")
 
     def overheads(self, trainer: str) -> Overheads:
         """Return what is counted of a layer on a GPU; nothing on a CPU."""
-        work = self.work
         if not self.rates.launch:
             return Overheads()
-        tokens = work.micro_batch * (work.prompt_length + work.response_length[0])
+        work = self.work
+        tokens = round(work.rows * (work.prompt_length + work.response_length[0]))
         return overheads(self.size, trainer, self.scheme, tokens, work.gpus)
+
+    def beside(self, extra: Overheads, forward: float, backward: float) -> dict[str, float]:
+        """Return the terms of a GPU beside products, caches, layouts and the publish. `forward` and `backward`: seconds
+        of their products and attention."""
+        work, memory, layers, batches = self.work, self.rates.memory, self.size.layers, self.work.batches
+        logits = batches * work.rows * work.response_length[0] * self.size.vocab / memory
+        moved = [batches * layers * cost.moved / memory for cost in (extra.forward, extra.backward)]
+        elementwise = moved[0] + LOGIT_BYTES[0] * logits, 2 * moved[0] + moved[1] + sum(LOGIT_BYTES) * logits
+        one, all_ = extra.forward.kernels, 2 * extra.forward.kernels + extra.backward.kernels
+        launched = [batches * self.launches(kernels) for kernels in (one, all_)]
+        on_device = forward + elementwise[0], forward + backward + elementwise[1]
+        late = [max(host - device, 0.0) for host, device in zip(launched, on_device, strict=True)]
+        waits = batches * (3 * extra.forward.waits + extra.backward.waits) + extra.sender.waits + extra.receiver.waits
+        waits = layers * (waits + self.quantizations * extra.quantize.waits) + 2 * batches * MICRO_BATCH_WAITS
+        steps, one_step = self.decode_steps(), self.decode_step(self.at_once())
+        on_gpu = self.decode() / steps + sum(one_step) if steps else ENGINE_SECONDS
+        return {name: steps * each for name, each in one_step._asdict().items()} | {
+            "engine": steps * max(ENGINE_SECONDS - on_gpu, 0.0),
+            "tail": self.tail(),
+            "old_log_prob_launches": late[0],
+            "old_log_prob_elementwise": elementwise[0],
+            "update_launches": late[1],
+            "update_elementwise": elementwise[1],
+            "waits": WAIT_SECONDS * waits,
+            "constant": work.constant,
+        }
+
+    def layouts(self) -> dict[str, float]:
+        """Return seconds to bring int4 weights into a kernel's layout: each byte is read and written once.
+
+        Experts are converted once per optimizer step on their rank, and back for a backward. Dense layers are converted
+        in each forward. Kernels of 8 bits read the published layout."""
+        if self.scheme != "w4a16":
+            return {}
+        work, wire = self.work, 2 * self.wire["w4a16"] / self.rates.memory
+        found = {"engine_layout": wire / work.tensor_parallel}
+        if self.low_bit:
+            experts = wire * self.expert_weights / self.weights
+            dense, batches = wire - experts, work.batches
+            found["old_log_prob_layout"] = batches * dense
+            found["update_layout"] = batches * (2 * dense + experts)
+            found["shard_layout"] = work.mini_batches * experts / work.gpus
+        return found
 
     def launches(self, kernels: int) -> float:
         """Return seconds in which the host launches `kernels` kernels in each layer."""
@@ -199,19 +266,22 @@ class Roofline:
         return rest + max(flop / rates.flop_per_s("bf16", size.hidden), moved / rates.memory,
                           self.launches(extra.optimizer_kernels))  # fmt: skip
 
-    def publish(self, published: float, extra: Overheads) -> float:
-        """Return seconds to write the published tensors, without the gather: on GPUs as counted for the sender, and as
-        much again for the receiver."""
-        if not self.rates.launch:
-            return PUBLISH_PASSES * published / self.rates.memory
-        moved = extra.publish.moved * self.size.layers
-        return 2 * max(self.launches(extra.publish.kernels), moved / self.rates.memory)
+    def publish(self, cost: Cost) -> float:
+        """Return seconds of one side of a publish on a GPU, without the gather."""
+        return max(self.launches(cost.kernels), cost.moved * self.size.layers / self.rates.memory)
 
     def tail(self) -> float:
         """Return seconds in which the longest response is decoded alone, after those of the mean length have ended."""
-        work, longest = self.work, self.work.response_length[-1]
+        work = self.work
         one = (self.product(1, self.scheme) + self.head(1)) / work.tensor_parallel
-        return (longest - work.response_length[0]) * one
+        steps = work.response_length[-1] - work.response_length[0]
+        return steps * max(one + sum(self.decode_step(1.0)), ENGINE_SECONDS)
+
+    def decode_step(self, rows: float) -> DecodeStep:
+        """Return seconds of a decode step of `rows` sequences beside products and cache."""
+        rates = self.rates
+        parts = {"memory": rates.memory, "link": rates.link, "launch": rates.launch}
+        return decode_step(self.size, self.scheme, rows, self.work.tensor_parallel, **parts)
 
     def product(self, rows: float, scheme: str) -> float:
         """Return seconds of all linears for `rows` tokens.
@@ -229,31 +299,42 @@ class Roofline:
         weights = float(self.size.vocab * self.size.hidden)
         return max(2 * rows * weights / self.rates.flop_per_s("bf16", rows), 2 * weights / self.rates.memory)
 
-    def rows(self, rows: int, length: float, scheme: str) -> float:
+    def layers(self, rows: float, length: float, scheme: str) -> float:
         """Return seconds of all decoder layers for `rows` whole sequences: the linears plus causal attention.
         Attention has 2 FLOP per pair of tokens and element of the query width."""
         flop = 2.0 * rows * length**2 * self.size.query_width * self.size.layers
         return self.product(rows * length, scheme) + flop / self.rates.flop_per_s("bf16", rows * length)
 
-    def pass_(self, rows: int, scheme: str, *, head: bool = True) -> float:
+    def pass_(self, rows: float, scheme: str, *, head: bool = True) -> float:
         """Return seconds of a micro-batch's forward. A backward counts as twice a forward with scheme bf16."""
         prompt, response = self.work.prompt_length, self.work.response_length[0]
-        return self.rows(rows, prompt + response, scheme) + (self.head(rows * response) if head else 0.0)
+        return self.layers(rows, prompt + response, scheme) + (self.head(rows * response) if head else 0.0)
 
     def prefill(self) -> float:
         work = self.work
         prompts = -(-work.prompts * (1 if self.on_gpu else work.n) // self.engines)
-        return (self.rows(prompts, work.prompt_length, self.scheme) + self.head(prompts)) / work.tensor_parallel
+        return (self.layers(prompts, work.prompt_length, self.scheme) + self.head(prompts)) / work.tensor_parallel
+
+    def at_once(self) -> float:
+        """Return how many responses an engine decodes at once. The KV cache limits them, and each is assumed to have
+        half its final length."""
+        work = self.work
+        sequences = -(-work.prompts * work.n // self.engines)
+        length = work.prompt_length + work.response_length[0] / 2
+        return max(min(sequences, MOST_SEQUENCES, self.kv_tokens / length), 1.0)
+
+    def decode_steps(self) -> float:
+        """Return how many decode steps an engine makes until all responses have the mean length."""
+        sequences = -(-self.work.prompts * self.work.n // self.engines)
+        return sequences * (self.work.response_length[0] - 1) / self.at_once()
 
     def decode(self) -> float:
-        """Return seconds to decode all responses of an engine.
-        The KV cache limits how many responses are decoded at once. Each is assumed to have half its final length."""
-        work, length = self.work, self.work.prompt_length + self.work.response_length[0] / 2
-        sequences = -(-work.prompts * work.n // self.engines)
-        at_once = max(min(sequences, MOST_SEQUENCES, self.kv_tokens / length), 1.0)
+        """Return seconds of the products of all decode steps of an engine, and of reading weights and caches."""
+        work, at_once = self.work, self.at_once()
+        length = work.prompt_length + work.response_length[0] / 2
         cache = at_once * length * self.size.kv_bytes_per_token(work.tensor_parallel) / self.rates.memory
         one = (self.product(at_once, self.scheme) + self.head(at_once)) / work.tensor_parallel + cache
-        return one * sequences * (work.response_length[0] - 1) / at_once
+        return one * self.decode_steps()
 
 
 def newton_schulz_flop(rows: int, columns: int) -> float:

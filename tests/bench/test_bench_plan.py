@@ -16,6 +16,7 @@ from qarl.bench.plan import ERROR, predict
 from qarl.bench.roofline import EFFICIENCY, SHEETS, Rates, Roofline, Work, assumed_rates, measured_rates
 from qarl.bench.sources import find_model
 from qarl.bench.steps.tables import summary
+from qarl.bench.terms import TERMS, by_phase
 from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 
@@ -49,6 +50,7 @@ def test_arithmetic_by_hand() -> None:
     assert found["prefill"] == 4 * prefill, "without a prefix cache every response has its prompt prefilled"
     assert found["decode"] == 24 * 4 * 2 * (WEIGHTS + HEAD)
     assert found["optimizer"] == found["publish"] == found["communication"] == 0
+    assert found.keys() <= TERMS.keys() | {"gathered", "published"}, "each term has a phase"
 
 
 @pytest.mark.parametrize(("scheme", "bytes_a_weight"), [("bf16", 2.0), ("w8a8", 1.0), ("w4a16", 0.5 + 2 / 32)])
@@ -107,25 +109,85 @@ def test_gpus_engines_and_room() -> None:
     assert tight - full == pytest.approx(24 * weights), "two at a time read the weights twice as often"
 
 
-def test_launches_the_longest_response_and_muon_by_hand() -> None:
-    """A second a launch, one byte a second: what is counted of a layer comes on top, for each of two layers."""
-    work = replace(WORK, rates=None, response_length=(25, 35), optimizer="muon", constant=3.0)
-    of = rates(memory=1.0, launch=1.0)
-    found, counted = step(MOE, of, work, "w4a16"), overheads(MOE, "w4a16", "w4a16", 2 * 33, 1)
-    batches = 2
-    assert found["constant"] == 3.0 and found["elementwise"] == batches * 2 * counted.beyond_least
+def test_what_is_counted_of_a_layer_by_hand() -> None:
+    """A second a launch or a byte: what is counted of a layer comes on top, for each of two layers and batches."""
+    work = replace(WORK, rates=None, optimizer="muon", constant=3.0)
+    counted, batches, layers = overheads(MOE, "w4a16", "w4a16", 2 * 33, 1), 2, 2
+    found = step(MOE, rates(memory=1.0, launch=1e-9), work, "w4a16")
+    forward, backward = (batches * layers * cost.moved for cost in (counted.forward, counted.backward))
+    logits = batches * 2 * 25 * 100
+    assert found["constant"] == 3.0
+    assert found["old_log_prob_elementwise"] == forward + 24 * logits
+    assert found["update_elementwise"] == 2 * forward + backward + 64 * logits, "the layers' forward twice"
+    assert found["sender"] == layers * counted.sender.moved and found["receiver"] == layers * counted.receiver.moved
+    assert counted.quantize.waits > 0 and counted.forward.waits == counted.backward.waits == 0
+    waits = layers * (counted.sender.waits + counted.receiver.waits + 4 * counted.quantize.waits)
+    assert found["waits"] == pytest.approx(50e-6 * (waits + 2 * batches * 10))
+    launched = step(MOE, rates(launch=1.0), work, "w4a16")
+    once = batches * layers * counted.forward.kernels
+    assert launched["old_log_prob_launches"] == once
+    assert launched["update_launches"] == 2 * once + batches * layers * counted.backward.kernels
+    assert launched["optimizer"] == 4 * layers * counted.optimizer_kernels
+    assert launched["sender"] == layers * counted.sender.kernels
+    hidden = step(MOE, rates(flop=1e-3, launch=1.0), work, "w4a16")
+    assert hidden["old_log_prob_launches"] == hidden["update_launches"] == 0, "the device takes longer"
+
+
+def test_layouts_by_hand() -> None:
+    """int4 experts: once per optimizer step, and back in each backward. Dense layers: in each of three forwards."""
+    on_gpu = replace(WORK, rates=None, gpus=2, prompts=4)
+    cases = (("w4a16", "linears"), ("w4a16", "off"), ("w8a8", "linears"))
+    found, off, bits8 = (step(MOE, rates(memory=1.0, launch=1e-9), on_gpu, *case) for case in cases)
+    experts, dense = 2 * 4 * 6144, 2 * 12288
+    wire = (4 + 16 / 32) / 8
+    batches, sizes = 2, 16 * (2 * 4 * 3 + 2 * 4)
+    assert found["engine_layout"] == off["engine_layout"] == 2 * (wire * (experts + dense) + sizes)
+    share = experts / (experts + dense)
+    both = found["engine_layout"]
+    assert found["shard_layout"] == 4 * both * share / 2
+    assert found["old_log_prob_layout"] == pytest.approx(batches * both * (1 - share))
+    assert found["update_layout"] == pytest.approx(batches * both * (2 * (1 - share) + share))
+    assert "update_layout" not in off and not [name for name in bits8 if name.endswith("layout")]
+
+
+def test_decode_steps_and_the_longest_response_by_hand() -> None:
+    work = replace(WORK, rates=None, response_length=(25, 35))
+    of = rates(memory=1.0, launch=1.0, link=1.0)
+    found = step(MOE, of, work, "w4a16")
+    assert found["small_kernels"] == pytest.approx(24 * 2 * 18 * 3e-6) and found["all_reduce"] == found["engine"] == 0
+    assert found["sampler"] == 24 * (25 + 8 * 4 * 4 * 100)
+    assert step(SMALL, of, work, "w8a8")["small_kernels"] == pytest.approx(24 * 2 * 18 * 3e-6), "not compiled"
+    two = step(MOE, of, replace(work, gpus=2, tensor_parallel=2), "w4a16")
+    assert two["all_reduce"] == pytest.approx(24 * 2 * 2 * (12e-6 + 2 * 2 * 4 * 64))
     wire = step(MOE, of, work, "w4a16")["published"] - 2 * (MOE.parameters - MOE.matrix_parameters + 2 * 4 * 64)
     active = wire * (1 - 0.5 * 2 * 4 * 6144 / (2 * (4 * 6144 + 12288)))
-    assert found["tail"] == pytest.approx(10 * (active + 2 * HEAD), rel=1e-3), "one token reads two of four experts"
-    assert found["publish"] == 2 * max(2 * counted.publish.kernels, 2 * counted.publish.moved)
-    launched = step(MOE, rates(launch=1.0), work, "w4a16")
-    assert launched["forward"] == batches * 2 * counted.forward.kernels
-    assert launched["backward"] == batches * 2 * counted.backward.kernels
-    assert launched["optimizer"] == 4 * 2 * counted.optimizer_kernels
-    square = step(SMALL, rates(flop=1.0), replace(work, rates=Path("k.json")))["optimizer"]
+    alone = active + 2 * HEAD + 2 * 18 * 3e-6 + 25 + 8 * 4 * 100
+    assert found["tail"] == pytest.approx(10 * alone, rel=1e-3), "one token reads two of four experts"
+    fast = step(MOE, rates(launch=1e-9), work, "w4a16")
+    assert fast["tail"] == pytest.approx(10 * 8e-3), "the host takes longer"
+    assert fast["engine"] == pytest.approx(24 * 8e-3 - fast["small_kernels"] - fast["sampler"])
+
+
+def test_muon_and_micro_batches_by_tokens_by_hand() -> None:
+    square = step(SMALL, rates(flop=1.0), replace(WORK, optimizer="muon"))["optimizer"]
     by_hand = {(64, 64): 2, (32, 64): 2, (64, 128): 3}  # q and o; k and v; gate, up and down
     flop = sum(times * 5 * (4 * n * n * m + 2 * n**3) for (n, m), times in by_hand.items())
     assert square == 4 * 2 * flop
+    by_rows, by_tokens = (step(SMALL, rates(flop=1.0), replace(WORK, rates=None, **micro))
+                          for micro in ({}, {"micro_tokens": 66}))  # fmt: skip
+    assert by_tokens == by_rows, "two rows of 33 tokens"
+    assert replace(WORK, micro_tokens=50).batches == 3
+
+
+def test_a_bf16_trainer_is_counted_with_the_same_terms() -> None:
+    """transformers' experts move more bytes between their products than QaRL's; the norms are the same."""
+    own, theirs = (overheads(MOE, trainer, "w4a16", 4096, 1) for trainer in ("w4a16", "bf16"))
+    for passed in ("forward", "backward"):
+        assert getattr(theirs, passed).moved > getattr(own, passed).moved > 0
+        assert 20 < getattr(theirs, passed).kernels < 150
+    dense = [overheads(SMALL, trainer, "w4a16", 4096, 1).forward for trainer in ("w4a16", "bf16")]
+    assert dense[0].moved >= dense[1].moved > 4096 * 64 * 2 * 32, "two norms of 32 bytes an element at least"
+    assert theirs.sender == own.sender
 
 
 def test_measured_rates(tmp_path: Path) -> None:
@@ -192,6 +254,9 @@ def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureF
     assert linears["too_much"] == (linears["memory_bytes"] > 80e9) and base["memory_bytes"] > 0
     said = capsys.readouterr().out
     assert "Qwen3-30B-A3B on 8 x H800" in said and f"| {base['step'] / linears['step']:.2f} |" in said
+    assert linears["phases"] == by_phase(linears["seconds"])
+    assert sum(linears["phases"].values()) == pytest.approx(linears["step"])
+    assert [name for name in TERMS if f"\n| {name} |" not in said] == ["publish"], "which a CPU has"
 
 
 def test_a_plan_from_measured_rates(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -269,3 +271,20 @@ def test_a_plan_from_measured_rates(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *given, "micro_batch=32"]) == 0
     said = capsys.readouterr().out
     assert "(measured: vllm_cpu_int8)" in said and "No GPU" not in said and f"{rows[-1]['step']:.4g}" in said
+
+
+def test_the_page_shows_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/benchmarks.md: the tables that scripts/plan_tables.py makes, and the commands that it names."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    tables = importlib.import_module("plan_tables")
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert tables.rewrite(page) == page
+    assert set(re.findall(r"<!-- plan: (\w+) -->", page)) == set(tables.TABLES)
+    joined = page.replace("\n", " ")
+    for command, given in (("plan gpu=h100 gpus=8", tables.SPEED), ("plan model=Qwen3-30B-A3B", tables.LONG)):
+        words = joined.partition(f"`{command}")[2].partition("`")[0].split()
+        for word in words:
+            key, _, value = word.partition("=")
+            said = given[key]
+            assert value == (",".join(map(str, said)) if isinstance(said, tuple) else str(said))
+        assert given.keys() - {word.partition("=")[0] for word in words} <= {"gpu", "gpus", "model", "optimizer"}

@@ -1,0 +1,120 @@
+"""Write the predicted tables of docs/benchmarks.md: `python scripts/plan_tables.py docs/benchmarks.md`.
+
+A table stands between `<!-- plan: NAME -->` and `<!-- /plan -->`.
+
+    speed    time of a step by model, scheme and level relative to BF16, beside arXiv 2604.07853 (figures 9b and 11)
+    phases   Qwen3-30B-A3B with long responses, by phase, beside what a reader estimated for an earlier version
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl.bench.plan import predict
+from qarl.bench.roofline import Work, assumed_rates
+from qarl.bench.terms import PHASES, TERMS
+from qarl.config.quant import ROLLOUT_SCHEMES
+
+_BLOCK = re.compile(r"(<!-- plan: (\w+) -->\n).*?(<!-- /plan -->)", re.DOTALL)
+GPU = "h100"
+LOW_BIT = tuple(scheme for scheme in ROLLOUT_SCHEMES if scheme != "bf16")
+SPEED: dict[str, Any] = {
+    "gpu": GPU, "gpus": 8, "prompts": 512, "n": 8, "prompt_length": 512, "response_length": (2048,), "mini_batches": 8,
+    "micro_batch": 8, "optimizer": "muon",
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-Math-7B": {},
+    "Qwen3-8B": {},
+    "Qwen3-30B-A3B": {"tensor_parallel": 2, "gpu_memory_utilization": 0.5},
+}
+BASELINE: dict[str, dict[str, Any]] = {"Qwen3-30B-A3B": {"tensor_parallel": 4}}
+"""What BF16 has in addition: with two GPUs an engine's BF16 weights would leave hardly any room for a KV cache."""
+PAPER = {("Qwen3-30B-A3B", "w4a16"): ("1.4", "1.3")}
+"""What the paper's text says of rollouts alone and of QaRL. Its figures have no numbers."""
+LONG: dict[str, Any] = {
+    "model": "Qwen3-30B-A3B", "gpu": GPU, "gpus": 8, "tensor_parallel": 2, "gpu_memory_utilization": 0.4,
+    "prompts": 512, "n": 8, "prompt_length": 200, "response_length": (4000, 16384), "mini_batches": 8,
+    "micro_tokens": 22528, "schemes": ("w4a16",), "optimizer": "muon",
+}  # fmt: skip
+EARLIER = {
+    "rollout": (350, 450),
+    "old_log_prob": (110, 120),
+    "update": (290, 330),
+    "optimizer": (2, 3),
+    "publish": (45, 50),
+    "other": (10, 15),
+}
+"""Seconds of the same step, estimated by reading the code before its experts, its publish and its metrics were
+rewritten. Nobody measured them."""
+
+
+def speed() -> str:
+    """Return the rows of figures 9b and 11: for each model and scheme, rollouts alone and QaRL, relative to BF16."""
+    heads = ["model", "scheme", "BF16, s", "rollouts alone, s", "x BF16", "paper", "QaRL at `linears`, s", "x BF16"]
+    lines = _table([*heads, "paper", "QaRL"])
+    for name, changes in MODELS.items():
+        given = {"model": name, **SPEED, **changes}
+        (base,) = predict(Work(**given | BASELINE.get(name, {}) | {"schemes": ("bf16",)}), assumed_rates(GPU))
+        rows = predict(Work(**given | {"schemes": LOW_BIT}), assumed_rates(GPU))
+        for off, linears in zip(rows[::2], rows[1::2], strict=True):
+            paper = PAPER.get((name, off["scheme"]), ("", ""))
+            cells = [name, off["scheme"], f"{base['step']:.0f}"]
+            for row, said in ((off, paper[0]), (linears, paper[1])):
+                cells += [f"{row['step']:.0f}", f"{base['step'] / row['step']:.2f}", said]
+            lines.append(_row([*cells, "loses" if linears["step"] > base["step"] else "gains"]))
+    return "\n".join(lines)
+
+
+def phases() -> str:
+    """Return the seconds of each phase of a step with long responses, and its largest terms."""
+    _, linears = predict(Work(**LONG), assumed_rates(GPU))
+    lines = _table(["phase", "earlier, s", "predicted, s", "largest terms, s"])
+    totals = tuple(sum(bounds[i] for bounds in EARLIER.values()) for i in (0, 1))
+    for phase, earlier in {**{name: EARLIER[name] for name in PHASES}, "step": totals}.items():
+        lines.append(_row([phase, f"{earlier[0]} to {earlier[1]}", *_predicted(linears, phase)]))
+    return "\n".join(lines)
+
+
+def _predicted(row: dict[str, Any], phase: str) -> list[str]:
+    if phase == "step":
+        return [_seconds(row["step"]), ""]
+    terms = [(seconds, name) for name, seconds in row["seconds"].items() if TERMS[name][0] == phase and seconds]
+    largest = sorted(terms, reverse=True)[:5]
+    return [_seconds(row["phases"][phase]), ", ".join(f"{name} {_seconds(seconds)}" for seconds, name in largest)]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def _table(heads: Sequence[str]) -> list[str]:
+    return [_row(heads), "|---" * len(heads) + "|"]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+TABLES = {"speed": speed, "phases": phases}
+
+
+def rewrite(text: str) -> str:
+    """Return `text` with its tables made anew."""
+    return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    page = parser.parse_args(arguments).page
+    page.write_text(rewrite(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,7 +36,7 @@ TERMS: dict[str, tuple[str, str]] = {
     "engine_layout": ("publish", "the engine's int4 weights into its kernels' layout (by shapes)"),
     "publish": ("publish", "passes over the published bytes"),
     "waits": ("other", "copies between host and device, and synchronisations (counted; of micro-batches, estimate)"),
-    "constant": ("other", "Ray, tokenizer, rewards, sleep and wake (assumed)"),
+    "constant": ("other", "Ray, tokenizer, rewards, verl's metrics, sleep and wake (assumed)"),
 }
 """Term -> phase, and what it is."""
 PHASES = ("rollout", "old_log_prob", "update", "optimizer", "publish", "other")

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("verl")
 
+from torch.utils._pytree import tree_leaves
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
 
@@ -17,6 +18,7 @@ from qarl.errors import UserError
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
+from qarl.verl.plugin import statistics as plugin
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.statistics import StepStatistics
@@ -153,8 +155,9 @@ def test_quant_settings_refuse_what_they_do_not_know():
         QuantFSDPEngineConfig(strategy="fsdp2", quant={"grup_size": 32})
 
 
-def test_statistics_of_a_step_are_those_of_all_its_tokens(rows):
-    statistics = StepStatistics()
+def test_statistics_of_a_step_are_those_of_all_its_tokens(rows, monkeypatch):
+    statistics, gathered = StepStatistics(), []
+    monkeypatch.setattr(plugin, "_gather", lambda value, group: gathered.append(value) or [value])
     tokens = torch.randint(0, 2, (B, T), generator=torch.Generator().manual_seed(0))
     found = []
     for start in range(0, B, 4):
@@ -166,6 +169,7 @@ def test_statistics_of_a_step_are_those_of_all_its_tokens(rows):
         text = {"responses": tokens, "rollout_log_probs": rows["rollout_log_prob"], **rows}
         statistics.add_text({name: tensor[part] for name, tensor in text.items()}, vocabulary=30)
     metrics = statistics.metrics()
+    assert {type(leaf) for leaf in tree_leaves(gathered)} == {float, int}, "no tensor goes to the first rank"
     once = text_statistics(tokens, rows["rollout_log_prob"], rows["advantages"], rows["response_mask"], vocabulary=30)
     expected_text = text_metrics([once])
     assert "error_tokens/neg_garbled_frac" in expected_text and expected_text["rollout/entropy"] > 0

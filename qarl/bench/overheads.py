@@ -72,10 +72,12 @@ def _publish(size: ModelSize, scheme: str, gpus: int) -> tuple[Cost, Cost, Cost]
     from qarl.bench.costs import phases
 
     group = default_group_size(size)
-    # Until the receiver is counted, it is assumed to do what the sender does.
-    receive = getattr(phases, "receive_phase", phases.publish_phase)
     quantize = Cost() if scheme == "bf16" else _whole(phases.quantize_phase(size, scheme, group, gpus))
-    return quantize, _whole(phases.publish_phase(size, scheme, group)), _whole(receive(size, scheme, group))
+    return (
+        quantize,
+        _whole(phases.publish_phase(size, scheme, group)),
+        _whole(phases.receive_phase(size, scheme, group)),
+    )
 
 
 @cache

@@ -317,6 +317,8 @@ class _ExpertsPlan:
             owner, _, leaf = name.rpartition(".")
             if ".experts." in name:
                 parts.setdefault(owner, {})[leaf] = tensor
+        if not parts:
+            return
         made = [self.convert(part) for part in parts.values()]
         if self.layer is None:
             stored = {name: torch.empty_like(tensor) for name, tensor in by_parameter(made).items()}

@@ -12,15 +12,21 @@ CORES := $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 HEAVY := slow or long or vllm or verl or compiles or gpu
 HEAVY_FOLDERS := bench e2e gpu scripts trl_backend verl_backend
 
-.PHONY: setup quickstart model model-moe test test-fast test-slow test-trl test-gpu-stack lint clean
+.PHONY: setup one-lock quickstart model model-moe test test-fast test-slow test-trl test-gpu-stack lint clean
 
 setup: $(VENV)/.installed-$(STACK)
 
-# The CPU build of torch is on an index of its own where the default one lacks it: name it in PIP_EXTRA_INDEX_URL.
-$(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml
+# Two locks in an environment would mix two builds of torch and vLLM. This is checked before every use of it.
+one-lock:
 	@other=$$(ls $(VENV)/.installed-* 2>/dev/null | grep -v -- '-$(STACK)$$' | sed 's/.*-//'); [ -z "$$other" ] || { \
+	  if [ -e $(VENV)/.installed-$(STACK) ]; then \
+	    echo "error: $(VENV) holds both locks, so two builds of torch are mixed in it." >&2; \
+	    echo "  Remove it and run make again: rm -r $(VENV)" >&2; exit 2; fi; \
 	  echo "error: $(VENV) holds the $$other lock; installing the $(STACK) lock over it would mix two builds of torch." >&2; \
 	  echo "  Use make STACK=$$other ..., or another environment for this lock: make STACK=$(STACK) VENV=.venv-$(STACK) ..." >&2; exit 2; }
+
+# The CPU build of torch is on an index of its own where the default one lacks it: name it in PIP_EXTRA_INDEX_URL.
+$(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml | one-lock
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on PATH; install Python 3.11 or set PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --no-deps --no-compile --quiet -r $(LOCK) || { \

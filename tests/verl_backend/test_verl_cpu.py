@@ -22,11 +22,23 @@ def test_a_cpu_never_compiles():
         assert ("enforce_eager=false becomes true here" in " ".join(differences(config, on_cpu))) is on_cpu
 
 
-def test_engines_on_gpus_capture_graphs_and_compile_nothing():
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("level", ["off", "linears", "model"])
+def test_engines_on_gpus_compile_where_the_trainer_follows_none_of_their_operators(scheme, level):
+    """As in the local backend (tests/rollout/test_gpu.py): vLLM's default for W4A16 and BF16 below `model`."""
+    config = quickstart(**{"quant.scheme": scheme, "quant.align": level})
+    wanted = None if scheme in ("bf16", "w4a16") and level != "model" else GRAPHS
+    engine = verl_config(config, on_cpu=False).actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert engine.get("compilation_config") == wanted
+
+
+def test_engines_capture_graphs_unless_they_are_eager():
     for asked, on_cpu, wanted in (
-        (None, False, graphs),
-        (False, False, graphs),
+        (None, False, GRAPHS),
+        (False, False, GRAPHS),
         (True, False, None),
         (None, True, None),
     ):

@@ -23,6 +23,8 @@ FIXED = {
     f"{ROLLOUT}.name": ("vllm", "the receiver is a worker extension of vLLM's"),
     "algorithm.rollout_correction.bypass_mode": (False, "the trainer's own log-probs are the old ones"),
     "actor_rollout_ref.actor.kl_loss_type": ("low_var_kl+", "a KL term that a run adds has an unbiased gradient"),
+    "actor_rollout_ref.model.override_config.attn_implementation": ("sdpa", "verl's flash_attention_2 is in no lock"),
+    f"{ROLLOUT}.agent.default_agent_loop": ("qarl_single_turn", "verl's own needs the tokens of a model family"),
     "actor_rollout_ref.actor.strategy": ("fsdp2", "the layers are quantized where FSDP2 gathers them"),
 }
 """Value and reason."""

@@ -26,7 +26,10 @@ _EXPERTS = (
     "fails in the forward. vLLM loads it; both load format=bf16"
 )
 FORMATS = ("quantized", "bf16", "fp32")
-_W4A8 = "Plain vLLM does not compute w4a8: from this folder it computes W4A16 on a CPU, and FP8 activations on a GPU"
+_W4A8 = (
+    "Plain vLLM does not compute w4a8: from this folder it computes W4A16 on a CPU, rounds activations to FP8 on a GPU "
+    "of capability 9.0, and refuses it on other GPUs"
+)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from qarl.errors import UserError
 from qarl.kernels.registry import kernels_of
 from qarl.process import runs_on_cpu
 from qarl.quant.convert import no_own_experts
-from qarl.rollout.engine import check_served
+from qarl.rollout.engine import W4A8_ON_GPUS, check_served
 from qarl.rollout.vllm_plugin import experts_of
 
 _LAYER = (64, 64)
@@ -25,6 +25,7 @@ def check_kernels(config: Config) -> None:
     check_served(scheme, kernels)
     device = torch.device("cpu" if runs_on_cpu(config.backend) else "cuda")
     if device.type == "cuda":
+        check_on_gpus(config)
         check_this_gpu(scheme, kernels)
     if kernels == "engine":
         return
@@ -39,7 +40,9 @@ def check_kernels(config: Config) -> None:
 def check_on_gpus(config: Config) -> None:
     """Raise UserError if `quant.kernels` asks for kernels that no GPU runs. This needs no GPU."""
     scheme, kernels = config.quant.scheme, config.quant.kernels
-    if kernels == "dequantized" or (kernels == "qarl" and scheme == "w4a8"):
+    if kernels == "qarl" and scheme == "w4a8":
+        raise _no_kernel(config, "GPUs", f"QaRL's kernel for int8 activations runs only on a CPU; {W4A8_ON_GPUS}")
+    if kernels == "dequantized":
         raise _no_kernel(config, "GPUs", "these kernels run only on a CPU")
 
 

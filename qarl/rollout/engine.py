@@ -366,13 +366,21 @@ def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightRecei
     return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
 
 
+W4A8_ON_GPUS = (
+    "on GPUs of capability 9.0 vLLM rounds activations and group scales to FP8 (e4m3), also where the checkpoint says "
+    "int8, and on other GPUs it has no kernel"
+)
+"""What vLLM 0.24.0 makes of a W4A8 checkpoint: `CompressedTensorsConfig._is_fp8_w4a8` does not look at the type of the
+activations, and `CutlassW4A8LinearKernel` multiplies float8_e4m3fn."""
+
+
 def check_served(scheme_name: str, kernels: str = "engine") -> None:
     """Raise UserError if vLLM would accept this scheme but compute a different one. `kernels`: see `EngineConfig`."""
     if scheme_name == "w4a8" and kernels != "qarl":
         raise UserError(
             "w4a8 rollouts are refused",
             where=f"quant.scheme=w4a8 with quant.kernels={kernels}",
-            why="vLLM loads a W4A8 checkpoint but computes W4A16 on CPUs, and uses FP8 activations on GPUs",
+            why=f"from such a checkpoint vLLM computes W4A16 on CPUs, without a warning; {W4A8_ON_GPUS}",
             fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
         )
 

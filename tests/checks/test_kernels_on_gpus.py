@@ -8,6 +8,7 @@ from engine_helpers import config
 
 from qarl.checks.kernels import check_capability, check_kernels
 from qarl.errors import UserError
+from qarl.rollout.engine import W4A8_ON_GPUS
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
@@ -20,6 +21,14 @@ def test_training_refuses_fp8_on_gpus_without_fp8_products(tmp_path, monkeypatch
         check_kernels(config(tmp_path, "quant.scheme=fp8"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check_kernels(config(tmp_path, "quant.scheme=fp8"))
+
+
+def test_training_refuses_w4a8_on_every_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("qarl.checks.kernels.runs_on_cpu", lambda backend: False)
+    for kernels in ("engine", "qarl"):
+        with pytest.raises(UserError) as error:
+            check_kernels(config(tmp_path, "quant.scheme=w4a8", f"quant.kernels={kernels}"))
+        assert W4A8_ON_GPUS in str(error.value)
 
 
 def test_a_disabled_cutlass_is_not_refused(monkeypatch):

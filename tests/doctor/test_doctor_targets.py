@@ -24,6 +24,7 @@ from qarl.doctor.findings import Topic
 from qarl.doctor.target import GPUS, find_target, this_machine
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
+from qarl.rollout.engine import W4A8_ON_GPUS
 
 pytestmark = pytest.mark.usefixtures("startable_run")
 
@@ -235,6 +236,7 @@ def test_what_a_gpu_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(findings, "error", "machine") == []
     _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=w4a8")
     assert said(findings, "error", "machine") == ["w4a8 rollouts are refused"]
+    assert [W4A8_ON_GPUS in f["why"] for f in findings if f["what"] == "w4a8 rollouts are refused"] == [True]
     assert not any("enough for" in what for what in said(findings, "ok", "machine"))
 
 
@@ -243,7 +245,8 @@ def test_kernels_that_no_gpu_runs(scheme: str, kernels: str) -> None:
     code, findings = examine("doctor.device=h100", f"quant.scheme={scheme}", f"quant.kernels={kernels}")
     assert code == 1
     wanted = f"quant.kernels={kernels} does not support quant.scheme={scheme} on GPUs"
-    assert wanted in said(findings, "error", "kernels")
+    (refused,) = [f for f in findings if f["what"] == wanted]
+    assert refused["status"] == "error" and (W4A8_ON_GPUS in refused["why"]) is (scheme == "w4a8")
     assert not any("own kernel" in what for what in said(findings, "ok", "kernels"))
     assert any("enough for" in what for what in said(findings, "ok", "machine")) is (scheme == "w4a16")
 

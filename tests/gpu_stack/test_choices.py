@@ -7,6 +7,7 @@ vLLM's own layers are built on a platform that answers as the GPU. `choose_linea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from qarl.kernels.experts import vllm as vllm_experts
 from qarl.kernels.experts.fused import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.registry import choose_linear_kernel
-from qarl.quant.scheme import get_scheme
+from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.vllm_rules import chosen_kernel
 
 required()
@@ -58,19 +59,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iter
         cached.cache_clear()
 
 
-def layers_kernel(scheme_name: str, group_size: int, shape: tuple[int, int]) -> str:
-    """The class of the kernel in vLLM's own layer, or what vLLM says against it."""
+def layer_of(scheme: Scheme, shape: tuple[int, int]) -> Any:
     from vllm.model_executor.layers.linear import ReplicatedLinear
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-    config = CompressedTensorsConfig.from_config(get_scheme(scheme_name, group_size).quantization_config([]))
+    config = CompressedTensorsConfig.from_config(scheme.quantization_config([]))
+    return ReplicatedLinear(
+        shape[1], shape[0], bias=False, quant_config=config, prefix="layer", params_dtype=torch.bfloat16
+    )
+
+
+def layers_kernel(scheme_name: str, group_size: int, shape: tuple[int, int]) -> str:
+    """The class of the kernel in vLLM's own layer, or what vLLM says against it."""
     try:
-        layer: Any = ReplicatedLinear(
-            shape[1], shape[0], bias=False, quant_config=config, prefix="layer", params_dtype=torch.bfloat16
-        )
+        scheme = layer_of(get_scheme(scheme_name, group_size), shape).scheme
     except (AssertionError, NotImplementedError, ValueError) as error:
         return f"nothing ({error})"
-    scheme = layer.scheme
     if type(scheme).__name__ == "CompressedTensorsW8A16Fp8":  # it calls the operators of this class itself
         return "MarlinFP8ScaledMMLinearKernel"
     return type(getattr(scheme, "kernel", None) or scheme.fp8_linear).__name__
@@ -108,6 +112,26 @@ def test_linears(gpu: tuple[int, int], dense_config: Any, scheme: str, group_siz
     except ValueError as error:
         doctor = f"nothing ({error})"
     assert doctor == engine or (doctor.startswith("nothing") and engine.startswith("nothing"))
+
+
+@pytest.mark.parametrize("declared", ["int", "float"])
+@pytest.mark.parametrize("gpu", CAPABILITIES, indirect=True, ids=str)
+def test_w4a8_has_fp8_activations_on_hopper_and_no_kernel_elsewhere(
+    gpu: tuple[int, int], dense_config: Any, declared: str
+) -> None:
+    """`declared`: the type of the activations in the checkpoint. QaRL refuses it for this reason (`W4A8_ON_GPUS`)."""
+    ours = get_scheme("w4a8", 128)
+    assert ours.input_activations and ours.input_activations.type == "int"
+    scheme = replace(ours, input_activations=replace(ours.input_activations, type=declared))
+    with process_groups(dense_config):
+        if gpu != (9, 0):
+            with pytest.raises(NotImplementedError, match="No compressed-tensors compatible scheme"):
+                layer_of(scheme, SHAPES[0])
+            return
+        kernel = layer_of(scheme, SHAPES[0]).scheme.kernel
+    assert type(kernel).__name__ == "CutlassW4A8LinearKernel"
+    assert kernel.config.act_type == torch.float8_e4m3fn
+    assert type(kernel.quant_fp8).__name__ == "QuantFP8"
 
 
 @pytest.fixture(scope="module")

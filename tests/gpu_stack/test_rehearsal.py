@@ -1,14 +1,14 @@
 """The path of a verl run on a GPU, through verl's, vLLM's and transformers' own code, as far as it goes without one.
 
-For each shipped config of the backend `verl` and each Hydra group `+qarl=SCHEME`: verl's config, its model config, the
-actor's model at its real size (without memory for its weights), the attention that it chooses, verl's server up to
-vLLM's engine config, and the agent loop with its tokenizer.
+For each shipped config of the backend `verl` and each Hydra group `+qarl=SCHEME`, dense and with experts: verl's
+config, its model config, the actor's model at its real size (without memory for its weights), the attention that it
+chooses, verl's server up to vLLM's engine config, a layer of vLLM's model with its kernels, the checkpoint engine, the
+memory plan, and the agent loop with its tokenizer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,16 @@ import yaml
 from accelerate import init_empty_weights
 from checkout import ROOT
 from gpu_lock import pretend, required
+from gpu_lock_models import build, process_groups
 from random_models import save_tokenizer
+
+from qarl.checks.memory import estimate
+from qarl.checks.memory_terms import ranks
+from qarl.checks.model_size import ModelSize
+from qarl.kernels.experts.fused import choose_experts_kernel
+from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.registry import choose_linear_kernel
+from qarl.verl.process import UNKNOWN_GPU_BYTES
 
 required()
 
@@ -29,8 +38,43 @@ CONFIGS = [path.name for path in sorted((ROOT / "configs").glob("*.yaml"))]
 MODELS = {name: yaml.safe_load((ROOT / "configs" / name).read_text()) for name in CONFIGS}
 VERL_CONFIGS = [name for name, config in MODELS.items() if config.get("backend") == "verl"]
 GROUPS = ["bf16", "w4a16", "w8a8", "fp8"]
-STARTS = [*VERL_CONFIGS, *(f"+qarl={group}" for group in GROUPS)]
+DENSE, EXPERTS = "Qwen3-0.6B", "Qwen3-30B-A3B"
+STARTS = [*VERL_CONFIGS, *(f"+qarl={group} {model}" for model in (DENSE, EXPERTS) for group in GROUPS)]
 BENCH_MODELS = ROOT / "qarl" / "bench" / "models"
+OF_VERL = {
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "model.gradient_checkpointing": "true",
+    "rollout.gpu_memory_utilization": 0.5,
+    "rollout.tensor_model_parallel_size": 2,
+    "quant.align": "model",
+    "optim.name": "adamw",
+    "actor.use_dynamic_bsz": "false",
+    "actor.ppo_max_token_len_per_gpu": "null",
+    "actor.ppo_micro_batch_size_per_gpu": 1,
+    "actor.log_prob_micro_batch_size_per_gpu": 1,
+}
+"""verl's and the groups' defaults, by QaRL's keys, for the memory plan of a start by a group."""
+FOR_EXPERTS = {
+    "quant.ignore": '[lm_head,"re:.*mlp.gate$"]',
+    "rollout.gpu_memory_utilization": 0.45,
+    "trainer.nnodes": 2,
+}
+"""What such a start needs besides: masters and AdamW's state of 30 billion weights on GPUs of 80 GB."""
+LINEARS = {
+    "bf16": ("UnquantizedLinearMethod", None),
+    "w4a16": ("MacheteLinearKernel", "vllm_machete"),
+    "w8a8": ("CutlassInt8ScaledMMLinearKernel", "vllm_cutlass_int8"),
+    "fp8": ("CutlassFP8ScaledMMLinearKernel", "vllm_cutlass_fp8"),
+}
+"""Scheme -> the class in vLLM's layers on Hopper, and the trainer's kernel for the same operators."""
+STACKS = {
+    "bf16": ("TritonExperts", None),
+    "w4a16": ("MarlinExperts", "vllm_marlin_experts"),
+    "w8a8": ("TritonExperts", "vllm_triton_experts"),
+    "fp8": ("TritonOrCutlassExperts", "vllm_cutlass_experts"),
+}
+"""The same for experts."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,56 +89,57 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def resolved(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """verl's config of a start on GPUs. Its model is a folder with the real model's config and a small tokenizer."""
-    start: str = request.param
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with the real model's config and a small tokenizer."""
+    start = request.node.callspec.params["start"]
     named = MODELS[start]["model"]["path"].split("/")[-1].removesuffix("-Base") if start in VERL_CONFIGS else ""
-    size = named if (BENCH_MODELS / named / "config.json").is_file() else "Qwen3-0.6B"
+    named = named or start.split()[1]
+    size = named if (BENCH_MODELS / named / "config.json").is_file() else DENSE
     folder = tmp_path / "model"
     folder.mkdir()
-    config = json.loads((BENCH_MODELS / size / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text((BENCH_MODELS / size / "config.json").read_text())
     save_tokenizer(folder, 64)
+    return folder
+
+
+@pytest.fixture
+def ours(start: str, folder: Path, tmp_path: Path) -> Any:
+    """QaRL's config of a start by a config file, else that with the values that a group takes from verl's defaults."""
+    from qarl.config import load_config
+
+    where = [f"model.path={folder}", f"output_dir={tmp_path}"]
     if start in VERL_CONFIGS:
-        from qarl.config import load_config
+        return load_config([f"config={start}", *where])
+    changes = OF_VERL | (FOR_EXPERTS if start.endswith(EXPERTS) else {})
+    changes |= {"quant.scheme": start.split()[0].removeprefix("+qarl=")}
+    return load_config(["config=qwen3_8b_w4a16.yaml", *where, *(f"{key}={value}" for key, value in changes.items())])
+
+
+@pytest.fixture
+def resolved(start: str, folder: Path, ours: Any) -> Any:
+    """verl's config of a start on GPUs."""
+    if start in VERL_CONFIGS:
         from qarl.verl.process import set_environment
         from qarl.verl.run import verl_config
 
-        ours = load_config([f"config={start}", f"model.path={folder}", f"output_dir={tmp_path}"])
         set_environment(ours, False)
         return verl_config(ours, on_cpu=False)
     from hydra import compose, initialize_config_module
 
-    overrides = ["hydra.searchpath=[pkg://qarl.verl.plugin.hydra]", start, f"actor_rollout_ref.model.path={folder}"]
-    overrides += ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=4"]
-    overrides += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
+    overrides = ["hydra.searchpath=[pkg://qarl.verl.plugin.hydra]", start.split()[0]]
+    overrides += [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.name=vllm"]
+    overrides += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
+    places = {"quant": "actor_rollout_ref.actor.fsdp_config.quant", "rollout": "actor_rollout_ref.rollout"}
+    for key, value in FOR_EXPERTS.items() if start.endswith(EXPERTS) else ():
+        section, name = key.split(".")
+        overrides.append(f"{places.get(section, section)}.{name}={value}")
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=overrides)
 
 
-def model_config(resolved: Any) -> Any:
-    from verl.utils.config import omega_conf_to_dataclass
-
-    return omega_conf_to_dataclass(resolved.actor_rollout_ref.model)
-
-
-@pytest.mark.parametrize("resolved", STARTS, indirect=True)
-def test_the_actor_is_built_and_its_attention_is_ours(resolved: Any) -> None:
-    """The class and the attention that verl's engine asks transformers for, at real size."""
-    from verl.utils.model import get_hf_auto_model_class
-
-    from qarl.align.rows import ROWS_ATTENTION, use_rows_attention
-
-    config = model_config(resolved).hf_config
-    with init_empty_weights(include_buffers=False):
-        model = get_hf_auto_model_class(hf_config=config).from_config(config, dtype=torch.bfloat16)
-    assert use_rows_attention(model)
-    assert model.config._attn_implementation == ROWS_ATTENTION
-
-
-@pytest.mark.parametrize("resolved", STARTS, indirect=True)
-def test_the_engines_config_is_accepted(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's server makes vLLM's command line, and vLLM its config, with the quantization that QaRL names."""
+@pytest.fixture
+def engine(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's config, made from the command line that verl's server gives it."""
     import ray
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.rollout.replica import RolloutMode
@@ -115,14 +160,128 @@ def test_the_engines_config_is_accepted(resolved: Any, monkeypatch: pytest.Monke
     workers: list[Any] = [None] * rollout.tensor_model_parallel_size
     server = Server(rollout, model_config(resolved), RolloutMode.HYBRID, workers, 0, 0, 8, 1, "0")
     asyncio.run(server.launch_server())
-    quant = resolved.actor_rollout_ref.actor.fsdp_config.quant
-    expected = None if quant.scheme == "bf16" else "compressed-tensors"
-    assert server.engine.model_config.quantization == expected
-    assert server.engine.parallel_config.tensor_parallel_size == rollout.tensor_model_parallel_size
-    assert server.engine.parallel_config.worker_extension_cls.startswith("qarl.")
+    return server.engine
 
 
-@pytest.mark.parametrize("resolved", STARTS, indirect=True)
+def model_config(resolved: Any) -> Any:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    return omega_conf_to_dataclass(resolved.actor_rollout_ref.model)
+
+
+def quant_of(resolved: Any) -> Any:
+    return resolved.actor_rollout_ref.actor.fsdp_config.quant
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_actor_is_built_and_its_attention_is_ours(resolved: Any) -> None:
+    """The class and the attention that verl's engine asks transformers for, at real size."""
+    from verl.utils.model import get_hf_auto_model_class
+
+    from qarl.align.rows import ROWS_ATTENTION, use_rows_attention
+
+    config = model_config(resolved).hf_config
+    with init_empty_weights(include_buffers=False):
+        model = get_hf_auto_model_class(hf_config=config).from_config(config, dtype=torch.bfloat16)
+    assert use_rows_attention(model)
+    assert model.config._attn_implementation == ROWS_ATTENTION
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_engines_config_is_accepted(start: str, resolved: Any, engine: Any) -> None:
+    """With the quantization that QaRL names. At `model`, and in the groups, nothing is compiled."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    rollout, quant = resolved.actor_rollout_ref.rollout, quant_of(resolved)
+    assert engine.model_config.quantization == (None if quant.scheme == "bf16" else "compressed-tensors")
+    assert engine.parallel_config.tensor_parallel_size == rollout.tensor_model_parallel_size
+    assert engine.parallel_config.worker_extension_cls.startswith("qarl.")
+    compilation = engine.compilation_config
+    follows = quant.align == "model"
+    assert compilation.mode == (CompilationMode.NONE if follows else CompilationMode.VLLM_COMPILE)
+    graphs = CUDAGraphMode.FULL_DECODE_ONLY if follows else CUDAGraphMode.FULL_AND_PIECEWISE
+    assert compilation.cudagraph_mode == graphs and not engine.model_config.enforce_eager
+    assert engine.attention_config.flash_attn_max_num_splits_for_cuda_graph == (1 if follows else 32)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_kernels_on_hopper(resolved: Any, engine: Any, ours: Any) -> None:
+    """Those in a layer of vLLM's model, as verl starts it, and the trainer's for the same weights."""
+    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.model_executor.layers.linear import LinearBase
+
+    quant, text = quant_of(resolved), engine.model_config.hf_text_config
+    size = ModelSize.from_config(text)
+    text.num_hidden_layers = 1
+    with process_groups(engine):
+        get_tp_group().world_size = engine.parallel_config.tensor_parallel_size
+        model = build(engine, torch.device("meta"))
+    layers = dict(model.model.layers.named_modules())
+    linears = {name: kernel_in(layer) for name, layer in layers.items() if isinstance(layer, LinearBase)}
+    experts = {kernel_in(layer) for layer in layers.values() if type(layer).__name__ == "RoutedExperts"}
+    routers = {linears.pop(name) for name in list(linears) if name.endswith("mlp.gate")}
+    of_engine, of_trainer = LINEARS[quant.scheme]
+    if quant.scheme == "w4a16" and quant.group_size == 32:  # the quickstart's: Machete has groups of 64 and 128
+        of_engine, of_trainer = "MarlinLinearKernel", "vllm_marlin"
+    assert len(linears) == (2 if size.experts else 4) and set(linears.values()) == {of_engine}
+    assert experts == ({STACKS[quant.scheme][0]} if size.experts else set())
+    assert routers == ({"UnquantizedLinearMethod"} if size.experts else set())
+    if quant.scheme == "bf16":
+        return
+    device, group = torch.device("cuda", 0), quant.group_size if quant.scheme == "w4a16" else None
+    shapes = {shape for name, shape in size.block_linears(0).items() if ".experts." not in name}
+    chosen = {choose_linear_kernel(quant.scheme, device, shape, group_size=group).kernel.name for shape in shapes}
+    assert chosen == {of_trainer}
+    if size.experts:
+        shape = ExpertsShape(text.num_experts, text.num_experts_per_tok, text.hidden_size, text.moe_intermediate_size)
+        assert (
+            choose_experts_kernel(quant.scheme, device, shape, group_size=group).kernel.name == STACKS[quant.scheme][1]
+        )
+
+
+def kernel_in(layer: Any) -> str:
+    """The class in one of vLLM's layers that multiplies."""
+    method, scheme = layer.quant_method, getattr(layer, "scheme", None)
+    if scheme is not None:
+        return type(getattr(scheme, "kernel", None) or scheme.fp8_linear).__name__
+    return (getattr(method, "experts_cls", None) or type(method)).__name__
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_checkpoint_engine_is_made(resolved: Any, ours: Any) -> None:
+    """As verl's workers and its trainer make it. The largest tensor of a publish fits into its buffer."""
+    from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.import_utils import import_external_libs
+    from verl.workers.rollout import get_rollout_class
+
+    config = omega_conf_to_dataclass(resolved.actor_rollout_ref.rollout.checkpoint_engine)
+    import_external_libs(config.custom_backend_module or None)
+    arguments = config.engine_kwargs.get(config.backend, {})
+    buffer = config.update_weights_bucket_megabytes << 20
+    made = CheckpointEngineRegistry.new(config.backend, is_master=True, bucket_size=buffer, **arguments)
+    assert type(made).__name__ == "ColocatedCheckpointEngine"
+    assert type(made) is CheckpointEngineManager(config, actor_wg=None, replicas=[]).backend_cls
+    assert get_rollout_class(resolved.actor_rollout_ref.rollout.name, resolved.actor_rollout_ref.rollout.mode)
+    size = ModelSize.from_config(model_config(resolved).hf_config)
+    assert 2 * size.largest_parameter <= buffer
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_memory_plan_fits(resolved: Any, ours: Any) -> None:
+    """The doctor's estimate for GPUs of 80 GB, also for the values that a group takes from verl's defaults."""
+    rollout, data = resolved.actor_rollout_ref.rollout, resolved.data
+    assert ours.data.max_response_length == data.max_response_length
+    assert ours.rollout.gpu_memory_utilization == rollout.gpu_memory_utilization
+    assert ours.rollout.tensor_model_parallel_size == rollout.tensor_model_parallel_size
+    assert ranks(ours) == resolved.trainer.nnodes * resolved.trainer.n_gpus_per_node
+    size = ModelSize.from_config(model_config(resolved).hf_config)
+    plan = estimate(size, ours, device="cuda", gpu_memory_bytes=UNKNOWN_GPU_BYTES)
+    assert plan.peak[1] <= UNKNOWN_GPU_BYTES, "\n".join(plan.table())
+    assert plan.kv_tokens >= data.max_prompt_length + data.max_response_length
+
+
+@pytest.mark.parametrize("start", STARTS)
 def test_the_agent_loop_takes_any_tokenizer(resolved: Any) -> None:
     """Also one without the special tokens of the model's family, such as the quickstart's."""
     import hydra

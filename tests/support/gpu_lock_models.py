@@ -59,14 +59,14 @@ def engine_config(folder: Path, scheme: Scheme, ignore: tuple[str, ...], **argum
     return config
 
 
-def build(config: Any) -> Any:
+def build(config: Any, device: torch.device = CPU) -> Any:
     """vLLM's model of a config, not loaded. Only the last model of a config keeps its attention layers."""
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config.compilation_config.static_forward_context.clear()
     config.compilation_config.static_all_moe_layers.clear()
-    with _kernels_of(config), default_dtype_kept(), set_default_torch_dtype(config.model_config.dtype), CPU:
+    with _kernels_of(config), default_dtype_kept(), set_default_torch_dtype(config.model_config.dtype), device:
         return initialize_model(config)
 
 

@@ -1,17 +1,19 @@
 """The first session on a GPU: everything that needs one, in the order of what is most likely to break.
 
-    scripts/gpu_check.sh                    the first parts, within nine minutes
+    scripts/gpu_check.sh                    the first parts, nine minutes a call
     scripts/gpu_check.sh --parts second     the other schemes, levels, kernels and figures
+    scripts/gpu_check.sh --parts several    what needs 2 to 8 GPUs
     scripts/gpu_check.sh --parts NAME,NAME  some parts
     scripts/gpu_check.sh --cpu              a rehearsal on a CPU: small sizes; what needs a GPU is skipped
     scripts/gpu_check.sh --readme           write the GPU column of README.md from the results, and run nothing
 
-Each part is a process with a limit on its time: one that fails or hangs takes none of the others with it. Stop the
-script at any point. All lines that were printed are in benchmarks/results/gpu_check_DATE.log, and after each part
+Each part is a process with a limit on its time: one that fails or hangs takes none of the others with it. A call ends
+within nine minutes. It starts a part only if there is time for it on a warm machine, and the next call goes on. Stop
+the script at any point. All lines that were printed are in benchmarks/results/gpu_check_DATE.log, and after each part
 gpu_check_DATE.json and .md are written. The next call on the same day skips the parts that have passed and runs those
 that failed last; --again repeats all. A part for which no time is left keeps its earlier result. Exit code: 0 all parts
 passed, or were skipped for a reason that is written down; 1 some failed; 130 stopped.
-A missed bound is not a failure. No network.
+A missed bound is not a failure. No network. Models have random weights, and stay in the folder --scratch.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_pages import Result, markdown, verdict_table, write_readme
-from gpu_parts import GROUPS, PARTS, Part
+from gpu_parts import BEFORE, FIRST_CALL, GROUPS, PARTS, Part
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 520
@@ -52,7 +54,8 @@ if os.getppid() == int(sys.argv[1]):  # else it was killed before prctl
 which a machine with little memory refuses to a large process."""
 NO_GPU = "needs a GPU"
 NO_TIME = "no time was left; the next call runs it"
-_MODEL = "scripts/make_tiny_model.py --steps 5 --output {folder}/model --data {folder}/data"
+FAILING = re.compile(r"(?:(?:FAILED|ERROR) (\S+::.+?)|(\S+::.+?) (?:FAILED|ERROR))(?: +- .*| +\[ *\d+%\])?")
+"""A line of pytest's that names a test that failed, as it runs or at the end."""
 STOP = threading.Event()
 """Set if somebody asks the script to stop. Its process then ends, and every line that it printed is still read."""
 
@@ -60,49 +63,49 @@ STOP = threading.Event()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="a rehearsal with small sizes on the CPU")
-    parser.add_argument("--parts", default="first", help="first, second, all, or names with commas")
+    parser.add_argument("--parts", default="first", help="first, second, several, all, or names with commas")
     parser.add_argument("--again", action="store_true", help="repeat parts that have passed today")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
+    parser.add_argument("--scratch", type=Path, default=ROOT / "runs" / "gpu_check", help="folder of large models")
     parser.add_argument("--readme", action="store_true", help="write README.md's GPU column from the newest results")
-    parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.facts:
-        return facts(cpu=args.cpu)
     if args.readme:
         return write_readme(args.output, ROOT / "README.md")
     names = [p.name for p in GROUPS[args.parts]] if args.parts in GROUPS else args.parts.split(",")
     if unknown := set(names) - PARTS.keys():
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}, first, second and all")
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join((*PARTS, *GROUPS))}")
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup sets
         numbers.append(signal.SIGHUP)
     for number in numbers:
         signal.signal(number, lambda *_: STOP.set())
-    return Session(args.output, cpu=args.cpu).run([PARTS[name] for name in names], again=args.again)
+    return Session(args.output, args.scratch, cpu=args.cpu).run([PARTS[name] for name in names], again=args.again)
 
 
 class Session:
     """Runs parts and keeps their results in `path`.json, .md and .log."""
 
-    def __init__(self, folder: Path, *, cpu: bool) -> None:
+    def __init__(self, folder: Path, scratch: Path, *, cpu: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.cpu = cpu
+        self.cpu, self.output, self.scratch = cpu, folder.resolve(), scratch.resolve()
         self.path = folder / f"{'cpu' if cpu else 'gpu'}_check_{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
         found = self.path.with_suffix(".json")
         self.results: dict[str, Result] = json.loads(found.read_text())["parts"] if found.is_file() else {}
 
     def run(self, parts: Sequence[Part], *, again: bool) -> int:
         """Run the parts in order, those that failed before last; the exit code."""
-        started, slower = time.monotonic(), 3 if self.cpu else 1  # a CPU may be shared
-        code = 0
+        started, total = time.monotonic(), TOTAL_SECONDS * (3 if self.cpu else 1)  # a CPU may be shared
+        code, begun = 0, False
         with self.path.with_suffix(".log").open("a", encoding="utf-8") as self.log, \
                 tempfile.TemporaryDirectory() as folder:  # fmt: skip
             for part in sorted(parts, key=lambda part: self.status(part) == "failed"):
                 if self.status(part) == "passed" and not again:
                     self.say(f"== {part.name}: passed before ({self.results[part.name]['commit']})")
                     continue
-                left = TOTAL_SECONDS * slower - (time.monotonic() - started)
-                self.take(part, Path(folder), part.seconds * slower, left)
+                left = total - (time.monotonic() - started)
+                left = left if left >= part.seconds or not begun else 0.0
+                self.take(part, Path(folder), min(part.seconds * FIRST_CALL, total), left)
+                begun = begun or self.results[part.name]["why"] != NO_TIME
                 self.write()
                 if STOP.is_set():
                     self.say(f"== stopped in {part.name}; the parts before it are kept")
@@ -137,6 +140,7 @@ class Session:
             self.write()  # a process that is killed has no later chance
             start, report = time.monotonic(), folder / f"{part.name}.json"
             code = self.process(command, folder, report, seconds, result["output"])
+            result["failing"] = failing(result["output"])
             del result["output"][:-KEPT_LINES]
             result.update(seconds=time.monotonic() - start, report=read_report(part, folder, report))
             if not STOP.is_set() and code is None and left < limit:
@@ -154,13 +158,12 @@ class Session:
         environment = os.environ | {"QARL_GPU_CHECK_REPORT": str(report), "PYTHONUNBUFFERED": "1"}
         if self.cpu and "pytest" in command:
             environment["TRITON_INTERPRET"] = "1"
-        filled = command.format(folder=shlex.quote(str(folder)), report=shlex.quote(str(report)))
-        python, before = shlex.quote(sys.executable), ""
-        if "{folder}/model" in command:
-            before = f"{python} {_MODEL.format(folder=shlex.quote(str(folder)))} && "
-        return run(
-            ["sh", "-c", f"{before}exec {python} {filled}"], environment, seconds, lambda line: self.keep(line, output)
-        )
+        places = {"folder": folder, "report": report, "output": self.output, "scratch": self.scratch}
+        given = {name: shlex.quote(str(place)) for name, place in places.items()} | {"gpus": gpus()}
+        python = shlex.quote(sys.executable)
+        made = [f"{python} {makes.format(**given)} && " for named, makes in BEFORE.items() if named in command]
+        line = f"{''.join(made)}exec {python} {command.format(**given)}"
+        return run(["sh", "-c", line], environment, seconds, lambda line: self.keep(line, output))
 
     def keep(self, line: str, output: list[str]) -> None:
         output.append(line)
@@ -216,6 +219,20 @@ def run(command: list[str], environment: dict[str, str], seconds: float, keep: C
         process.wait()
 
 
+def failing(output: list[str]) -> list[str]:
+    """Return the names of the tests that failed, each once."""
+    found = (FAILING.fullmatch(line.strip()) for line in output)
+    return list(dict.fromkeys(match[1] or match[2] for match in found if match))
+
+
+def gpus() -> int:
+    """Return the number of GPUs of this machine, or 1 if the driver does not say."""
+    with contextlib.suppress(OSError):
+        lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
+        return max(1, sum(line.startswith("GPU ") for line in lines))
+    return 1
+
+
 def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with contextlib.suppress(OSError):
@@ -225,68 +242,15 @@ def commit() -> str:
 
 def read_report(part: Part, folder: Path, report: Path) -> Any:
     """The part's own JSON, or the measurements of each training step."""
-    metrics = folder / "run" / "metrics.jsonl"
     if report.is_file():
         return json.loads(report.read_text())
-    if "qarl.train" not in part.gpu or not metrics.is_file():
+    if not (folder / "run").is_dir():
         return None
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    metrics.parent.rename(folder / f"{part.name}_run")  # the next part trains in the same folder
+    trained = (folder / "run").rename(folder / f"{part.name}_run")  # the next part trains in a folder of that name
+    metrics = trained / "metrics.jsonl"
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     kept = re.compile(r"mismatch/|publish/|timing|_s$|step$|quant_align")
     return {"steps": [{key: value for key, value in step.items() if kept.search(key)} for step in steps]}
-
-
-def facts(*, cpu: bool) -> int:
-    """Device, versions, and for Qwen3-8B's layers the kernel of every scheme; the exit code."""
-    import torch
-
-    from qarl.bench.report import facts as known_facts
-    from qarl.bench.sources import find_model, linear_shapes
-    from qarl.errors import UserError
-    from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel
-
-    device = torch.device("cpu" if cpu else "cuda:0")
-    if not cpu and not torch.cuda.is_available():
-        print("PyTorch sees no GPU; --cpu tries the script without one")
-        return 1
-    report = known_facts(device)
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        report["capability"] = f"{properties.major}.{properties.minor}"
-        report["memory_gib"] = round(properties.total_memory / 2**30, 1)
-        report["multiprocessors"] = properties.multi_processor_count
-        report["shared_memory_kib"] = getattr(properties, "shared_memory_per_block_optin", 0) // 1024
-        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
-        with contextlib.suppress(OSError):
-            report["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-        report["attention"] = layer_facts()
-    kernels: dict[str, list[str]] = {}
-    for scheme in LINEAR_KERNELS:
-        for name, shape in linear_shapes(find_model("Qwen3-8B")).items():
-            try:
-                reason = choose_linear_kernel(scheme, device, shape, group_size=128).reason
-            except UserError as error:
-                reason = str(error)
-            kernels.setdefault(f"{scheme}: {reason}", []).append(name)
-    report["linear_kernels"] = kernels
-    print(json.dumps(report, indent=1))
-    Path(os.environ["QARL_GPU_CHECK_REPORT"]).write_text(json.dumps(report))
-    return 0
-
-
-def layer_facts() -> dict[str, Any]:
-    """What level `model` needs: FlashAttention's version, and the reason if an operator cannot be called."""
-    import torch
-
-    from qarl.kernels.cuda import flash, layer_ops
-
-    found = {"operators": layer_ops.unavailable(), "level": flash.unavailable(torch.cuda.get_device_capability())}
-    try:
-        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-
-        return found | {"flash_attention": get_flash_attn_version()}
-    except Exception as error:
-        return found | {"flash_attention": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":

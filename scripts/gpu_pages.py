@@ -11,7 +11,8 @@ from gpu_parts import PARTS, TRAINING
 from gpu_verdicts import verdicts
 
 Result = dict[str, Any]
-"""What is kept of one part: `status`, `why`, `seconds`, `commit`, `output` (lines) and `report` (JSON or None)."""
+"""What is kept of one part: `status`, `why`, `seconds`, `commit`, `output` (lines), `report` (JSON or None), and
+`failing` (names of tests)."""
 
 
 def verdict_table(result: Result, *, cpu: bool) -> str:
@@ -36,7 +37,8 @@ def markdown(document: dict[str, Any], cpu: bool) -> str:
     if cells := {} if cpu else readme_cells(results):
         lines += ["", "## README", "", *(f"| `{scheme}` | {cell} |" for scheme, cell in cells.items())]
     for name, found in results.items():
-        lines += ["", f"## {name}", "", *tables(name, found)]
+        failing = [f"- `{test}`" for test in found.get("failing", ())]
+        lines += ["", f"## {name}", "", *(["failing:", "", *failing, ""] if failing else []), *tables(name, found)]
     return "\n".join(lines) + "\n"
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import NamedTuple
+
+FIRST_CALL = 3
+"""How many times its seconds a part may take: the first call compiles and captures everything."""
 
 
 class Part(NamedTuple):
-    """`seconds`: the most that it may take. `gpu`, `cpu`: arguments of Python, or of a shell for `train`; None if the
-    part cannot run there. `needs`: packages without which it is skipped. {folder} and {report} are filled in."""
+    """`seconds`: the most that it takes on a warm machine. `gpu`, `cpu`: arguments of Python; None if the part cannot
+    run there. `needs`: packages without which it is skipped. {folder} is empty at the start of each call, {scratch}
+    stays, {output} is the folder of the results, {report} a file for the part's own JSON, and {gpus} their number."""
 
     name: str
     seconds: int
@@ -16,22 +21,70 @@ class Part(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-_PYTEST = "-m pytest -q -rPs -p no:cacheprovider -o addopts= "
+_PYTEST = "-m pytest -v -rPsfE --tb=short -p no:cacheprovider -o addopts= "
 _TESTED = ("compressed_tensors", "pydantic", "pytest", "yaml")
 _TRAINED = ("compressed_tensors", "pydantic", "transformers", "vllm", "yaml")
+_VERL = (*_TRAINED, "verl", "ray")
 _STEPS = "-m qarl.bench steps json={report} launches=1 model=Qwen3-0.6B prompts=8 n=8 prompt_length=128 "
+_TINY = "scripts/make_tiny_model.py --steps 5 --data {folder}/data --output {folder}/"
+BEFORE = {
+    "{folder}/model": f"{_TINY}model",
+    "{folder}/experts": f"{_TINY}experts --experts 8",
+    "{scratch}/Qwen3-0.6B": "scripts/random_model.py --model Qwen3-0.6B --output {scratch}/Qwen3-0.6B",
+}
+"""What a part's command names -> what makes it. Each of them does nothing if it is there already."""
 
 
-def training(scheme: str, level: str, eager: bool, kernels: str = "engine") -> str:
+def arguments(**values: object) -> str:
+    """Return KEY=VALUE for a shell. `__` stands for the dot of a key."""
+    texts = {key.replace("__", "."): str(value) for key, value in values.items()}
+    return " ".join(f"{key}={text if '{' in text else shlex.quote(text)}" for key, text in texts.items())
+
+
+def ending(steps: int) -> str:
+    """Return the arguments of a run that trains `steps` steps and evaluates nothing."""
+    never = {"trainer__val_before_train": "false", "trainer__test_freq": -1}
+    return arguments(trainer__total_training_steps=steps, **never)
+
+
+def training(scheme: str, level: str, eager: bool, kernels: str = "engine", model: str = "model") -> str:
     """Two steps of the quickstart from a model that is hardly trained: two publishes, and log-probs compared."""
-    files = " ".join(
-        f"data.{name}_files={{folder}}/data/{file}.parquet" for name, file in (("train", "train"), ("val", "test"))
-    )
-    return (
-        f"-m qarl.train config=quickstart.yaml output_dir={{folder}} name=run model.path={{folder}}/model {files} "
-        f"quant.scheme={scheme} quant.align={level} quant.kernels={kernels} rollout.enforce_eager={str(eager).lower()} "
-        "trainer.total_training_steps=2 trainer.val_before_train=false trainer.test_freq=-1"
-    )
+    config = "quickstart_moe.yaml" if model == "experts" else "quickstart.yaml"
+    data = "{folder}/data/train.parquet"
+    return f"-m qarl.train config={config} " + " ".join((
+        arguments(output_dir="{folder}", name="run", model__path=f"{{folder}}/{model}", data__train_files=data),
+        arguments(data__val_files="{folder}/data/test.parquet", quant__scheme=scheme, quant__align=level),
+        arguments(quant__kernels=kernels, rollout__enforce_eager=str(eager).lower()),
+        ending(2),
+    ))  # fmt: skip
+
+
+def shaped(name: str, steps: int, config: str = "quickstart.yaml", **values: object) -> str:
+    """Arguments of `qarl train` for a public shape with random weights (scripts/random_model.py)."""
+    folder = f"{{scratch}}/{name}"
+    return f"config={config} " + " ".join((
+        arguments(output_dir="{folder}", name="run", model__path=f"{folder}/model"),
+        arguments(data__train_files=f"{folder}/prompts.jsonl", data__val_files="[]", data__max_prompt_length=64),
+        arguments(reward__function="scripts/random_model.py:reward", publish__delta="off", **values),
+        arguments(trainer__save_freq=-1, trainer__save_final="false"), ending(steps),
+    ))  # fmt: skip
+
+
+def small(steps: int, scheme: str, **values: object) -> str:
+    """`shaped` for Qwen3-0.6B: 64 responses of 256 tokens a step."""
+    sizes = {"data__train_batch_size": 8, "data__max_response_length": 256, "actor__ppo_mini_batch_size": 8}
+    sizes |= {"actor__ppo_micro_batch_size_per_gpu": 16, "actor__log_prob_micro_batch_size_per_gpu": 16}
+    quant = {"quant__scheme": scheme, "quant__align": "linears", "quant__group_size": 128}
+    return shaped("Qwen3-0.6B", steps, **sizes, **quant, **values)
+
+
+def large(steps: int, prompts: int, response: int, tokens: int) -> str:
+    """`shaped` for the 30B by its own config on all GPUs."""
+    return "-m qarl.train " + shaped(
+        "Qwen3-30B-A3B", steps, "qwen3_30b_w4a16.yaml", data__train_batch_size=prompts,
+        data__max_response_length=response, actor__ppo_mini_batch_size=min(prompts, 64),
+        actor__ppo_max_token_len_per_gpu=tokens, trainer__n_gpus_per_node="{gpus}", trainer__logger="[console]",
+    )  # fmt: skip
 
 
 def trained(
@@ -41,16 +94,28 @@ def trained(
     return Part(name, seconds, command, command if on_cpu else None, _TRAINED)
 
 
+_OPERATORS = (
+    "tests/gpu/test_first_cuda.py tests/gpu/test_align_cuda.py tests/gpu/test_vllm_kernels_cuda.py "
+    "tests/gpu/test_trainer_cuda.py tests/gpu/test_publish_cuda.py tests/gpu/test_experts_cuda.py"
+)
+_PROFILE = "scripts/profile_step.py --trace {output}/profile.json "
+_EXPERTS = training("w4a16", "linears", False, model="experts")
+_ON_TWO = {"backend": "verl", "trainer__n_gpus_per_node": 2}
 FIRST = (
-    Part("environment", 45, "scripts/gpu_check.py --facts", "scripts/gpu_check.py --facts --cpu"),
-    Part(
-        "operators", 150,
-        f"{_PYTEST} tests/gpu/test_first_cuda.py tests/gpu/test_align_cuda.py tests/gpu/test_vllm_kernels_cuda.py "
-        "tests/gpu/test_trainer_cuda.py tests/gpu/test_publish_cuda.py",
-        f"{_PYTEST} tests/gpu/test_first_cuda.py", _TESTED,
-    ),
+    Part("environment", 45, "scripts/gpu_facts.py", "scripts/gpu_facts.py --cpu"),
+    Part("compile", 40, f"{_PYTEST} tests/gpu/test_first_cuda.py -k test_plane",
+         f"{_PYTEST} tests/gpu/test_first_cuda.py -k test_plane", _TESTED),
     trained("eager", "w4a16", "linears", eager=True, seconds=90, on_cpu=True),
     trained("graphs", "w4a16", "linears", eager=False, seconds=110),
+    *(Part(f"shape_{scheme}", 110, f"-m qarl.train {small(5, scheme)}", None, _TRAINED)
+      for scheme in ("w4a16", "w8a8", "fp8")),
+    Part("profile", 110, f"{_PROFILE}{small(3, 'w4a16')}", None, _TRAINED),
+    Part("experts_local", 110, _EXPERTS, None, _TRAINED),
+    Part("experts_verl", 170, f"{_EXPERTS} backend=verl", None, _VERL),
+    Part("operators", 170, f"{_PYTEST} {_OPERATORS}", f"{_PYTEST} tests/gpu/test_first_cuda.py", _TESTED),
+)  # fmt: skip
+"""In the order of what is most likely to break. Nothing behind `eager` says anything if `eager` fails."""
+SECOND = (
     trained("graphs_w8a8_model", "w8a8", "model", eager=False, seconds=110),
     Part(
         "bench", 120,
@@ -66,19 +131,15 @@ FIRST = (
         "steps", 150, f"{_STEPS} response_length=256 schemes=w4a16 levels=linears,model rounds=3 warmup=1 device=cuda",
         None, _TRAINED,
     ),
-)  # fmt: skip
-"""In the order of what is most likely to break. Nothing behind `eager` says anything if `eager` fails."""
-SECOND = (
     *(trained(f"{scheme}_{level}", scheme, level, eager=False, seconds=110)
       for scheme, level in (("w8a8", "linears"), ("fp8", "linears"), ("fp8", "model"), ("w4a16", "model"),
                             ("w4a16", "off"), ("bf16", "off"), ("bf16", "model"))),
     *(trained(f"{scheme}_qarl", scheme, "model", eager=False, seconds=110, kernels="qarl")
       for scheme in ("w4a16", "fp8", "w8a8")),
-    Part("verl", 300, f"{training('w4a16', 'linears', False)} backend=verl", None, (*_TRAINED, "verl", "ray")),
-    Part("experts", 150, f"{_PYTEST} tests/gpu/test_experts_cuda.py", None, _TESTED),
-    Part("triton", 250, f"{_PYTEST} tests/kernels/triton_kernels",
+    Part("verl", 170, f"{training('w4a16', 'linears', False)} backend=verl", None, _VERL),
+    Part("triton", 170, f"{_PYTEST} tests/kernels/triton_kernels",
          f"{_PYTEST} tests/kernels/triton_kernels/test_compat.py", _TESTED),
-    Part("all_steps", 400, f"{_STEPS} response_length=256 levels=off,linears,model rounds=1 warmup=1 device=cuda",
+    Part("all_steps", 170, f"{_STEPS} response_length=256 levels=off,linears,model rounds=1 warmup=1 device=cuda",
          None, _TRAINED),
     Part(
         "trainer", 150,
@@ -95,8 +156,20 @@ SECOND = (
         "-m qarl.bench kernels experts=8,2,256,128 m=3 seconds=0.02 rounds=1 device=cpu json={report}",
     ),
 )  # fmt: skip
-PARTS = {part.name: part for part in (*FIRST, *SECOND)}
-GROUPS = {"first": FIRST, "second": SECOND, "all": (*FIRST, *SECOND)}
+SEVERAL = (
+    Part("gather", 120, f"{_PYTEST} tests/gpu/test_several_cuda.py -k gather", None, _TESTED),
+    Part("between", 60, f"{_PYTEST} tests/gpu/test_several_cuda.py -k between", None, _TESTED),
+    Part("ranks", 170, f"-m qarl.train {small(2, 'w4a16', **_ON_TWO)}", None, _VERL),
+    Part("tensor_parallel", 170,
+         f"-m qarl.train {small(2, 'w4a16', rollout__tensor_model_parallel_size=2, **_ON_TWO)}", None, _VERL),
+    Part("make_30b", 170, "scripts/random_model.py --model Qwen3-30B-A3B --output {scratch}/Qwen3-30B-A3B", None,
+         _TRAINED),
+    Part("short_30b", 170, large(2, prompts=64, response=2048, tokens=8192), None, _VERL),
+    Part("whole_30b", 170, large(1, prompts=32, response=16384, tokens=22528), None, _VERL),
+)  # fmt: skip
+"""For 2 to 8 GPUs. The 30B needs 8 of 80 GB, 64 GB of disk for its weights, and nothing that is downloaded."""
+PARTS = {part.name: part for part in (*FIRST, *SECOND, *SEVERAL)}
+GROUPS = {"first": FIRST, "second": SECOND, "several": SEVERAL, "all": (*FIRST, *SECOND)}
 TRAINING = {
     "w4a16": ("eager", "graphs", "w4a16_model", "w4a16_off", "w4a16_qarl"),
     "w8a8": ("graphs_w8a8_model", "w8a8_linears", "w8a8_qarl"),

@@ -11,6 +11,7 @@ For dense layers and for experts, in each scheme, with the FP32 masters sharded 
             and its parts `quantize` and `prepare` (conversions of layout) are seconds of CPU time, so they hold on a
             busy machine, too; `step` and `gather` are seconds of the clock. The median of three steps after the first
 
+`--device cuda` makes the part `equal` on as many GPUs, over NCCL (tests/gpu/test_several_cuda.py).
 `--former COMMIT` measures `cost` with a version of the package that gathers BF16; put its folder in PYTHONPATH. The
 file keeps what it has of other parts, kinds and schemes, so they can be measured one by one. steps_on_ranks.py trains
 on 1, 2 and 4 ranks.
@@ -72,7 +73,7 @@ class Wire:
         return work
 
 
-def build(kind: str, scheme: str, *, large: bool) -> tuple[Any, Wire]:
+def build(kind: str, scheme: str, *, large: bool, device: str = "cpu") -> tuple[Any, Wire]:
     """Return the sharded model with quantized layers, from one seed, and its wire."""
     import transformers
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -86,8 +87,8 @@ def build(kind: str, scheme: str, *, large: bool) -> tuple[Any, Wire]:
         given |= {"num_experts_per_tok": 4, "norm_topk_prob": True, "intermediate_size": 384}
     config = (transformers.Qwen3Config if kind == "dense" else transformers.Qwen3MoeConfig)(**given)
     torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    quantize_before_sharding(model, scheme=get_scheme(scheme, GROUP), ignore=IGNORE, device=torch.device("cpu"))
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
+    quantize_before_sharding(model, scheme=get_scheme(scheme, GROUP), ignore=IGNORE, device=torch.device(device))
     wire = Wire()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
@@ -117,7 +118,7 @@ def make_ready(model: Any, *, former: bool) -> None:
 def digest(tensors: Sequence[torch.Tensor]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -138,9 +139,9 @@ def on_the_wire(model: Any, wire: Wire) -> dict[str, float]:
     return {"of_bf16": sent / (2 * numbers), "formula": expected / numbers}
 
 
-def equal(kind: str, scheme: str, folder: Path) -> dict[str, Any]:
-    model, wire = build(kind, scheme, large=False)
-    ids = rows(2, 48)
+def equal(kind: str, scheme: str, folder: Path, device: str) -> dict[str, Any]:
+    model, wire = build(kind, scheme, large=False, device=device)
+    ids = rows(2, 48).to(device)
     make_ready(model, former=False)
     with torch.no_grad():
         found: dict[str, Any] = {"logits": digest([model(ids).logits])}
@@ -151,7 +152,7 @@ def equal(kind: str, scheme: str, folder: Path) -> dict[str, Any]:
     file = folder / f"{kind}_{scheme}.pt"
     if dist.get_world_size() == 1:
         torch.save(gradients, file)
-    expected = torch.load(file)
+    expected = torch.load(file, map_location=device)
     apart = [float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in expected.items() if g.abs().max()]
     return found | {"gradient_apart": max(apart)}
 
@@ -217,23 +218,28 @@ def cost(kind: str, scheme: str, *, former: bool) -> dict[str, Any]:
     return made | {"rest_bytes": memory("VmRSS") - before, "peak_bytes": memory("VmHWM") - before}
 
 
-def child(rank: int, world: int, port: int, jobs: list[tuple[str, str, str]], folder: str, former: bool) -> None:
+def child(
+    rank: int, world: int, port: int, jobs: list[tuple[str, str, str]], folder: str, former: bool, kind: str
+) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo")
-    for what, kind, scheme in jobs:
-        made = cost(kind, scheme, former=former) if what == "cost" else equal(kind, scheme, Path(folder))
+    device = "cpu" if kind == "cpu" else f"{kind}:{rank}"
+    if device != "cpu":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    for what, model, scheme in jobs:
+        made = cost(model, scheme, former=former) if what == "cost" else equal(model, scheme, Path(folder), device)
         if rank == 0:
-            Path(folder, f"{what}_{kind}_{scheme}_{world}.json").write_text(json.dumps(made))
+            Path(folder, f"{what}_{model}_{scheme}_{world}.json").write_text(json.dumps(made))
         dist.barrier()
     dist.destroy_process_group()
 
 
-def run(world: int, jobs: list[tuple[str, str, str]], folder: str, former: bool) -> None:
+def run(world: int, jobs: list[tuple[str, str, str]], folder: str, former: bool, device: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(child, (world, port, jobs, folder, former), nprocs=world)
+    torch.multiprocessing.spawn(child, (world, port, jobs, folder, former, device), nprocs=world)
 
 
 def measured_with(folder: str, former: str | None) -> dict[str, Any]:
@@ -249,10 +255,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--former", metavar="COMMIT")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    if args.device == "cuda" and args.what != ["equal"]:
+        parser.error("--device cuda makes only --what equal")
     os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system
-    worlds = {"equal": (1, 2, 3, 4), "cost": (2,)}
+    most = 4 if args.device == "cpu" else min(4, torch.cuda.device_count())
+    worlds = {"equal": tuple(range(1, most + 1)), "cost": (2,)}
     found: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         versions = measured_with(folder, args.former)
@@ -262,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             together = [job for job in jobs if job[0] != "cost"]
             for some in (together, *([job] for job in jobs if job[0] == "cost")):
                 if some:
-                    run(world, some, folder, args.former is not None)
+                    run(world, some, folder, args.former is not None, args.device)
             for what, kind, scheme in jobs:
                 made = json.loads(Path(folder, f"{what}_{kind}_{scheme}_{world}.json").read_text())
                 name = "former" if args.former else what

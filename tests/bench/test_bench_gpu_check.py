@@ -19,7 +19,6 @@ from checkout import ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_check
 import gpu_pages
-import gpu_parts
 from gpu_parts import Part
 from gpu_verdicts import BOUNDS, Bound, verdicts
 
@@ -92,43 +91,17 @@ def test_the_script_is_not_copied_to_start_a_part() -> None:
     assert done.stdout.splitlines() == ["ran", "0"], done.stderr
 
 
-BENCHES = [part.name for part in gpu_parts.PARTS.values() if "qarl.bench" in part.gpu]
-
-
-@pytest.mark.parametrize("name", BENCHES)
-def test_the_benchmarks_arguments_are_valid_on_both_devices(name: str) -> None:
-    from qarl.bench.kernels.arguments import Arguments as Kernels
-    from qarl.bench.steps.arguments import Arguments as Steps
-
-    part = gpu_parts.PARTS[name]
-    for command, device in ((part.gpu, "cuda"), (part.cpu, "cpu")):
-        if command is not None:
-            kind, *given = command.format(report="f/report.json").split()[2:]
-            found = (Kernels if kind == "kernels" else Steps).parse(kind, given)
-            assert found.device == device and found.json == Path("f/report.json")
-
-
-def test_the_training_parts_are_runs_that_the_config_reader_takes() -> None:
-    from qarl.config import load_config
-
-    seen = set()
-    for part in gpu_parts.PARTS.values():
-        if "qarl.train" in part.gpu:
-            config = load_config(part.gpu.format(folder="f").split()[2:])
-            assert config.trainer.total_training_steps == 2  # two publishes behind the first
-            seen.add((config.quant.scheme, config.quant.align, config.rollout.enforce_eager))
-            assert (config.quant.kernels == "qarl") == part.name.endswith("_qarl")
-            assert part.name in (*gpu_parts.TRAINING[config.quant.scheme], "verl")
-    assert {scheme for scheme, _, _ in seen} == {"w4a16", "w8a8", "fp8", "bf16"} == set(gpu_parts.TRAINING)
-    assert {("w4a16", "linears", True), ("w4a16", "linears", False), ("w8a8", "model", False)} <= seen
-
-
-def test_what_breaks_first_comes_first() -> None:
-    names = [part.name for part in gpu_parts.FIRST]
-    assert names[:4] == ["environment", "operators", "eager", "graphs"]
-    for part in gpu_parts.PARTS.values():
-        for path in re.findall(r"(?:tests|scripts)/[\w/.]+", part.gpu):
-            assert (ROOT / path).exists(), path
+def test_failing_tests_are_named_as_they_run_and_at_the_end() -> None:
+    output = [
+        "tests/gpu/test_a.py::test_one[8-True] PASSED     [ 20%]",
+        "tests/gpu/test_a.py::test_two[a b] FAILED        [ 40%]",
+        "tests/gpu/test_a.py::test_three ERROR            [ 60%]",
+        "FAILED tests/gpu/test_a.py::test_two[a b] - AssertionError: assert 1 == 2",
+        "ERROR tests/gpu/test_b.py::test_four",
+        "1 failed, 1 passed, 2 errors in 3.21s",
+    ]
+    names = ["tests/gpu/test_a.py::test_two[a b]", "tests/gpu/test_a.py::test_three", "tests/gpu/test_b.py::test_four"]
+    assert gpu_check.failing(output) == names
 
 
 def python(code: str) -> str:
@@ -188,7 +161,7 @@ def test_a_part_that_fails_or_is_skipped_says_why(tmp_path: Path) -> None:
 
 @pytest.fixture
 def session(tmp_path: Path) -> gpu_check.Session:
-    return gpu_check.Session(tmp_path, cpu=True)
+    return gpu_check.Session(tmp_path, tmp_path, cpu=True)
 
 
 def run_parts(session: gpu_check.Session, *names: str, again: bool = False) -> int:
@@ -205,6 +178,17 @@ def test_a_part_without_time_keeps_its_earlier_result(
     assert kept(tmp_path) == before
     assert run_parts(session, "after") == 0
     assert kept(tmp_path)["after"]["why"] == "no time was left; the next call runs it"
+
+
+def test_a_part_is_not_begun_without_the_time_of_a_warm_machine(
+    session: gpu_check.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is the first of a call."""
+    monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 10)
+    assert session.run([PARTS["one"], PARTS["after"]._replace(seconds=40)], again=False) == 0
+    assert {name: part["why"] for name, part in kept(tmp_path).items()} == {"one": None, "after": gpu_check.NO_TIME}
+    assert session.run([PARTS["after"]._replace(seconds=40)], again=False) == 0
+    assert kept(tmp_path)["after"]["status"] == "passed"
 
 
 def test_a_part_that_the_limit_of_all_parts_cuts_has_not_failed(
@@ -314,7 +298,7 @@ def test_readme_rows(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_rehearsal_on_a_cpu(tmp_path: Path) -> None:
     """Without the training run, which tests/e2e has, and the benchmarks' own tests."""
-    names = "environment,operators,graphs,bench,tuning,steps,bench_experts"
+    names = "environment,compile,operators,graphs,bench,tuning,steps,bench_experts"
     command = ["scripts/gpu_check.sh", "--cpu", "--output", str(tmp_path), "--parts", names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=1500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

@@ -1,0 +1,65 @@
+"""What needs two GPUs or more: FSDP2's all-gather of low-bit tensors over NCCL, and a publish between two GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import ROOT
+from publish_streams import engine_model, receiver
+
+from qarl.quant import packed_state_dict
+from qarl.rollout.publish.outbox import Outbox
+from qarl.rollout.publish.sockets import WeightClient, WeightServer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+def test_the_gather_over_nccl(tmp_path: Path, kind: str, scheme: str) -> None:
+    """As many ranks as GPUs, up to four: the logits of one rank, bit for bit, and the bytes of the formula."""
+    file = tmp_path / "found.json"
+    given = ["--what", "equal", "--kinds", kind, "--schemes", scheme, "--device", "cuda", "--json", str(file)]
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "low_bit_gather.py"), *given], check=True, timeout=400)
+    (ranks,) = json.loads(file.read_text())["equal"].values()
+    assert len({found["logits"] for found in ranks.values()}) == 1
+    assert len(ranks) == min(4, torch.cuda.device_count())
+    for world, found in ranks.items():
+        assert found["gradient_apart"] <= 2**-16
+        assert world == "1" or found["of_bf16"] == pytest.approx(found["formula"], rel=0.01)
+
+
+def test_a_publish_between_two_gpus() -> None:
+    """Over the sockets that engines on GPUs of their own use: first whole, then what has changed."""
+    source, target = engine_model("llama", seed=2).to("cuda:0"), engine_model("llama", seed=1).to("cuda:1")
+    server, outbox, held = WeightServer("of this run", seconds=60), Outbox(), receiver(target)
+
+    def receive() -> None:
+        for _ in range(2):
+            with WeightClient(server.address, "of this run", held=held.held, seconds=60) as client:
+                client.feed(held)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    try:
+        for version in (1, 2):
+            tensors = list(packed_state_dict(source, scheme=None, ignore=()))
+            server.publish(lambda known, tensors=tensors, version=version: outbox.stream(
+                tensors, version=version, held=known
+            ))  # fmt: skip
+            assert outbox.metrics()["publish/delta"] == (version == 2)
+            with torch.no_grad():
+                source.model.layers[1].mlp.down_proj.weight.add_(1)
+    finally:
+        thread.join(timeout=60)
+        server.close()
+    with torch.no_grad():
+        source.model.layers[1].mlp.down_proj.weight.sub_(1)
+    for (name, mine), theirs in zip(source.named_parameters(), target.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), theirs.cpu()), name

@@ -72,10 +72,10 @@ def shaped(name: str, steps: int, config: str = "quickstart.yaml", **values: obj
 
 def small(steps: int, scheme: str, **values: object) -> str:
     """`shaped` for Qwen3-0.6B: 64 responses of 256 tokens a step."""
-    sizes = {"data__train_batch_size": 8, "data__max_response_length": 256, "actor__ppo_mini_batch_size": 8}
-    sizes |= {"actor__ppo_micro_batch_size_per_gpu": 16, "actor__log_prob_micro_batch_size_per_gpu": 16}
-    quant = {"quant__scheme": scheme, "quant__align": "linears", "quant__group_size": 128}
-    return shaped("Qwen3-0.6B", steps, **sizes, **quant, **values)
+    values |= {"data__train_batch_size": 8, "data__max_response_length": 256, "actor__ppo_mini_batch_size": 8}
+    values |= {"actor__ppo_micro_batch_size_per_gpu": 16, "actor__log_prob_micro_batch_size_per_gpu": 16}
+    values |= {"quant__scheme": scheme, "quant__align": "linears", "quant__group_size": 128}
+    return shaped("Qwen3-0.6B", steps, **values)
 
 
 def large(steps: int, prompts: int, response: int, tokens: int) -> str:

@@ -18,14 +18,14 @@ def random_stack(experts: int, rows: int, columns: int, group_size: int) -> dict
 def vllm_layout(tensors: dict[str, torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int32 [E, K/16, 2N] and scales [E, K/g, N] from stacked wire tensors."""
     utils, for_tests = _modules()
-    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    weights: list[torch.Tensor] = []
+    scales: list[torch.Tensor] = []
     for packed, scale in zip(tensors["weight_packed"], tensors["weight_scale"], strict=True):
         codes = unpack_int4(packed).int().t() + 8
         size = tuple(codes.shape)
-        weight = for_tests.marlin_weights(codes, *size, 4, for_tests.get_weight_perm(4))
-        made.append((weight, utils.marlin_permute_scales(scale.t().contiguous(), *size, group_size)))
-    codes, scales = zip(*made, strict=True)
-    return torch.stack(codes), torch.stack(scales)
+        weights.append(for_tests.marlin_weights(codes, *size, 4, for_tests.get_weight_perm(4)))
+        scales.append(utils.marlin_permute_scales(scale.t().contiguous(), *size, group_size))
+    return torch.stack(weights), torch.stack(scales)
 
 
 def unpermuted(codes: torch.Tensor) -> torch.Tensor:

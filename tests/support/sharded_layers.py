@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -235,9 +235,14 @@ def experts_kernels() -> tuple[Any, Any]:
     from qarl.kernels.experts.fused import ReferenceExperts
     from qarl.kernels.layouts import MARLIN
 
+    def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        Marlin.converted.append(1)
+        return to_marlin(tensors)
+
     class Marlin(ReferenceExperts):
-        converted, runs = [], []
-        layout = replace(MARLIN, convert=lambda tensors: Marlin.converted.append(1) or to_marlin(tensors))
+        converted: ClassVar[list[int]] = []
+        runs: ClassVar[list[int]] = []
+        layout = replace(MARLIN, convert=convert)
 
         @classmethod
         def forward(cls, *arguments: Any) -> torch.Tensor:
@@ -256,7 +261,8 @@ def with_kernel(mesh: Any, kernel: Any, rank: int, recompute: bool = False) -> d
     from qarl.kernels.experts import fused
     from qarl.quant.fsdp import quantize_shards
 
-    before, found = fused.EXPERTS_KERNELS["w4a16"], {}
+    found: dict[str, Any] = {}
+    before = fused.EXPERTS_KERNELS["w4a16"]
     fused.EXPERTS_KERNELS["w4a16"] = (kernel,)
     model: Any = make_model(recompute)
     shard(model, mesh, "w4a16")

@@ -43,6 +43,8 @@ def _main(argv: list[str]) -> int:
     for warning in unusual_values(config):
         say(f"warning: {warning}")
     if config.dry_run:
+        from qarl.dry_run import dry_run
+
         dry_run(config)
         return 0
     if config.backend == "local":  # verl trains in other processes, see qarl.verl.process
@@ -55,37 +57,6 @@ def describe(topics: list[str]) -> str:
     from qarl.config.help import config_help
 
     return config_help(__doc__ or "", topics)
-
-
-def dry_run(config: Config) -> None:
-    """Print the config and write it to a file. Then raise UserError if the backend cannot run it or this model, or if
-    the run would refuse to resume."""
-    from pathlib import Path
-
-    from qarl.config import write_resolved
-
-    path = config.run_dir / "dry_run.yaml"
-    write_resolved(config, path)
-    print(config.resolved_yaml(), end="")
-    if config.backend == "verl":
-        from qarl.verl.run import dry_run as dry_run_of_verl
-
-        print(f"# verl's own config for this run:\n{dry_run_of_verl(config)}", end="")
-    sys.stdout.flush()
-    say(f"# dry run: written to {path}; nothing was trained")
-    if config.backend == "verl":
-        from qarl.verl.checks import refuse_unsupported
-
-        refuse_unsupported(config)
-    if Path(config.model.path).is_dir():  # a model that is elsewhere is checked by the run
-        from qarl.checks.run import check_run_model
-
-        check_run_model(config)
-    if (config.run_dir / "checkpoints").is_dir() or config.trainer.resume_from_path is not None:
-        from qarl.trainer.resume import find_start
-        from qarl.verl.resume import find_verl_start
-
-        (find_verl_start if config.backend == "verl" else find_start)(config)
 
 
 def run(config: Config, argv: Sequence[str]) -> int:

@@ -80,6 +80,7 @@ LAYERS = (
     ("trainer",),
     ("verl", "trl"),
     ("diagnose", "doctor", "bench"),
+    ("dry_run",),
     ("train", "export", ""),
     ("demo",),
     ("__main__",),

@@ -6,6 +6,7 @@ import yaml
 from checkout import ROOT
 
 from qarl.config import Config, build_config
+from qarl.config.unread import RULES
 
 
 def quickstart(**changes: object) -> Config:
@@ -16,6 +17,10 @@ def quickstart(**changes: object) -> Config:
         for section in sections:
             node = node.setdefault(section, {})
         node[leaf] = value
+    for rule in RULES:  # a key of the file that a change switches off is dropped, as on the command line
+        if rule.decider in changes and not rule.reads(changes[rule.decider]):
+            for section, _, leaf in (key.partition(".") for key in rule.keys if key not in changes):
+                values.get(section, {}).pop(leaf, None)
     return build_config(values)
 
 

@@ -186,6 +186,13 @@ REFUSED = {
     "rollout.top_k": 20,
 }
 
+ALSO = {
+    "rollout.tensor_model_parallel_size": {"trainer.n_gpus_per_node": 2},
+    "actor.seq_clip_ratio_low": {"actor.positive_band": "two_sided"},
+    "actor.band_reference_length": {"actor.band_scaling": "length"},
+}
+"""What else a key needs in order to act."""
+
 ONLY_WITH_MUON = {"optim.muon_lr": 3e-3, "optim.muon_momentum": 0.8}
 
 
@@ -197,7 +204,7 @@ def test_no_key_of_ours_is_left_out():
 @pytest.mark.parametrize("key", MAPPED)
 def test_every_value_arrives_in_verls_config(key):
     value, expected = MAPPED[key]
-    with_default = {"rollout.tensor_model_parallel_size": {"trainer.n_gpus_per_node": 2}}.get(key, {})
+    with_default = ALSO.get(key, {})
     resolved = verl_config(quickstart(**with_default, **{key: value}), on_cpu=True)
     plain = resolved_quickstart(*with_default.items())
     assert {name: selected(resolved, name) for name in expected} == expected

@@ -10,7 +10,8 @@ process on the exported folder. On those tokens, log-probs of
     exact, model   our trainer's forward at these alignment levels, from the checkpoint's BF16 weights
     transformers   the exported folder in stock transformers with compressed-tensors
 
-If transformers reports missing or unexpected tensors, its entry has their numbers instead: its model is another one.
+If transformers reports missing or unexpected tensors, its entry has their numbers instead, because its model
+is another one.
 A row gives mean and largest |difference| to vLLM's in nats per token. The weights in transformers are the engine's,
 bit for bit; its arithmetic is not: it multiplies dequantized weights by (for w8a8 and fp8, fake-quantized) activations
 in BF16, and rounds norms, rotary embedding and attention elsewhere. `published`: whether the exported bytes are those
@@ -128,7 +129,7 @@ def check(scheme: str, prompts: int, model: str = "dense") -> dict[str, Any]:
         for i, values in enumerate(log_probs_of_stock):
             stock[i, : len(values)] = torch.tensor(values)
         found = {level: trainer_log_probs(config, checkpoint, level, batch) for level in ("exact", "model")}
-        row: dict[str, Any] = {"model": model, "scheme": scheme, "tokens": int(batch.response_mask.sum())}
+        row: dict[str, Any] = {"kind": model, "scheme": scheme, "tokens": int(batch.response_mask.sum())}
         row["published"] = same_as_published(checkpoint, exported)
     for name, log_probs in {**found, "transformers": stock}.items():
         delta = (log_probs - batch.rollout_log_probs)[batch.response_mask].abs()
@@ -167,9 +168,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(f"{model}, {scheme}: failed, see above")
         rows.append(json.loads(line.removeprefix("ROW")))
         print(line.removeprefix("ROW"), file=sys.stderr, flush=True)
-    measured = {(row["model"], row["scheme"]) for row in rows}
+    measured = {(row["kind"], row["scheme"]) for row in rows}
     before = json.loads(args.output.read_text()) if args.output and args.output.is_file() else []
-    rows = [row for row in before if (row["model"], row["scheme"]) not in measured] + rows
+    rows = [row for row in before if (row["kind"], row["scheme"]) not in measured] + rows
     text = json.dumps(rows, indent=2)
     print(text)
     if args.output:

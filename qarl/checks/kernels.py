@@ -89,6 +89,18 @@ def check_capability(scheme: str, kernels: str, capability: int) -> None:
         )
 
 
+def check_int8_experts(config: Config, hf_config: Any) -> None:
+    """Raise UserError for a mixture of experts in W8A8 on GPUs. vLLM 0.24, which requirements/gpu.lock has, chooses
+    `TritonExperts`, whose `apply` refuses the int8 rows that it is given. (vLLM 0.29 takes them.)"""
+    if config.quant.scheme == "w8a8" and experts_of(hf_config):
+        raise UserError(
+            "vLLM has no int8 products for experts on GPUs",
+            where=f"quant.scheme=w8a8 with {config.model.path}",
+            why="vLLM 0.24 runs them with TritonExperts, which refuses int8 activations as the engine starts",
+            fix="set quant.scheme=fp8 or quant.scheme=w4a16",
+        )
+
+
 def check_dense(config: Config, hf_config: Any) -> None:
     """Raise UserError for a mixture of experts with QaRL's own kernels."""
     if config.quant.kernels != "engine" and experts_of(hf_config):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from qarl.align.families import check_rows
 from qarl.checks.driver import check_compiler, check_driver
 from qarl.checks.head import check_head
-from qarl.checks.kernels import check_dense, check_kernels
+from qarl.checks.kernels import check_dense, check_int8_experts, check_kernels
 from qarl.checks.layers import check_linears
 from qarl.checks.lengths import check_kv_cache, check_length
 from qarl.checks.machine import check_cpu, check_engine_device, check_engine_installed
@@ -153,7 +153,9 @@ def check_run_model(config: Config) -> None:
 
 
 def _check_experts(run: RunInputs) -> None:
-    if runs_on_cpu(run.config.backend):
+    if not runs_on_cpu(run.config.backend):
+        check_int8_experts(run.config, run.hf_config)
+    else:
         vllm_plugin.check_installed(run.hf_config)
         if run.config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
             vllm_plugin.check_eager(run.hf_config, eager(run.config.rollout.enforce_eager))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qarl.checks import layers, sampling
-from qarl.checks.kernels import check_dense, check_kernels, check_on_gpus
+from qarl.checks.kernels import check_dense, check_int8_experts, check_kernels, check_on_gpus
 from qarl.checks.model import check_model
 from qarl.checks.tensor_parallel import ROW_PARALLEL
 from qarl.doctor.context import Context, NotCheckedError
@@ -72,6 +72,8 @@ def check_experts(context: Context, topic: Topic) -> None:
 
     scheme, size = context.scheme, context.size.get()
     experts = [name for name in context.quantized.get() if _of_expert(name)] if scheme.quantized else []
+    if experts and context.target.device == "cuda":
+        topic.passes(check_int8_experts, context.config, context.hf_config.get())
     if not experts or context.config.quant.align == "off":
         return
     shape = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)

@@ -100,6 +100,8 @@ def test_the_mixture_of_experts_has_its_experts_counted() -> None:
     assert any("30.53 billion" in what for what in said(findings, "ok", "model"))
     _, findings = examine_big("Qwen3-30B-A3B", 8, 2)
     assert said(findings, "error", "ignore list") == ["vLLM would quantize 48 routers, which the trainer keeps in BF16"]
+    _, findings = examine_big("Qwen3-30B-A3B", 8, 2, ignore, "quant.scheme=w8a8")
+    assert said(findings, "error", "kernels") == ["vLLM has no int8 products for experts on GPUs"]
     # 30.5e9 parameters at 16 bytes are 57 GiB a GPU of 8 before anything else, at 12 bytes 43, and at 10 bytes 36.
     peaks = {}
     for given in ((), ("optim.name=muon",), ("optim.name=muon", "optim.master_dtype=bf16")):

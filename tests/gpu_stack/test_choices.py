@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,3 +170,19 @@ def test_the_layout_of_marlins_experts_is_vllms(group_size: int) -> None:
     tensors = random_stack(3, 128, 64, group_size)
     made = to_marlin(tensors)
     assert all(torch.equal(a, b) for a, b in zip(made.values(), vllm_layout(tensors, group_size), strict=True))
+
+
+@pytest.mark.parametrize(("rows", "error"), [(torch.int8, AssertionError), (torch.bfloat16, AttributeError)])
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
+def test_vllms_triton_experts_refuse_int8_rows(gpu: tuple[int, int], rows: torch.dtype, error: type[Exception]) -> None:
+    """`qarl.checks.kernels.check_int8_experts` refuses W8A8 for it. BF16 rows pass the same lines, and then lack the
+    rest of the object."""
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    experts: Any = object.__new__(TritonExperts)
+    experts.quant_config = SimpleNamespace(use_int4_w4a16=False)
+    names = "output w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale a2_scale workspace13"
+    rest = dict.fromkeys([*names.split(), "workspace2", "expert_tokens_meta", "apply_router_weight_on_input"])
+    rest |= {"w1": torch.zeros(2, 8, 4), "w2": torch.zeros(2, 4, 8)}
+    with pytest.raises(error):
+        experts.apply(hidden_states=torch.zeros(3, 4, dtype=rows), **rest)

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from qarl.bench.sources import default_group_size
+from qarl.bench.terms import Cost
 from qarl.checks.model_size import ModelSize
 
 if TYPE_CHECKING:
     from qarl.bench.costs.phases import Phase
-
-
-class Cost(NamedTuple):
-    """Of one layer in one pass: kernels, bytes, and waits: copies between host and device, and synchronisations."""
-
-    kernels: int = 0
-    moved: int = 0
-    waits: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,11 +66,8 @@ def _publish(size: ModelSize, scheme: str, gpus: int) -> tuple[Cost, Cost, Cost]
 
     group = default_group_size(size)
     quantize = Cost() if scheme == "bf16" else _whole(phases.quantize_phase(size, scheme, group, gpus))
-    return (
-        quantize,
-        _whole(phases.publish_phase(size, scheme, group)),
-        _whole(phases.receive_phase(size, scheme, group)),
-    )
+    sender, receiver = phases.publish_phase(size, scheme, group), phases.receive_phase(size, scheme, group)
+    return quantize, _whole(sender), _whole(receiver)
 
 
 @cache

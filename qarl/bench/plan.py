@@ -84,7 +84,7 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, g
         "rollout": {"n": work.n, "gpu_memory_utilization": work.gpu_memory_utilization,
                     "tensor_model_parallel_size": work.tensor_parallel},
         "optim": {"name": work.optimizer},
-        "quant": {"scheme": scheme, "align": level, "group_size": group_size},
+        "quant": {"scheme": scheme, "align": level} | ({"group_size": group_size} if scheme == "w4a16" else {}),
         "actor": {"ppo_mini_batch_size": work.prompts // work.mini_batches, **micro},
         "trainer": {"nnodes": nodes, "n_gpus_per_node": work.gpus // nodes, "total_training_steps": 1,
                     "val_before_train": False, "test_freq": -1},

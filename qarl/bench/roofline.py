@@ -174,7 +174,6 @@ class Roofline:
         others = (work.gpus - 1) / work.gpus
         gathered = others * batches * (3 * trained + 4 * size.parameters)  # weights for three passes, FP32 gradients
         link = rates.link if work.gpus <= GPUS_PER_NODE else rates.network
-        quantized = (2 * self.weights + self.wire[self.scheme]) / work.gpus / rates.memory
         extra = self.overheads(trainer)
         seconds = {
             "prefill": self.prefill(),
@@ -184,13 +183,15 @@ class Roofline:
             "backward": backward,
             "communication": max(gathered / link - 2 * forward - backward, 0.0),
             "optimizer": work.mini_batches * self.optimizer(extra),
-            "quantize": self.quantizations * quantized,
+            "quantize": self.quantizations * self.quantize(extra.quantize),
         }
         sent = others * published / link
         if rates.launch:
             seconds |= self.beside(extra, forward, backward) | self.layouts()
-            seconds["sender"] = self.publish(extra.sender) + sent
-            seconds["receiver"] = self.publish(extra.receiver)
+            # A gathered block is read from the collective's buffer and written once.
+            copied = batches * 2 * (trained - 2.0 * size.embedding_parameters) / rates.memory
+            seconds |= {"old_log_prob_gather": copied, "update_gather": 2 * copied}
+            seconds |= {"sender": self.counted(extra.sender) + sent, "receiver": self.counted(extra.receiver)}
         else:
             seconds["publish"] = PUBLISH_PASSES * published / rates.memory + sent
         return seconds, gathered + others * published, published
@@ -199,6 +200,12 @@ class Roofline:
     def quantizations(self) -> int:
         """How often weights are quantized in a step: for each optimizer step, or at `off` only for the publish."""
         return self.work.mini_batches if self.low_bit else int(self.scheme != "bf16")
+
+    def quantize(self, cost: Cost) -> float:
+        """Return seconds to quantize this rank's weights once."""
+        if self.rates.launch:
+            return self.counted(cost)
+        return (2 * self.weights + self.wire[self.scheme]) / self.work.gpus / self.rates.memory
 
     def overheads(self, trainer: str) -> Overheads:
         """Return what is counted of a layer on a GPU; nothing on a CPU."""
@@ -217,6 +224,7 @@ class Roofline:
         elementwise = moved[0] + LOGIT_BYTES[0] * logits, 2 * moved[0] + moved[1] + sum(LOGIT_BYTES) * logits
         one, all_ = extra.forward.kernels, 2 * extra.forward.kernels + extra.backward.kernels
         launched = [batches * self.launches(kernels) for kernels in (one, all_)]
+        elementwise = elementwise[0], elementwise[1] - batches * self.experts_layout  # a term of its own
         on_device = forward + elementwise[0], forward + backward + elementwise[1]
         late = [max(host - device, 0.0) for host, device in zip(launched, on_device, strict=True)]
         waits = batches * (3 * extra.forward.waits + extra.backward.waits) + extra.sender.waits + extra.receiver.waits
@@ -237,19 +245,23 @@ class Roofline:
     def layouts(self) -> dict[str, float]:
         """Return seconds to bring int4 weights into a kernel's layout: each byte is read and written once.
 
-        Experts are converted once per optimizer step on their rank, and back for a backward. Dense layers are converted
-        in each forward. Kernels of 8 bits read the published layout."""
+        Dense layers are converted in each forward, and experts back for each backward. That experts are converted once
+        per optimizer step is counted with the quantizer. Kernels of 8 bits read the published layout."""
         if self.scheme != "w4a16":
             return {}
-        work, wire = self.work, 2 * self.wire["w4a16"] / self.rates.memory
-        found = {"engine_layout": wire / work.tensor_parallel}
+        dense = 2 * self.wire["w4a16"] * (1 - self.expert_weights / self.weights) / self.rates.memory
+        found = {"engine_layout": dense / self.work.tensor_parallel}
         if self.low_bit:
-            experts = wire * self.expert_weights / self.weights
-            dense, batches = wire - experts, work.batches
-            found["old_log_prob_layout"] = batches * dense
-            found["update_layout"] = batches * (2 * dense + experts)
-            found["shard_layout"] = work.mini_batches * experts / work.gpus
+            found["old_log_prob_layout"] = self.work.batches * dense
+            found["update_layout"] = self.work.batches * (2 * dense + self.experts_layout)
         return found
+
+    @property
+    def experts_layout(self) -> float:
+        """Seconds of a backward to bring all int4 experts from the kernel's layout back, read and written once."""
+        if self.scheme != "w4a16" or not self.low_bit:
+            return 0.0
+        return 2 * self.wire["w4a16"] * self.expert_weights / self.weights / self.rates.memory
 
     def launches(self, kernels: int) -> float:
         """Return seconds in which the host launches `kernels` kernels in each layer."""
@@ -266,8 +278,8 @@ class Roofline:
         return rest + max(flop / rates.flop_per_s("bf16", size.hidden), moved / rates.memory,
                           self.launches(extra.optimizer_kernels))  # fmt: skip
 
-    def publish(self, cost: Cost) -> float:
-        """Return seconds of one side of a publish on a GPU, without the gather."""
+    def counted(self, cost: Cost) -> float:
+        """Return seconds of what is counted of each layer: the longer of its launches and its bytes."""
         return max(self.launches(cost.kernels), cost.moved * self.size.layers / self.rates.memory)
 
     def tail(self) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from qarl.bench.costs.counting import Counting
-from qarl.bench.overheads import Cost
+from qarl.bench.terms import Cost
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.device import AssumedGPU, assume
 

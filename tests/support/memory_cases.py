@@ -60,7 +60,7 @@ def run(**changes: Any) -> Config:
             "max_response_length": 12,
         },
         "rollout": {"n": 2, "cpu_kvcache_space_gib": 0.5},
-        "quant": {"group_size": 32},
+        "quant": {},
         "actor": {
             "ppo_mini_batch_size": 6,
             "ppo_micro_batch_size_per_gpu": 2,
@@ -75,6 +75,8 @@ def run(**changes: Any) -> Config:
             values[section] = values[section] | {name: value}
         else:
             values[section] = value
+    if values["quant"].get("scheme", "w4a16") in ("w4a16", "w4a8"):
+        values["quant"] = {"group_size": 32} | values["quant"]
     return build_config(values)
 
 

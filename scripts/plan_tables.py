@@ -66,7 +66,8 @@ def speed() -> str:
             cells = [name, off["scheme"], f"{base['step']:.0f}"]
             for row, said in ((off, paper[0]), (linears, paper[1])):
                 cells += [f"{row['step']:.0f}", f"{base['step'] / row['step']:.2f}", said]
-            lines.append(_row([*cells, "loses" if linears["step"] > base["step"] else "gains"]))
+            gain = round(base["step"] / linears["step"], 2)
+            lines.append(_row([*cells, "loses" if gain < 1 else "gains" if gain > 1 else "neither"]))
     return "\n".join(lines)
 
 

@@ -120,9 +120,14 @@ def test_what_is_counted_of_a_layer_by_hand() -> None:
     logits = batches * 2 * 25 * 100
     assert found["constant"] == 3.0
     assert found["old_log_prob_elementwise"] == forward + 24 * logits
-    assert found["update_elementwise"] == 2 * forward + backward + 64 * logits, "the layers' forward twice"
+    restored = found["update_layout"] - 2 * found["old_log_prob_layout"]
+    twice = 2 * forward + backward + 64 * logits
+    assert found["update_elementwise"] == pytest.approx(twice - restored), "the layers' forward twice"
+    blocks = step(MOE, rates(memory=1.0, launch=1e-9), work, "w4a16")["published"] - 2 * 2 * HEAD
+    assert found["old_log_prob_gather"] == batches * 2 * blocks and found["update_gather"] == 2 * batches * 2 * blocks
+    assert found["quantize"] == 4 * layers * counted.quantize.moved
     assert found["sender"] == layers * counted.sender.moved and found["receiver"] == layers * counted.receiver.moved
-    assert counted.quantize.waits > 0 and counted.forward.waits == counted.backward.waits == 0
+    assert counted.sender.waits > 0 and counted.forward.waits == counted.backward.waits == 0
     waits = layers * (counted.sender.waits + counted.receiver.waits + 4 * counted.quantize.waits)
     assert found["waits"] == pytest.approx(50e-6 * (waits + 2 * batches * 10))
     launched = step(MOE, rates(launch=1.0), work, "w4a16")
@@ -136,17 +141,15 @@ def test_what_is_counted_of_a_layer_by_hand() -> None:
 
 
 def test_layouts_by_hand() -> None:
-    """int4 experts: once per optimizer step, and back in each backward. Dense layers: in each of three forwards."""
+    """int4 experts: back in each backward. Dense layers: in each of three forwards, and once in the engine."""
     on_gpu = replace(WORK, rates=None, gpus=2, prompts=4)
     cases = (("w4a16", "linears"), ("w4a16", "off"), ("w8a8", "linears"))
     found, off, bits8 = (step(MOE, rates(memory=1.0, launch=1e-9), on_gpu, *case) for case in cases)
     experts, dense = 2 * 4 * 6144, 2 * 12288
     wire = (4 + 16 / 32) / 8
     batches, sizes = 2, 16 * (2 * 4 * 3 + 2 * 4)
-    assert found["engine_layout"] == off["engine_layout"] == 2 * (wire * (experts + dense) + sizes)
-    share = experts / (experts + dense)
-    both = found["engine_layout"]
-    assert found["shard_layout"] == 4 * both * share / 2
+    share, both = experts / (experts + dense), 2 * (wire * (experts + dense) + sizes)
+    assert found["engine_layout"] == off["engine_layout"] == pytest.approx(both * (1 - share))
     assert found["old_log_prob_layout"] == pytest.approx(batches * both * (1 - share))
     assert found["update_layout"] == pytest.approx(batches * both * (2 * (1 - share) + share))
     assert "update_layout" not in off and not [name for name in bits8 if name.endswith("layout")]

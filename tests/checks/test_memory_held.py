@@ -156,8 +156,14 @@ def test_rows_of_the_experts_are_what_their_backward_holds(scheme: str) -> None:
     config, tokens = tiny("qwen3-moe"), 512
     config.update(EXPERTS)
     size = ModelSize.from_config(config)
-    planned = run(quant__scheme="w4a16" if scheme == "off" else scheme, actor__use_dynamic_bsz=True, actor__ppo_max_token_len_per_gpu=tokens, backend="verl",
-                  actor__ppo_micro_batch_size_per_gpu=None, actor__log_prob_micro_batch_size_per_gpu=None)  # fmt: skip
+    planned = run(
+        backend="verl",
+        quant__scheme="w4a16" if scheme == "off" else scheme,
+        actor__use_dynamic_bsz=True,
+        actor__ppo_max_token_len_per_gpu=tokens,
+        actor__ppo_micro_batch_size_per_gpu=None,
+        actor__log_prob_micro_batch_size_per_gpu=None,
+    )
     align = "off" if scheme == "off" else "linears"
     found = parts(estimate(size, planned, device="cuda", align=align))["rows of a layer's experts"]
     if scheme == "off":

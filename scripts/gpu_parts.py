@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from typing import NamedTuple
 
 FIRST_CALL = 3
@@ -59,7 +60,7 @@ def training(scheme: str, level: str, eager: bool, kernels: str = "engine", mode
     ))  # fmt: skip
 
 
-def shaped(name: str, steps: int, config: str = "quickstart.yaml", **values: object) -> str:
+def shaped(name: str, steps: int, values: Mapping[str, object], config: str = "quickstart.yaml") -> str:
     """Arguments of `qarl train` for a public shape with random weights (scripts/random_model.py)."""
     folder = f"{{scratch}}/{name}"
     return f"config={config} " + " ".join((
@@ -75,16 +76,15 @@ def small(steps: int, scheme: str, **values: object) -> str:
     values |= {"data__train_batch_size": 8, "data__max_response_length": 256, "actor__ppo_mini_batch_size": 8}
     values |= {"actor__ppo_micro_batch_size_per_gpu": 16, "actor__log_prob_micro_batch_size_per_gpu": 16}
     values |= {"quant__scheme": scheme, "quant__align": "linears", "quant__group_size": 128}
-    return shaped("Qwen3-0.6B", steps, **values)
+    return shaped("Qwen3-0.6B", steps, values)
 
 
 def large(steps: int, prompts: int, response: int, tokens: int) -> str:
     """`shaped` for the 30B by its own config on all GPUs."""
-    return "-m qarl.train " + shaped(
-        "Qwen3-30B-A3B", steps, "qwen3_30b_w4a16.yaml", data__train_batch_size=prompts,
-        data__max_response_length=response, actor__ppo_mini_batch_size=min(prompts, 64),
-        actor__ppo_max_token_len_per_gpu=tokens, trainer__n_gpus_per_node="{gpus}", trainer__logger="[console]",
-    )  # fmt: skip
+    values = {"data__train_batch_size": prompts, "data__max_response_length": response,
+              "actor__ppo_mini_batch_size": min(prompts, 64), "actor__ppo_max_token_len_per_gpu": tokens,
+              "trainer__n_gpus_per_node": "{gpus}", "trainer__logger": "[console]"}  # fmt: skip
+    return "-m qarl.train " + shaped("Qwen3-30B-A3B", steps, values, "qwen3_30b_w4a16.yaml")
 
 
 def trained(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -235,7 +235,7 @@ def experts_kernels() -> tuple[Any, Any]:
     from qarl.kernels.experts.fused import ReferenceExperts
     from qarl.kernels.layouts import MARLIN
 
-    def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         Marlin.converted.append(1)
         return to_marlin(tensors)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import gc
 import json
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from family_keys import PROMPTS, arguments, write_config, write_weights
+from family_keys import COMMIT, PROMPTS, arguments, write_config, write_weights
 from family_rows import ALL, THETA, YARN
 from pyarrow import parquet
 
@@ -205,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{row.model} | {level}: mean |δ| {row.abs_mean:.2g} of {row.limit:.2g}, at {row.level} "
                   f"{row.times or 0:.2g} times the noise of {row.times_limit:.2g}: {verdict}", flush=True)  # fmt: skip
             if args.json:
-                head = {"cpu": cpu(), "amx_tiles": torch.cpu._is_amx_tile_supported()}
+                head = {"date": str(datetime.date.today()), "commit": COMMIT, "cpu": cpu()}
+                head["amx_tiles"] = torch.cpu._is_amx_tile_supported()
                 write_json(args.json, head | {"rows": [asdict(row) for row in rows]})
     return int(any(row.fired != row.should_fire for row in rows))
 

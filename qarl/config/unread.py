@@ -2,7 +2,8 @@
 
 Such a key is an error, because its value would seem to act. There is one exception: if a YAML file sets the key and the
 command line sets the key that switches it off, the file's value is dropped. So `config=quickstart.yaml actor.loss=grpo`
-needs no second argument, and the resolved config lists only values that act.
+needs no second argument, and the resolved config lists only values that act. `quant.group_size` may stand beside any
+scheme, because programs that compare schemes set it once for all.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ RULES = (
     _if("actor.old_log_probs", ("auto",), "actor.old_log_probs_sample"),
     _if("optim.name", ("muon",), "optim.muon_lr", "optim.muon_momentum"),
     _if("optim.lr_scheduler_type", ("cosine",), "optim.min_lr_ratio"),
-    _if("quant.scheme", ("w4a16", "w4a8"), "quant.group_size"),
 )
 
 

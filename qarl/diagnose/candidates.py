@@ -15,6 +15,7 @@ import torch
 
 from qarl.config import Config
 from qarl.config.objectives import RolloutCorrectionConfig
+from qarl.metrics.bands import bands_in_force
 from qarl.objectives.corrections import weights
 from qarl.objectives.settings import Correction, Settings, objective_settings
 
@@ -22,7 +23,6 @@ QUANTILES = (0.8, 0.95, 0.99)
 BAND_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)
 PAPER_REJECTION = 0.001
 """The threshold of a sum of K in arXiv 2605.14220, appendix A.4."""
-_BANDS = ("seq_clip_ratio_low", "seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high")
 _NO_BOUND = 1e30
 _LOWEST = 0.99
 """The widest lower band: at 1 its edge would be a ratio of 0."""
@@ -92,7 +92,7 @@ def bands(config: Config) -> list[Candidate]:
     if actor.loss in ("sapo", "reinforce"):
         return []
     if actor.loss == "tbpo":
-        widths = {f"actor.{name}": getattr(actor, name) for name in _BANDS}
+        widths = {f"actor.{name}": width for name, width in bands_in_force(actor.model_dump()).items()}
     else:
         widths = {f"actor.{name}": getattr(settings, name) for name in ("clip_ratio_low", "clip_ratio_high")}
     found = []

@@ -302,8 +302,8 @@ def test_keys_that_do_not_fit(folder: Path, overrides: list[str], key: str, word
     "overrides",
     [
         ["quant.scheme=bf16", "quant.align=linears"],
-        ["quant.scheme=bf16", "quant.ignore=[]"],
-        ["quant.scheme=w8a8"],
+        ["quant.scheme=bf16", "quant.group_size=12", "quant.ignore=[]"],
+        ["quant.scheme=w8a8", "quant.group_size=12"],
         ["quant.scheme=fp8", "quant.align=exact"],
         ["quant.scheme=w4a8", "quant.align=off"],
         ["quant.scheme=w4a8", "quant.kernels=qarl"],

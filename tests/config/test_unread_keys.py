@@ -21,7 +21,6 @@ OFF = {
     "actor.old_log_probs": "recompute",
     "optim.name": "adamw",
     "optim.lr_scheduler_type": "constant",
-    "quant.scheme": "fp8",
 }
 """Each decider with a value for which its keys are not read."""
 VALUES = {
@@ -29,7 +28,6 @@ VALUES = {
     "actor.positive_band": "two_sided",
     "actor.band_scaling": "length",
     "actor.band_reference_length": 100,
-    "quant.group_size": 32,
 }
 """Values other than the default; elsewhere 0.5 or, for keys that must be above 1, 2.5."""
 ROWS = [(rule, key) for rule in RULES for key in rule.keys]
@@ -43,7 +41,7 @@ def other(key: str) -> Any:
 def test_a_key_that_is_not_read(tmp_path: Path, rule: Rule, key: str) -> None:
     section, _, name = key.partition(".")
     values = yaml.safe_load(Path("configs/quickstart.yaml").read_text(encoding="utf-8"))
-    for flat in flat_values({part: values.get(part, {}) for part in ("actor", "optim", "quant")} | REST, set()):
+    for flat in flat_values({part: values.get(part, {}) for part in ("actor", "optim")} | REST, set()):
         if flat in {key for _, key in ROWS} or flat in OFF:
             values.get(flat.partition(".")[0], {}).pop(flat.partition(".")[2], None)
     values.setdefault(section, {})[name] = other(key)
@@ -58,10 +56,10 @@ def test_a_key_that_is_not_read(tmp_path: Path, rule: Rule, key: str) -> None:
 
 
 REST: dict[str, Any] = {
-    name: {} for name in ("model", "data", "reward", "rollout", "publish", "algorithm", "trainer")
+    name: {} for name in ("model", "data", "reward", "rollout", "quant", "publish", "algorithm", "trainer")
 } | {"rollout_correction": {}}
 
 
 def test_a_resolved_config_has_only_values_that_act() -> None:
-    config = load_config(["config=quickstart.yaml", "actor.loss=grpo", "quant.scheme=w8a8"])
+    config = load_config(["config=quickstart.yaml", "actor.loss=grpo", "optim.lr_scheduler_type=constant"])
     assert list(unread(flat_values(config.model_dump(), set()), DEFAULTS)) == []

@@ -125,7 +125,7 @@ def changed(config: Config, **keys: object) -> Config:
 def test_every_candidate_is_a_config_that_is_accepted(loss: str) -> None:
     """The keys of each candidate pass the checks of a run, and thresholds reject the stated shares of samples."""
     torch.manual_seed(0)
-    config = changed(load_config(["config=quickstart.yaml"]), actor__loss=loss)
+    config = load_config(["config=quickstart.yaml", f"actor.loss={loss}"])
     ratios = [(0.1 * torch.randn(500, 10), torch.ones(500, 10, dtype=torch.bool))]
     tried = corrections(config, ratios) + bands(config)
     base = base_config(config)

@@ -78,7 +78,7 @@ def test_broad_distributions_and_low_temperatures_pass(level, abs_mean, length, 
 
 def test_the_temperature_by_hand():
     for temperature, scale in ((1.0, 1), (2.0, 1), (0.5, 2), (0.25, 4), (0.1, 4), (0.005, 4)):
-        for level, base in (("model", 6e-3), ("linears", 0.15), ("off", 0.5)):
+        for level, base in (("model", 6e-3), ("linears", 0.15), ("off", 1.0)):
             found = resolve_limit(None, level, response_length=200, temperature=temperature)
             assert found == pytest.approx(scale * base, rel=1e-12)
         assert resolve_limit(None, "exact", temperature=temperature) == 1e-4
@@ -108,7 +108,7 @@ def test_what_is_not_finite_is_over_every_limit(bad, limit):
 @pytest.mark.parametrize(
     ("limit", "level", "length", "expected"),
     [
-        (None, "off", 10, 0.5),
+        (None, "off", 10, 1.0),
         (None, "linears", 10, 0.15),
         (None, "exact", 10_000, 1e-4),
         (None, "model", 0, 5e-3),

@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{row.model} | {level}: mean |δ| {row.abs_mean:.2g} of {row.limit:.2g}, at {row.level} "
                   f"{row.times or 0:.2g} times the noise of {row.times_limit:.2g}: {verdict}", flush=True)  # fmt: skip
             if args.json:
-                head = {"date": str(datetime.date.today()), "commit": COMMIT, "cpu": cpu()}
+                head: dict[str, Any] = {"date": str(datetime.date.today()), "commit": COMMIT, "cpu": cpu()}
                 head["amx_tiles"] = torch.cpu._is_amx_tile_supported()
                 write_json(args.json, head | {"rows": [asdict(row) for row in rows]})
     return int(any(row.fired != row.should_fire for row in rows))

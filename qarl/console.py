@@ -88,7 +88,8 @@ def summary_text(name: str, folder: Path, summary: Mapping[str, object], *, repo
         shown["report"] = folder / "report.html"
     if not summary.get("finished"):
         saved = any((folder / "checkpoints").glob("*step_*"))
-        shown["to resume"] = shlex.join(["qarl", "train", *argv]) if saved else "not possible: there is no checkpoint"
+        again = [argument for argument in argv if argument != "trainer.resume_mode=disable"]
+        shown["to resume"] = shlex.join(["qarl", "train", *again]) if saved else "not possible: there is no checkpoint"
     lines += [f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in shown.items()]
     return "\n".join(lines)
 

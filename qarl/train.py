@@ -10,7 +10,7 @@ docs/configuration.md describes every key. `python -m qarl.train` is the same co
 exit codes:
   0    the run ended
   2    the config, the data or the machine cannot be used; one message says why
-  130  ended by Ctrl-C or SIGTERM, after the current step was finished and everything was written
+  130  ended by Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

@@ -43,16 +43,6 @@ def agrees(row: Row) -> bool:
     return "w4a16" in row and not any("stopped" in found for found in row.values()) and share(row) <= LARGEST_SHARE
 
 
-def family_table(found: dict[str, dict[str, Row]]) -> Iterator[str]:
-    yield from _head("family", *_LEVELS, "")
-    for family in sorted(found):
-        row = found[family].get("defaults", {})
-        if "w4a16" in row:
-            level = "`model` and `exact`" if "model" in row["w4a16"] else "`linears`"
-            verdict = f"trained at {level}" if family in ALL else "refused"
-            yield _line(family, *_levels(row), verdict)
-
-
 def key_table(found: dict[str, dict[str, Row]]) -> Iterator[str]:
     yield from _head("family", "keys", *_LEVELS, "one side ignores the key")
     for family in ALL:
@@ -80,7 +70,7 @@ def refused_table(found: dict[str, dict[str, Row]]) -> Iterator[str]:
         yield _line(family, ", ".join(f"`{name}`" for name in names))
 
 
-TABLES = {"families": family_table, "keys": key_table, "rotary": rotary_table, "refused": refused_table}
+TABLES = {"keys": key_table, "rotary": rotary_table, "refused": refused_table}
 
 
 def _levels(row: Row) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -59,15 +60,19 @@ def check_compiler() -> None:
     headers, which many images of CUDA lack."""
     if not torch.cuda.is_available():
         return
-    header = Path(sysconfig.get_path("include")) / "Python.h"
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, for packages; its Python has the headers where Triton looks
+        scheme = "posix_prefix"
+    header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     lacking = [] if header.is_file() else [f"Python's headers ({header})"]
     lacking += [] if compiler else ["a C compiler (gcc or clang)"]
     if lacking:
+        python = f"python{sys.version_info.major}.{sys.version_info.minor}"
         raise UserError(
             f"Triton lacks {' and '.join(lacking)}",
             where="this machine",
             why="vLLM and QaRL run Triton kernels on GPUs, and Triton compiles a C module for each of them",
-            fix="install the packages python3.11-dev and gcc (Debian, Ubuntu) or python3.11-devel and gcc (Fedora), or "
-            "use a Python that has its headers",
+            fix=f"install the packages {python}-dev and gcc (Debian, Ubuntu) or {python}-devel and gcc (Fedora), or use "
+            "a Python that has its headers",
         )

@@ -24,9 +24,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from qarl.config import load_config
 from qarl.config.demos import DEFAULT, DEMOS
 from qarl.console import run_command
 from qarl.errors import UserError
+from qarl.process import limit_threads
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,13 +43,22 @@ def _main(argv: list[str]) -> int:
             f"there is no demo {' '.join(names)!r}", where="command line", fix=f"the demos are {', '.join(DEMOS)}"
         )
     demo = DEMOS[names[0]]
+    arguments = [f"config={demo.config}", *(word for word in argv if "=" in word)]
+    config = load_config(arguments)  # a wrong argument is refused before the model is made
+    if config.dry_run:
+        return _train(arguments)
+    limit_threads(config.trainer.num_threads)
     from qarl.demo import tiny_model
 
     if code := tiny_model.main(["--task", demo.task, "--experts", str(demo.experts), "--output", demo.model]):
         return code
+    return _train(arguments)
+
+
+def _train(arguments: list[str]) -> int:
     from qarl import train  # its clock starts with the import, and the model is not part of the run
 
-    return train.main([f"config={demo.config}", *(word for word in argv if "=" in word)])
+    return train.main(arguments)
 
 
 def describe(topics: list[str]) -> str:

@@ -155,9 +155,9 @@ class Checkpoints:
 
     @staticmethod
     def _passes(folder: Path, step: int, settings: Mapping[str, Any]) -> Path | None:
-        """Return `folder` if the run of `settings` saved it only because of the time or its end. Otherwise None."""
-        freq = settings.get("save_freq", -1)
-        return None if freq > 0 and step % freq == 0 else folder
+        """Return `folder` if the run of `settings` saved it only because of the time or a signal. Otherwise None."""
+        freq, last = settings.get("save_freq", -1), settings.get("total_training_steps")
+        return None if freq > 0 and (step % freq == 0 or step == last) else folder
 
     def _compare(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
         """Return the metrics `resume/*` in the first step after a resume, and {} in other steps."""

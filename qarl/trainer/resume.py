@@ -25,7 +25,9 @@ from qarl.checkpoint.run_folder import checkpoints_dir, fresh_run_dir, holds_a_r
 from qarl.checkpoint.storage import recover, set_aside
 from qarl.config import Config
 from qarl.config.errors import show
+from qarl.config.schema import default_values
 from qarl.config.types import as_dotted
+from qarl.config.unread import unread
 from qarl.console import note, say
 from qarl.errors import UserError
 from qarl.rollout.gpu import eager
@@ -271,8 +273,11 @@ def check_changes(
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
     """Return dotted key -> (value in the checkpoint, value now) for each changed key that is in both configs.
 
-    Values of `rollout.enforce_eager` that mean the same on this machine are equal."""
+    Values of `rollout.enforce_eager` that mean the same on this machine are equal. A key of the checkpoint that had no
+    effect there does not count."""
     before, now = as_dotted(saved), as_dotted(config.model_dump(mode="json"))
+    for key, _ in list(unread(before, default_values())):
+        del before[key]
     before.setdefault(_KERNELS, "engine")  # earlier checkpoints have no such key
     if before.get(_EAGER, "missing") in (None, True, False):
         before[_EAGER], now[_EAGER] = eager(before[_EAGER]), eager(now[_EAGER])

@@ -129,7 +129,7 @@ def refuse_ignored(composed: Any) -> None:
             mode not in ("sync", "qarl_sync"),
             "trainer.v1.trainer_mode",
             mode,
-            "sync",
+            "qarl_sync",
             "responses would come from several versions of the weights, and quant.mismatch_limit would report an error",
         ),
         (not composed.trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"),

@@ -7,6 +7,9 @@ trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py). Qa
 - It compares the config with that of the checkpoint.
 - It ignores incomplete checkpoints, and writes the step of the newest complete one into the tracker file.
 - It refuses a checkpoint that could run code, because verl unpickles it.
+
+There is one departure from the local backend: with `trainer.resume_mode=resume_path` a repeated command starts from
+that checkpoint again, not from those that the run has written since.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 @pytest.mark.parametrize("compiler", [True, False])
 def test_triton_needs_headers_and_a_compiler(monkeypatch, tmp_path, sees_gpu, header, compiler) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
-    monkeypatch.setattr(driver.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(driver.sysconfig, "get_default_scheme", lambda: "posix_local")  # Debian's own Python
+    paths = {"posix_prefix": tmp_path}
+    monkeypatch.setattr(driver.sysconfig, "get_path", lambda name, scheme: str(paths[scheme]))
     monkeypatch.setattr(driver.shutil, "which", lambda name: "/usr/bin/gcc" if compiler else None)
     monkeypatch.delenv("CC", raising=False)
     if header:

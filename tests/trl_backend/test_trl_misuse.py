@@ -119,7 +119,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"seq_clip_ratio_high": -1.0}, "seq_clip_ratio_high"),
     ({"loss_type": "dapo", "seq_clip_ratio_high": 0.01}, "it has no effect with loss_type = dapo"),
     ({"seq_clip_ratio_low": 0.01}, "set positive_band to two_sided"),
-    ({"quant_scheme": "w8a8"}, "it has no effect with quant_scheme = w8a8"),
     ({"max_completion_length": 4096}, "positions"),
     ({"vllm_max_model_length": 18}, "vllm_max_model_length=18"),
     ({"vllm_cpu_kvcache_space_gib": 1e-5}, "vllm_cpu_kvcache_space_gib"),

@@ -120,10 +120,11 @@ class VllmCpuFP8Linear:
 
     @staticmethod
     def prepare_stack(tensors: Mapping[str, torch.Tensor]) -> list[PreparedScaled]:
-        """Prepare all matrices of a stack [E, N, K] at once. Each result is a view."""
-        weight, scale = tensors["weight"], tensors["weight_scale"].transpose(1, 2).contiguous()
-        if _fp32_matmul_equals_scaled_mm(weight.shape[2]):
-            weight = upcast_e4m3(weight)
+        """Prepare all matrices of a stack [E, N, K] at once. Each result is a view of new memory, because a transport
+        may reuse that of `tensors`."""
+        weight = tensors["weight"]
+        scale = tensors["weight_scale"].transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        weight = upcast_e4m3(weight) if _fp32_matmul_equals_scaled_mm(weight.shape[2]) else weight.clone()
         return [PreparedScaled(*both) for both in zip(weight.unbind(), scale.unbind(), strict=True)]
 
     @staticmethod

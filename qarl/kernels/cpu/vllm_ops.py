@@ -98,8 +98,10 @@ class VllmCpuWNA16Linear(BF16Activations):
 
     @staticmethod
     def prepare_stack(tensors: Mapping[str, torch.Tensor]) -> list[PreparedWNA16]:
-        """Prepare all matrices of a stack [E, N, ...] at once. Each result is a view."""
-        tiles, scales = tensors.get("weight_tiles"), tensors["weight_scale"].transpose(1, 2).contiguous()
+        """Prepare all matrices of a stack [E, N, ...] at once. Each result is a view. Except for tiles, its memory is
+        new, because a transport may reuse that of `tensors`."""
+        tiles = tensors.get("weight_tiles")
+        scales = tensors["weight_scale"].transpose(1, 2).clone(memory_format=torch.contiguous_format)
         if tiles is None:
             tiles = to_tiles(tensors["weight_packed"].flatten(0, 1)).unflatten(0, (len(scales), -1))
         return [PreparedWNA16(*both) for both in zip(tiles.unbind(), scales.unbind(), strict=True)]

@@ -101,7 +101,7 @@ def write_bf16(module: nn.Module, parts: list[Part]) -> None:
     """Write BF16 weights, and let vLLM's own code pack them, as when the engine starts."""
     layer: Any = module
     for stack, tensors in zip(STORED.values(), parts, strict=True):
-        getattr(layer, f"{stack}_weight").data = tensors["weight"]
+        getattr(layer, f"{stack}_weight").data = tensors["weight"].clone()  # the sender's memory
     layer.quant_method.process_weights_after_loading(layer)
 
 

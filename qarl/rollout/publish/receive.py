@@ -192,7 +192,7 @@ class WeightReceiver:
     def _end_unit(self, digests: torch.Tensor) -> None:
         """Write a unit. `digests`: its checksums, which `_commit` compares with those computed here."""
         names = [name for name, _ in self._unit]
-        if digests.dtype != torch.int64 or digests.shape != (len(names),):
+        if not names or digests.dtype != torch.int64 or digests.shape != (len(names),):
             unit = wire.unit_of(names[0]) if names else "a unit"
             expected = self._units.get(unit, [])
             lost, extra = ([n for n in one if n not in other] for one, other in ((expected, names), (names, expected)))

@@ -108,7 +108,9 @@ def _has_kernel(device: torch.device) -> bool:
         return True
     words = torch.arange(3 * BLOCK + 5, dtype=torch.int64, device=device) * 0x9E3779B97F4A7C1
     floats = torch.ones(1024, dtype=torch.bfloat16, device=device)
+    stack = torch.arange(3 * 5 * 2048, device=device).view(3, 5, 2048).bfloat16()  # several blocks, read in place
     samples = [words, floats, torch.where(floats.cumsum(0) == 700, torch.inf, floats)]
+    samples += [stack, torch.where(stack == stack[2, 4, 2000], torch.inf, stack)]
     try:
         found, wanted = (check(samples, True) for check in (_check_by_kernel, _check_each))
         assert found.bad is not None and wanted.bad is not None

@@ -13,8 +13,8 @@ Both sides hold one unit in memory at a time. A unit contains all parts of a lay
 gate/up), and its experts as stacks (`qarl.quant.stacks`).
 
 Between the first record and the last, neither side waits for its device. The sender looks for NaN and Inf, and the
-receiver compares checksums, unit by unit, and both read the results before the last record. For a delta, both read once
-for each unit, and again for each tensor that has changed.
+receiver compares checksums, unit by unit, and both read the results before the last record. For a delta, and
+for a publish whose tensors are kept, both read once for each unit, and again for each tensor that has changed.
 
 A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.kept`). `qarl.begin` then contains
 the fingerprint of that publish, `base`, and no list of tensors. A unit contains only changed tensors. `qarl.unit` is

@@ -27,6 +27,7 @@ class Saving:
 
     def __init__(self, trainer: Any) -> None:
         self._freq, self._seconds = trainer.save_freq, 60 * trainer.get("save_minutes", -1)
+        self._last = trainer.get("total_training_steps")
         self._keep = trainer.get("max_actor_ckpt_to_keep")
         self._checkpoints = Path(trainer.default_local_dir)
         self.begin()
@@ -48,7 +49,7 @@ class Saving:
         """Return the folder of the checkpoint of `step`, and mark it if the next checkpoint replaces it."""
         folder = self._checkpoints / f"global_step_{step}"
         folder.mkdir(parents=True, exist_ok=True)
-        if self._freq <= 0 or step % self._freq:
+        if self._freq <= 0 or (step % self._freq and step != self._last):
             (folder / BY_TIME).touch()
         return folder
 

@@ -11,6 +11,7 @@ from engine_experts import DOWN, EXPERTS, GATE_UP, PREFIX, SHAPES, WIDTH, engine
 from torch import nn
 
 from qarl.errors import UserError
+from qarl.kernels.cpu import torch_ops
 from qarl.quant.stacks import stacked
 from qarl.rollout.publish import experts, writers
 from qarl.rollout.publish.manifest import TensorSpec, check_complete, check_same_layers
@@ -36,8 +37,24 @@ class CompressedTensorsWNA16MoEMethod: ...
 
 def test_bf16_experts_are_processed_once() -> None:
     method, tensors = RepairedUnquantizedMethod(), stacks()
-    plan_of(engine_model(method), tensors).write(tensors)
+    model = engine_model(method)
+    plan_of(model, tensors).write(tensors)
     assert [torch.equal(*pair) for pair in zip(method.processed, tensors.values(), strict=True)] == [True, True]
+    sent = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    assert sent.isdisjoint(parameter.untyped_storage().data_ptr() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("same_bits", [False, True])
+def test_prepared_fp8_stacks_are_not_the_senders_memory(monkeypatch: pytest.MonkeyPatch, same_bits: bool) -> None:
+    """A transport writes the next layer into its buffer, while the engine computes with this one."""
+    monkeypatch.setattr(torch_ops, "_fp32_matmul_equals_scaled_mm", lambda columns: same_bits)
+    tensors = {"weight": torch.randn(2, 16, 8).to(torch.float8_e4m3fn), "weight_scale": torch.rand(2, 16, 1)}
+    prepared = torch_ops.VllmCpuFP8Linear.prepare_stack(tensors)
+    before = [(one.weight.clone(), one.scale.clone()) for one in prepared]
+    for tensor in tensors.values():
+        tensor.zero_()
+    for one, (weight, scale) in zip(prepared, before, strict=True):
+        assert torch.equal(one.weight.float(), weight.float()) and torch.equal(one.scale, scale)
 
 
 def test_low_bit_experts_are_passed_as_they_came() -> None:

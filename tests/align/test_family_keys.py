@@ -1,0 +1,39 @@
+"""Family x key: every row was measured through `qarl train`, and no row that is accepted is a different model."""
+
+from __future__ import annotations
+
+import sys
+
+from checkout import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import family_tables
+from family_rows import ALL, rows
+
+RESULTS = ROOT / "benchmarks" / "results" / "family_keys_cpu.json"
+
+
+def test_every_row_was_measured_or_refused_by_name() -> None:
+    found = family_tables.results()
+    assert {family: set(found[family]) for family in found} == {family: set(rows(family)) for family in ALL}
+    for family, name, row in all_rows():
+        assert "failed" not in row, (family, name, row)
+        assert "w4a16" in row or " is refused" in row["refused"] or "are refused" in row["refused"], (family, name, row)
+
+
+def test_no_accepted_row_is_a_different_model() -> None:
+    """At most a tenth of the mismatch at `off`, and nothing at `exact`."""
+    accepted = [(family, name, row) for family, name, row in all_rows() if "w4a16" in row]
+    assert len(accepted) > 200
+    for family, name, row in accepted:
+        assert family_tables.agrees(row), (family, name, row)
+        exact = [of_scheme["exact"] for of_scheme in row.values() if "exact" in of_scheme]
+        assert not any(exact) and (len(exact) == 2) == (family in ALL[:4]), (family, name, row)
+
+
+def test_the_page_shows_the_results() -> None:
+    assert family_tables.page() == family_tables.PAGE.read_text(encoding="utf-8")
+
+
+def all_rows() -> list[tuple[str, str, family_tables.Row]]:
+    return [(family, name, row) for family, found in family_tables.results().items() for name, row in found.items()]

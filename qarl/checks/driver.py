@@ -73,6 +73,6 @@ def check_compiler() -> None:
             f"Triton lacks {' and '.join(lacking)}",
             where="this machine",
             why="vLLM and QaRL run Triton kernels on GPUs, and Triton compiles a C module for each of them",
-            fix=f"install the packages {python}-dev and gcc (Debian, Ubuntu) or {python}-devel and gcc (Fedora), or use "
-            "a Python that has its headers",
+            fix=f"install the packages {python}-dev and gcc (Debian, Ubuntu) or {python}-devel and gcc (Fedora), or "
+            "use a Python that has its headers",
         )

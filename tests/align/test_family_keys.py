@@ -8,17 +8,25 @@ from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import family_tables
-from family_rows import ALL, rows
+from family_rows import ALL, rotary_rows, rows
 
-RESULTS = ROOT / "benchmarks" / "results" / "family_keys_cpu.json"
+BY_NAME = (
+    " is refused",
+    "are refused",
+    "would compute different rotary embeddings from this config",
+    "the engine would run MistralForCausalLM, but the trainer would run MinistralForCausalLM",
+    "config or tokenizer cannot be loaded",  # transformers' own class cannot take the value
+)
 
 
 def test_every_row_was_measured_or_refused_by_name() -> None:
-    found = family_tables.results()
-    assert {family: set(found[family]) for family in found} == {family: set(rows(family)) for family in ALL}
+    """The page says which families have rows of rotary embeddings."""
+    found, rotary = family_tables.results(), set(rotary_rows())
+    for family in ALL:
+        assert set(rows(family)) - rotary <= set(found[family]) <= set(rows(family)), family
     for family, name, row in all_rows():
         assert "failed" not in row, (family, name, row)
-        assert "w4a16" in row or " is refused" in row["refused"] or "are refused" in row["refused"], (family, name, row)
+        assert "w4a16" in row or any(words in row["refused"] for words in BY_NAME), (family, name, row)
 
 
 def test_no_accepted_row_is_a_different_model() -> None:

@@ -216,7 +216,11 @@ def test_own_kernels_that_this_machine_has_not(refusal: Refusal, monkeypatch: py
     monkeypatch.setattr(kernels, "runs_on_cpu", lambda backend: False)
     monkeypatch.setattr(machine, "runs_on_cpu", lambda backend: False)
     for scheme, name in own.items():
-        words = ["quant.kernels", f"quant.scheme={scheme}", "not on cuda"]
+        words = [
+            "quant.kernels",
+            f"quant.scheme={scheme}",
+            "rounds activations" if scheme == "w4a8" else "only on a CPU",
+        ]
         refusal(f"quant.scheme={scheme}", f"quant.kernels={name}", words=words)
 
 

@@ -88,7 +88,7 @@ def test_a_mismatch_over_the_limit_stops_all_ranks_before_the_first_update(resul
 def test_more_than_rounding_noise_stops_all_ranks_before_the_first_update(results, level):
     found = results[f"noise at {level}"]
     for text in found["guard"]:
-        assert "trainer and engine compute different models" in text and f"quant.align={level} allows" in text
+        assert "trainer and engine compute different models" in text and "quant.align=model allows" in text
     (metrics,) = found["metrics"]  # the update after it, of healthy log-probs
     assert metrics["mismatch/over_limit"] == [0.0]
 

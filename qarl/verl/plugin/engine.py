@@ -61,7 +61,7 @@ from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
 from qarl.verl.plugin.held import all_hold
 from qarl.verl.plugin.loss import MICRO_BATCH, OURS, MicroBatch
-from qarl.verl.plugin.noise import COMPARING, check_first
+from qarl.verl.plugin.noise import check_first
 from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
@@ -225,7 +225,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         found = take(self._head, output, micro_batch, output_args, self._gather_and_unpad_packed)
         if found is not None:
             return found
-        if (self.quant is not None or COMPARING.get()) and getattr(output, "logits", None) is not None:
+        if self.quant is not None and getattr(output, "logits", None) is not None:
             # verl divides by the temperature, if it is not 1, in the logits' own dtype.
             in_fp32 = flash_cross_entropy() and output_args.get("temperature_is_one", False)
             logits = output.logits if in_fp32 else output.logits.float()

@@ -4,16 +4,17 @@ It takes three forwards without gradients of each rank's first micro-batch, once
 the forward multiplies by the published tensors and, on a CPU, has the arithmetic of level `model` where that exists,
 also at `linears` and `off`. It does not
 
-- for an actor without the section `quant`: FSDP2 casts the inputs of its blocks to BF16, and level `model` needs FP32
 - for experts that are not quantized: their replacements are made before FSDP2 shards them
 - if an engine has several workers (`qarl.align.model.split_unavailable`)
+
+An actor without the section `quant` is not compared: its engine may be quantized by other means, and that mismatch is
+what TBPO weighs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,10 +28,6 @@ from qarl.quant.experts import QuantExperts
 from qarl.quant.published import published_forward
 from qarl.quant.stacks import stacked_experts
 from qarl.verl.plugin.routing import RouterReplay
-
-COMPARING: ContextVar[bool] = ContextVar("qarl_comparing", default=False)
-"""Whether the current forward is compared. Its log-probs are then computed in FP32, as vLLM's are; without flash-attn
-verl rounds those of an unquantized actor to BF16, which `other_roundings` could not tell from a mistake."""
 
 
 def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any, rows: Any) -> None:
@@ -48,7 +45,7 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
     rollout, level = rows.get("rollout_log_probs", None), engine._limit_level
     if rollout is None or getattr(engine, "compared", False) or level not in NOISE_LIMITS:
         return
-    if engine.quant is not None and engine.quant.mismatch_limit is not None:
+    if engine.quant is None or engine.quant.mismatch_limit is not None:
         return
 
     def log_probs() -> torch.Tensor:
@@ -58,7 +55,6 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
 
     mask, roots = rows["response_mask"].to(get_device_id()), Roots()
     routing, engine._routing = engine._routing, RouterReplay()  # so that these forwards do not enter its counts
-    comparing = COMPARING.set(True)
     try:
         with ExitStack() as stack:
             if level in ("off", "linears") and may_align(engine):
@@ -68,7 +64,6 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
                 stack.enter_context(published_forward(engine.module, engine.scheme, engine.ignore))
             roots.add(engine.module, log_probs, rollout, mask)
     finally:
-        COMPARING.reset(comparing)
         engine._routing.begin(engine.module, {}, mask)  # ends its replay
         engine._routing = routing
     sums = torch.tensor([roots.delta, roots.noise, roots.tokens], dtype=torch.float64)
@@ -82,6 +77,6 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
 
 def may_align(engine: Any) -> bool:
     """Return whether the module's forward may get the arithmetic of level `model` after FSDP2 has sharded it."""
-    if engine.quant is None or engine.quant.tensor_model_parallel_size > 1:
+    if engine.quant.tensor_model_parallel_size > 1:
         return False
     return all(isinstance(experts, QuantExperts) for experts in stacked_experts(engine.module).values())

@@ -1,4 +1,4 @@
-"""What a model passes to its attention: each argument acts, or the model is refused by name before the run.
+"""Arguments that a model passes to its attention: each acts, or the model is refused by name before the run.
 
 transformers' classes call the function that is registered for their attention with keyword arguments. transformers'
 `sdpa` ignores those that it does not know, such as Gemma 2's `softcap`. So QaRL reads the names in the source of the

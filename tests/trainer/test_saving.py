@@ -97,7 +97,7 @@ SAVES = {
 @pytest.mark.parametrize("case", SAVES)
 def test_when_a_run_saves_and_what_it_leaves(timed, case):
     overrides, minutes, stopped, steps, left = SAVES[case]
-    on_step = lambda step: signal.raise_signal(signal.SIGINT) if step == stopped else None  # noqa: E731
+    on_step = lambda step: signal.raise_signal(signal.SIGINT) if step == stopped else None  # noqa: E731  one line of a table of cases
     trainer = timed("trainer.total_training_steps=9", *overrides, minutes=minutes, on_step=on_step)
     assert run(trainer) == sorted(f"step_{step}" for step in left)
     assert trainer.saved == steps and trainer.step == (stopped or 9)

@@ -1,15 +1,19 @@
-"""Kill verl runs with SIGKILL, resume them, and check that they go on from the state that was saved.
+"""End verl runs with SIGKILL or another signal, resume them, and check that they go on from the state that was saved.
 
     python scripts/verl_resume_check.py --kills 5 --output result.json
+    python scripts/verl_resume_check.py --signal SIGINT
 
-Each time: a run of eight steps with a checkpoint every two is killed by process id at a random moment, from the logging
-of its first step to about its last, inside steps and checkpoints alike; and started again with
+Each time: a run of eight steps with a checkpoint every two gets the signal by process id at a random moment, from the
+logging of its first step to about its last, inside steps and checkpoints alike; and is started again with
 `trainer.resume_mode=auto`. Checked:
 
     weights, optimizer, scheduler, RNG   by checksum, on every rank: verl's own load is followed by a comparison with
                                          the record written at the save (`qarl.verl.plugin.state`)
     data position                        the steps after the checkpoint ask the prompts that the killed run's asked; a
                                          kill right after a checkpoint leaves none to compare
+
+    the end                              by SIGINT and SIGTERM: exit code 130 within a minute, the answer that names
+                                         what the repeated command does, and no process left
 
 A run killed before its first checkpoint starts fresh: only its prompts are compared. Sampling is not bitwise repeatable
 across verl's servers, so later steps are not compared. The result is JSON, written after each kill; the exit code is 1
@@ -19,6 +23,7 @@ on any difference.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import random
@@ -30,11 +35,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from qarl.checkpoint.json_file import write_json
 from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.metrics.tracker import read_metrics
 
 SAVE_FREQ, LAST = 2, 8
+COMMIT = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 _VERIFIED = re.compile(r"rank (\d+): resumed state equals the saved one by checksum: (\d+) parts, (\w+)")
 
 
@@ -60,8 +68,10 @@ def logged_steps(run_dir: Path) -> int:
     return max((int(entry["step"]) for entry in read_metrics(run_dir)), default=0)
 
 
-def run_and_kill(name: str, args: argparse.Namespace, delay: float) -> None:
-    """Start the run and kill it `delay` seconds after step 1 was logged, or once its last but one step is."""
+def run_and_kill(name: str, args: argparse.Namespace, delay: float) -> dict[str, Any]:
+    """Start the run and end it `delay` seconds after step 1 was logged, or once its last but one step is.
+
+    Returns how it ended: empty for SIGKILL, which leaves Ray to notice."""
     run_dir = Path(args.runs) / name
     with (Path(args.runs) / f"{name}.killed.log").open("wb") as log:
         process = subprocess.Popen(
@@ -74,8 +84,17 @@ def run_and_kill(name: str, args: argparse.Namespace, delay: float) -> None:
             if step and end is None:
                 end = time.monotonic() + delay
             time.sleep(0.05)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        processes = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, signal.Signals[args.signal])
+        begin = time.monotonic()
+        code = process.wait()
+    if args.signal == "SIGKILL":
+        return {}
+    seconds, text = time.monotonic() - begin, Path(log.name).read_text(encoding="utf-8", errors="replace")
+    left = [child.pid for child in psutil.wait_procs(processes, timeout=10)[1]]
+    answered = "stopping verl now" in text and "if you repeat the command" in text
+    ok = code == 130 and seconds < 60 and answered and not left
+    return {"exit_code_at_signal": code, "seconds_to_end": round(seconds, 1), "processes_left": len(left), "ended": ok}
 
 
 def prompts_of_step(folder: Path, step: int) -> list[str]:
@@ -92,7 +111,7 @@ def last_checkpoint(run_dir: Path) -> int:
 def check(name: str, args: argparse.Namespace, delay: float) -> dict[str, Any]:
     """One kill and one resume; what was compared, and whether it was equal."""
     run_dir = Path(args.runs) / name
-    run_and_kill(name, args, delay)
+    ended = run_and_kill(name, args, delay)
     killed_after, checkpoint = logged_steps(run_dir), last_checkpoint(run_dir)
     killed, resumed = run_dir.with_suffix(".killed"), run_dir.with_suffix(".resumed")
     with (Path(args.runs) / f"{name}.resumed.log").open("wb") as log:
@@ -109,6 +128,7 @@ def check(name: str, args: argparse.Namespace, delay: float) -> dict[str, Any]:
     return {
         "killed_s_after_step_1": round(delay, 2),
         "killed_after_step": killed_after,
+        **ended,
         "resumed_from": checkpoint,
         "exit_code": code,
         "ranks_verified": sorted(verified),
@@ -116,6 +136,7 @@ def check(name: str, args: argparse.Namespace, delay: float) -> dict[str, Any]:
         "steps_with_equal_prompts": again if same_prompts else [],
         "last_step": logged_steps(run_dir),
         "ok": code == 0
+        and ended.get("ended", True)
         and sorted(verified) == list(range(args.ranks if checkpoint else 0))
         and dumped
         and same_prompts
@@ -138,6 +159,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=30.0, help="kill at most this long after step 1")
+    parser.add_argument("--signal", default="SIGKILL", choices=("SIGKILL", "SIGINT", "SIGTERM"))
     parser.add_argument("--runs", default="runs/verl_resume_check")
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*")
@@ -152,6 +174,9 @@ def main() -> None:
         steps = prompts_by_step(Path(args.runs))
         equal = all(len({tuple(prompts) for prompts in runs.values()}) == 1 for runs in steps.values())
         report = {
+            "date": str(datetime.date.today()),
+            "commit": COMMIT,
+            "signal": args.signal,
             "ranks": args.ranks,
             "kills": results,
             "runs_compared_by_step": {step: len(runs) for step, runs in sorted(steps.items())},

@@ -4,17 +4,19 @@
 
 The quickstart in verl at every alignment level, and `exact` on two ranks (two FSDP2 ranks, two copies of the rollout
 engine) and with a KV cache so small that responses are put off; either half of QaRL by itself, from verl's own command
-line (`scripts/verl_halves.sh`); a run whose trainer was given another `rms_norm_eps` than the engine; and eight runs of
-ten steps on two ranks that cover every pair of scheme, dense or experts, dtype of the masters, optimizer and packing.
+line (`scripts/verl_halves.sh`); GRPO with `bypass_mode`; a run whose trainer was given another `rms_norm_eps` than the
+engine; and eight runs of ten steps on two ranks that cover every pair of scheme, dense or experts, dtype of the
+masters, optimizer and packing.
 Checked of every step: mean |δ| against the limit of the level, |δ| of every token if 0 is promised, preemptions if
 there must be some. The mismatch guard must end the run with the other norm before its first update, and be silent in
 the others.
-`--cases` runs some of them and leaves the others in the file as they are.
+`--cases` runs some of them and leaves the others in the file as they are. Each run has its date and commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import shutil
@@ -28,7 +30,7 @@ from typing import Any
 import yaml
 
 from qarl.metrics.guard import resolve_limit
-from qarl.metrics.tracker import METRICS_FILE, read_metrics, write_json
+from qarl.metrics.tracker import METRICS_FILE, cpu, read_metrics, write_json
 
 KEPT = ("mismatch/abs_mean", "mismatch/abs_max", "mismatch/k3", "mismatch/over_limit", "rollout/preemptions")
 ALSO_KEPT = ("actor/pg_loss", "actor/inside_band_frac", "response_length/mean")
@@ -53,6 +55,7 @@ class Case:
 
 
 CONFIG = Path("configs/quickstart_verl.yaml")
+COMMIT = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 FEW_BLOCKS = {"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size": 32}
 OTHER_NORM = {"+actor_rollout_ref.model.override_config.rms_norm_eps": 0.3}
 CASES = {
@@ -70,6 +73,12 @@ CASES = {
     ),
     "tbpo_alone": Case("the TBPO loss on verl's BF16 actor", "linears", half="tbpo"),
     "quantized_alone": Case("w4a16 with verl's vanilla loss", "model", half="quantized"),
+    "bypass": Case(
+        "w4a16, GRPO with bypass_mode",
+        "model",
+        {"actor.loss": "grpo", "rollout_correction.bypass_mode": "true"},
+        exact=True,
+    ),
     "other_norm": Case("w4a16, the trainer's rms_norm_eps set to 0.3", "model", verl=OTHER_NORM, refused=True),
 }
 ROUTERS = '[lm_head, "re:.*\\\\.mlp\\\\.gate$"]'
@@ -170,6 +179,8 @@ def result(name: str, case: Case, root: Path) -> dict[str, Any]:
     healthy = code == 0 and not fired and len(steps) == case.steps and within and exact and preempted
     return {
         "what": case.what,
+        "date": str(datetime.date.today()),
+        "commit": COMMIT,
         "level": case.level,
         "exit_code": code,
         "seconds": round(time.monotonic() - begin, 1),
@@ -195,9 +206,8 @@ def main() -> None:
         kept[name] = result(name, CASES[name], args.root)
         print(name, json.dumps(kept[name], ensure_ascii=False), flush=True)
         runs = {case: kept[case] for case in CASES if case in kept}
-        ok = len(runs) == len(CASES) and all(one["ok"] for one in runs.values())
         if args.output:
-            write_json(args.output, {"runs": runs, "ok": ok})
+            write_json(args.output, {"cpu": cpu(), "runs": runs, "ok": all(run["ok"] for run in runs.values())})
     sys.exit(0 if all(kept[name]["ok"] for name in args.cases) else 1)
 
 

@@ -35,7 +35,7 @@ def check(
         return subprocess.CompletedProcess(command, 0)
 
     logged = [5]
-    monkeypatch.setattr(verl_resume_check, "run_and_kill", lambda *args: None)
+    monkeypatch.setattr(verl_resume_check, "run_and_kill", lambda *args: {})
     monkeypatch.setattr(verl_resume_check, "logged_steps", lambda run: logged[-1])
     monkeypatch.setattr(verl_resume_check, "last_checkpoint", lambda run: 8 if logged[-1] == 8 else 4)
     monkeypatch.setattr(subprocess, "run", resume)

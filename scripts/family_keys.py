@@ -71,8 +71,8 @@ class Observed(LocalTrainer):
         return self.batch, metrics
 
 
-def arguments(folder: Path, scheme: str, level: str = "exact") -> list[str]:
-    """The arguments of `qarl train` for the model in `folder`."""
+def arguments(folder: Path, scheme: str, level: str = "exact", *, length: int = 40) -> list[str]:
+    """The arguments of `qarl train` for the model in `folder`. `length`: the most tokens of a response."""
     hf_config = load_hf_config(str(folder))
     changes = {
         "model.path": str(folder),
@@ -80,7 +80,7 @@ def arguments(folder: Path, scheme: str, level: str = "exact") -> list[str]:
         "data.train_files": [str(folder.parent / "prompts.parquet")],
         "data.val_files": [],
         "data.train_batch_size": 4,
-        "data.max_response_length": 40,
+        "data.max_response_length": length,
         "rollout.n": 2,
         "rollout.cpu_kvcache_space_gib": 0.1,
         "quant.scheme": scheme,

@@ -4,8 +4,9 @@
 
 Each wrong model is a config, or a buffer, that QaRL refuses by name. Here the refusal is switched off in this process,
 so only the measured mismatch can stop the run (`qarl.trainer.probe`). Healthy are all families that can be trained, at
-`off`, `linears` and, where it exists, `model`, in W4A16, and Falcon's ALiBi, which is refused because it was never
-compared in all its combinations. The exit code is 1 if the check is wrong about a model.
+`off`, `linears` and, where it exists, `model`, in W4A16, the quickstart in the other schemes, and Falcon's ALiBi, which
+is refused because it was never compared in all its combinations. Each family is healthy with responses of 1,000 tokens,
+too: there the probe's limit of 64 tokens is raised. The exit code is 1 if the check is wrong about a model.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ MULTIPLIERS = {
     "logits_scaling": 8.0,
 }
 PARTIAL = {"rope_parameters": THETA | {"rope_type": "default", "partial_rotary_factor": 0.5}}
+LONG = 1000
 FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
 
 
 @dataclass(frozen=True)
 class Model:
     """A config of `family` with `changes`. `sharp`: factor of the weights of queries and keys. `cast`: round the rotary
-    frequencies to BF16. `levels`: values of quant.align."""
+    frequencies to BF16. `levels`: values of quant.align. `length`: the most tokens of a response; None: the probe's."""
 
     name: str
     family: str
@@ -60,6 +62,8 @@ class Model:
     cast: bool = False
     levels: tuple[str, ...] = ("linears",)
     wrong: bool = True
+    scheme: str = "w4a16"
+    length: int | None = None
 
 
 def small(std: float, **changes: Any) -> dict[str, Any]:
@@ -89,7 +93,16 @@ HEALTHY = (
         for family in ALL
         for std in (0.03, 0.08)
     ),
-    Model("quickstart", "quickstart", {}, wrong=False, levels=("off", "linears", "model")),
+    *(
+        Model(f"quickstart{label}", "quickstart", {}, wrong=False, levels=("off", "linears", "model"), scheme=scheme)
+        for scheme, label in (("w4a16", ""), ("w8a8", ", w8a8"), ("fp8", ", fp8"), ("bf16", ", bf16"))
+    ),
+    *(
+        Model(f"{family}, {LONG} tokens, {scheme}", family, small(0.03, max_position_embeddings=2 * LONG), wrong=False,
+              levels=("model",) if family in FAMILIES else ("linears",), scheme=scheme, length=LONG)
+        for i, family in enumerate(ALL)
+        for scheme in ("w4a16", ("w8a8", "bf16")[i % 2])
+    ),
 )  # fmt: skip
 
 
@@ -124,6 +137,8 @@ def refusals_off(model: Model) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, function in off.items() if model.wrong or "alibi" in model.changes else ():
             stack.enter_context(mock.patch(name, function))
+        if model.length:
+            stack.enter_context(mock.patch("qarl.trainer.probe.PROBE_TOKENS", model.length))
         if model.cast:
             stack.enter_context(mock.patch.object(Policy, "load", cast_after(Policy.load)))
         yield
@@ -144,13 +159,14 @@ def measure(model: Model, level: str) -> Row:
     with tempfile.TemporaryDirectory() as parent, refusals_off(model):
         folder = Path(parent) / "model"
         if model.family == "quickstart":
-            given = ["config=quickstart.yaml", f"quant.align={level}", f"output_dir={parent}"]
+            given = ["config=quickstart.yaml", f"output_dir={parent}"]
+            given += [f"quant.align={level}", f"quant.scheme={model.scheme}"]
         else:
             parquet.write_table(parquet.read_table(PROMPTS).slice(0, 16), Path(parent) / "prompts.parquet")
             write_config(folder, model.family, model.changes)
             write_weights(folder)
             sharpen(folder, model.sharp)
-            given = arguments(folder, "w4a16", level)
+            given = arguments(folder, model.scheme, level, length=model.length or 40)
         config = load_config(given)
         trainer = LocalTrainer(config, prepare_run(config))
         with trainer.engine:

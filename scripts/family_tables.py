@@ -89,7 +89,11 @@ def _mean(value: float | None) -> str:
 
 
 def _some(chosen: Sequence[str], every: Iterable[str]) -> str:
-    return "all" if chosen and len(chosen) == len(list(every)) else ", ".join(chosen)
+    """The chosen families, or those that are not chosen if they are fewer."""
+    others = [family for family in every if family not in chosen]
+    if chosen and len(others) < len(chosen):
+        return f"all but {', '.join(others)}" if others else "all"
+    return ", ".join(chosen)
 
 
 def _head(*names: str) -> Iterator[str]:

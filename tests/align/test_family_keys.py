@@ -8,7 +8,7 @@ from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import family_tables
-from family_rows import ALL, rotary_rows, rows
+from family_rows import ALL, rows
 
 BY_NAME = (
     " is refused",
@@ -20,10 +20,9 @@ BY_NAME = (
 
 
 def test_every_row_was_measured_or_refused_by_name() -> None:
-    """The page says which families have rows of rotary embeddings."""
-    found, rotary = family_tables.results(), set(rotary_rows())
+    found = family_tables.results()
     for family in ALL:
-        assert set(rows(family)) - rotary <= set(found[family]) <= set(rows(family)), family
+        assert set(found[family]) == set(rows(family)), family
     for family, name, row in all_rows():
         assert "failed" not in row, (family, name, row)
         assert "w4a16" in row or any(words in row["refused"] for words in BY_NAME), (family, name, row)

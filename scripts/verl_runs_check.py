@@ -181,6 +181,7 @@ def result(name: str, case: Case, root: Path) -> dict[str, Any]:
         "what": case.what,
         "date": str(datetime.date.today()),
         "commit": COMMIT,
+        "cpu": cpu(),
         "level": case.level,
         "exit_code": code,
         "seconds": round(time.monotonic() - begin, 1),
@@ -207,7 +208,7 @@ def main() -> None:
         print(name, json.dumps(kept[name], ensure_ascii=False), flush=True)
         runs = {case: kept[case] for case in CASES if case in kept}
         if args.output:
-            write_json(args.output, {"cpu": cpu(), "runs": runs, "ok": all(run["ok"] for run in runs.values())})
+            write_json(args.output, {"runs": runs, "ok": all(run["ok"] for run in runs.values())})
     sys.exit(0 if all(kept[name]["ok"] for name in args.cases) else 1)
 
 

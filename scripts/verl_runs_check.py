@@ -4,9 +4,9 @@
 
 The quickstart in verl at every alignment level, and `exact` on two ranks (two FSDP2 ranks, two copies of the rollout
 engine) and with a KV cache so small that responses are put off; either half of QaRL by itself, from verl's own command
-line (`scripts/verl_halves.sh`); GRPO with `bypass_mode`; a run whose trainer was given another `rms_norm_eps` than the
-engine; and eight runs of ten steps on two ranks that cover every pair of scheme, dense or experts, dtype of the
-masters, optimizer and packing.
+line (`scripts/verl_halves.sh`); GRPO with `bypass_mode`; four ranks, dense and with experts; a run whose trainer was
+given another `rms_norm_eps` than the engine; and eight runs of ten steps on two ranks that cover every pair of scheme, dense or experts,
+dtype of the masters, optimizer and packing.
 Checked of every step: mean |δ| against the limit of the level, |δ| of every token if 0 is promised, preemptions if
 there must be some. The mismatch guard must end the run with the other norm before its first update, and be silent in
 the others.
@@ -101,13 +101,20 @@ def pair(scheme: str, experts: bool, masters: str, optimizer: str, packed: bool)
     by_tokens = dict.fromkeys(by_rows, "null") | {"actor.ppo_max_token_len_per_gpu": 400}
     settings |= by_tokens if packed else by_rows
     settings |= {"optim.muon_lr": 1e-3} if optimizer == "muon" else {}
-    settings |= {"model.path": "models/tiny-qwen3-moe", "quant.ignore": ROUTERS} if experts else {}
+    settings |= EXPERTS if experts else {}
     what = f"{scheme}, {'experts' if experts else 'dense'}, {masters} masters, {optimizer}, packed: {packed}"
     return Case(what, "model", settings, steps=10, exact=True)
 
 
 SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
 """Four schemes and four columns of two values: every pair of two columns needs eight runs."""
+FOUR = {"trainer.n_gpus_per_node": 4, "data.train_batch_size": 8, "actor.ppo_mini_batch_size": 4, "rollout.n": 4}
+FOUR |= {"actor.ppo_micro_batch_size_per_gpu": 4, "actor.log_prob_micro_batch_size_per_gpu": 8}
+EXPERTS = {"model.path": "models/tiny-qwen3-moe", "quant.ignore": ROUTERS}
+CASES |= {
+    "four_ranks": Case("w4a16, four ranks", "model", FOUR, exact=True),
+    "four_ranks_experts": Case("w4a16, experts, four ranks", "model", FOUR | EXPERTS, exact=True),
+}
 CASES |= {
     f"pair_{scheme}_{r}": pair(
         scheme, bool(r ^ (s & 1) ^ (s >> 1)), ("fp32", "bf16")[r], ("muon", "adamw")[r ^ (s & 1)], bool(r ^ (s >> 1))

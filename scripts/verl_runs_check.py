@@ -5,8 +5,8 @@
 The quickstart in verl at every alignment level, and `exact` on two ranks (two FSDP2 ranks, two copies of the rollout
 engine) and with a KV cache so small that responses are put off; either half of QaRL by itself, from verl's own command
 line (`scripts/verl_halves.sh`); GRPO with `bypass_mode`; four ranks, dense and with experts; a run whose trainer was
-given another `rms_norm_eps` than the engine; and eight runs of ten steps on two ranks that cover every pair of scheme, dense or experts,
-dtype of the masters, optimizer and packing.
+given another `rms_norm_eps` than the engine; and eight runs of ten steps on two ranks that cover every pair of scheme,
+dense or experts, dtype of the masters, optimizer and packing.
 Checked of every step: mean |δ| against the limit of the level, |δ| of every token if 0 is promised, preemptions if
 there must be some. The mismatch guard must end the run with the other norm before its first update, and be silent in
 the others.

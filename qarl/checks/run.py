@@ -31,7 +31,7 @@ from qarl.checks.sampling import check_sampling
 from qarl.checks.stops import check_stops
 from qarl.checks.tensor_parallel import check_tensor_parallel
 from qarl.checks.verl_plugin import check_no_new_trl, check_plugin_installed, refuse_hidden_code
-from qarl.checks.weight_files import check_weight_files
+from qarl.checks.weight_files import check_tied, check_weight_files
 from qarl.config import Config
 from qarl.data.prompts import PromptDataset, PromptSampler, check_vocabulary
 from qarl.data.rewards import RewardFn, check_reward_fn, get_reward_fn
@@ -120,6 +120,7 @@ CHECKS = (
     Check("evaluation prompts", lambda run: run.val_prompts),
     Check("reward of a row", lambda run: _check_reward(run)),
     Check("weight files", lambda run: check_weight_files(run.config.model.path)),
+    Check("tied weights", lambda run: _check_tied(run)),
 )
 """All checks, in the order in which they are made."""
 
@@ -159,6 +160,11 @@ def _check_experts(run: RunInputs) -> None:
         vllm_plugin.check_installed(run.hf_config)
         if run.config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
             vllm_plugin.check_eager(run.hf_config, eager(run.config.rollout.enforce_eager))
+
+
+def _check_tied(run: RunInputs) -> None:
+    model = run.config.model
+    check_tied(model.path, run.hf_config, trust_remote_code=model.trust_remote_code)
 
 
 def _check_vocabulary(run: RunInputs) -> None:

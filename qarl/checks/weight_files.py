@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from qarl.checkpoint.compressed_tensors import header_shapes
@@ -69,6 +70,32 @@ def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool =
         why = f"the shapes of {len(wrong)} tensors differ from config.json: {name} is {list(stored[name])}, "
         raise cannot_build(path, f"{why}and should be {list(expected[name])}")
     return len(common)
+
+
+def check_tied(path: str, hf_config: Any, *, trust_remote_code: bool = False) -> None:
+    """Raise UserError if config.json ties the embeddings, but the files have an output embedding with other values.
+
+    transformers would then train two tensors, and vLLM would use one."""
+    if not getattr(hf_config, "tie_word_embeddings", False):
+        return
+    model: Any = meta_model(hf_config, trust_remote_code=trust_remote_code)
+    embedding = model.get_input_embeddings()
+    inputs = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
+    names = {*inputs, *tied_names(model)}
+    stored: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            if names & set(header_shapes([file])) and len(names) > 1:
+                stored |= {name: tensors.get_tensor(name) for name in names & set(tensors.keys())}
+    first, *others = sorted(stored, key=lambda name: name not in inputs) or [""]
+    for name in others:
+        if not torch.equal(stored[first], stored[name]):
+            raise UserError(
+                f"config.json ties {name} to {first}, but the weight files have different values for them",
+                where=f"model.path: {path}",
+                why="transformers would train both, and vLLM would use one of them",
+                fix='set "tie_word_embeddings": false in config.json, or remove the tensor that does not belong there',
+            )
 
 
 def check_weight_files(path: str) -> None:

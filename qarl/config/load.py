@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from qarl.config.errors import ConfigError, Problem, from_pydantic, key_of
 from qarl.config.schema import Config, check_together, default_values, flat_values, sections
-from qarl.config.source import read_arguments
+from qarl.config.source import read_arguments, with_home
 from qarl.config.unread import dropped
 from qarl.errors import UserError
 
@@ -58,7 +58,7 @@ def _build(
     values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem], *, report_missing: bool
 ) -> Config:
     # If a section is missing, its required keys are still reported one by one.
-    filled = {**{name: {} for name in sections()}, **values}
+    filled = {**{name: {} for name in sections()}, **with_home(values)}
     for key in dropped(flat_values(filled, set()), default_values(), sources):
         section, _, child = key.rpartition(".")
         filled[section] = {name: value for name, value in filled[section].items() if name != child}

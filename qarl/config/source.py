@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,15 @@ def read_arguments(argv: Sequence[str], single_keys: Collection[str]) -> RawConf
     for key, text in arguments.items():
         _apply_override(key, text, single_keys, raw)
     return raw
+
+
+def with_home(value: Any) -> Any:
+    """Return `value` with the home folder in place of a leading `~/`, which a shell leaves in `key=~/folder`."""
+    if isinstance(value, str):
+        return os.path.expanduser(value) if value.startswith("~/") else value
+    if isinstance(value, Mapping):
+        return {key: with_home(item) for key, item in value.items()}
+    return [with_home(item) for item in value] if isinstance(value, list) else value
 
 
 def shipped_configs() -> Path | None:

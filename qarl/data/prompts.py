@@ -282,6 +282,13 @@ def _to_messages(value: Any, where: str) -> list[Message]:
                 why=shortened(message),
                 fix=fix,
             )
+    if value[-1]["role"] == "assistant":
+        raise UserError(
+            "the prompt ends with a message of the assistant",
+            where=where,
+            why="the model would be asked to answer an answer; rows for supervised fine-tuning look like this",
+            fix="remove the answer from the prompt; reward_model.ground_truth has what the reward compares with",
+        )
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 

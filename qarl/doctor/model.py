@@ -127,6 +127,7 @@ def check_weights(context: Context, topic: Topic) -> None:
             raise NotCheckedError(why, "run the doctor there too")
         raise weight_files.cannot_load(path, "it holds neither *.safetensors nor *.bin files")
     weight_files.check_weight_files(path)
+    weight_files.check_tied(path, hf_config, trust_remote_code=trust)
     compared = weight_files.check_stored_tensors(path, hf_config, trust_remote_code=trust)
     if compared is None:
         files = len(list(Path(path).glob("*.safetensors")))

@@ -143,6 +143,8 @@ def quantize_model(
     Parameters keep their names. `kernels`: a value of `quant.kernels`. Raises UserError if a weight is not BF16, the
     model is already quantized, or no kernel supports a layer, and for the reasons given at `select_linears`.
     """
+    if isinstance(ignore, str):
+        raise UserError(f"ignore is the text {ignore!r}", why="it is a list of names", fix=f"write ignore=[{ignore!r}]")
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
     selected, skipped = select_linears(model, scheme, ignore)

@@ -16,7 +16,7 @@ import gc
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -210,6 +210,7 @@ class RolloutEngine:
                 why=why,
                 fix="call publish with all tensors of the model first; if a publish failed, mend what its error says",
             )
+        _check_requests(prompts, sampling, seeds)
         self.wake_up()
         used = None if sampling.temperature == 0 else seeds
         params = [sampling_params(sampling, None if used is None else used[i]) for i in range(len(prompts))]
@@ -252,6 +253,9 @@ class RolloutEngine:
         """
         if self.receiver is None:
             raise UserError("the rollout engine is closed", fix="start a new one, or call rebuild()")
+        if isinstance(tensors, Mapping):
+            why = "publish takes pairs of names and tensors"
+            raise UserError("the tensors are a mapping", why=why, fix="write publish(packed_state_dict(model), ...)")
         self.wake_up()
         return publish_weights(self, self.receiver, tensors, version=version, delta=self.config.delta)
 
@@ -391,6 +395,25 @@ def _check_kernels(model: torch.nn.Module, config: EngineConfig) -> None:
         from qarl.rollout.vllm_plugin.linears import check_in_use
 
         check_in_use(model, asked_for(config.kernels, config.scheme.name))
+
+
+def _check_requests(prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None) -> None:
+    """Raise UserError before vLLM sees requests that would end its engine, or this call in the middle."""
+    bad = next((prompt for prompt in prompts if not len(prompt) or isinstance(prompt[0], str)), None)
+    if bad is not None:
+        why = f"a prompt is {bad!r:.60}"
+    elif seeds is not None and len(seeds) != len(prompts):
+        why = f"there are {len(prompts)} prompts and {len(seeds)} seeds"
+    elif not isinstance(sampling, SamplingConfig):
+        why = f"sampling is a {type(sampling).__name__}"
+    else:
+        return
+    raise UserError(
+        "the rollout engine cannot take these requests",
+        where="generate",
+        why=why,
+        fix="give token ids (at least one a prompt), a SamplingConfig, and as many seeds as prompts",
+    )
 
 
 def _sampled_log_probs(completion: Any) -> list[float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from qarl.errors import UserError
 from qarl.quant.scheme import Scheme
 from qarl.rollout.gpu import eager, graph_arguments
 from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
@@ -42,6 +43,15 @@ class EngineConfig:
     dtype: str = "bf16"
     aligned: bool = False
     kernels: str = "engine"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.scheme, Scheme) or isinstance(self.ignore, str):
+            raise UserError(
+                f"scheme is {self.scheme!r} and ignore is {self.ignore!r}",
+                where="EngineConfig",
+                why="scheme is a Scheme and ignore a tuple of names",
+                fix='write scheme=get_scheme("w4a16", group_size=128), ignore=("lm_head",)',
+            )
 
 
 def llm_arguments(config: EngineConfig) -> dict[str, Any]:

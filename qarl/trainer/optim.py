@@ -67,7 +67,10 @@ class MasterOptimizer:
         self.config = optim_config
         self.total_training_steps = total_training_steps
         self.training_step = 0
-        self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        named = list(named_parameters)
+        if any(isinstance(entry, torch.Tensor) for entry in named):
+            raise UserError("the parameters have no names", fix="give model.named_parameters(), not model.parameters()")
+        self._parameters = {name: p for name, p in named if p.requires_grad}
         self._keep_masters = optim_config.master_dtype == "fp32"
         self._check_parameters()
         self.gradients: dict[str, torch.Tensor] = {}

@@ -318,6 +318,7 @@ def test_no_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
         (["run=RUN", "run=RUN", "output=x"], "given twice"),
         (["run=nowhere", "output=x"], "there is no run folder nowhere"),
         (["run=EMPTY", "output=x"], "has no checkpoints"),
+        (["run=CHECKPOINT", "output=x"], r"is a checkpoint, not a run\n.*run=.*/run step=10"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )
@@ -326,6 +327,7 @@ def test_what_will_not_do_is_one_message(tmp_path, capsys, arguments, expected):
         (tmp_path / "run" / "checkpoints" / f"step_{step}").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     folders = {"RUN": str(tmp_path / "run"), "EMPTY": str(tmp_path / "empty")}
+    folders["CHECKPOINT"] = str(tmp_path / "run" / "checkpoints" / "step_10")
     given = []
     for argument in arguments:
         key, _, value = argument.partition("=")

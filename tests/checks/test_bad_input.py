@@ -102,11 +102,15 @@ def test_missing_column(refusal: Refusal) -> None:
         (row(ground_truth=None), ["reward_model.ground_truth"]),
         (row() | {"prompt": []}, ["empty list"]),
         (row() | {"prompt": [{"role": "user", "content": None}]}, ["content of every message must be text"]),
+        (
+            row() | {"prompt": [*row()["prompt"], {"role": "assistant", "content": "t1"}]},
+            ["ends with a message of"],
+        ),
         (row() | {"data_source": None}, ["data_source"]),
         (row(""), ["a prompt has no tokens", "the chat template renders"]),
         (row(" ".join(["t5"] * 20)), ["20 tokens", "max_prompt_length=16", "data.filter_overlong_prompts=true"]),
     ],
-    ids=["no ground truth", "no messages", "no content", "no data source", "no tokens", "too long"],
+    ids=["no ground truth", "no messages", "no content", "an answer", "no data source", "no tokens", "too long"],
 )
 def test_bad_row(refusal: Refusal, bad_row: dict[str, Any], words: list[str]) -> None:
     write_rows("train.jsonl", [row() for _ in range(5)] + [bad_row])

@@ -74,6 +74,25 @@ def test_weights_that_lack_a_tensor(refusal: Refusal) -> None:
     refusal(words=["lacks 1 tensors", "model.layers.1.mlp.up_proj.weight", "random numbers"])
 
 
+def test_tied_weights_that_differ(refusal: Refusal) -> None:
+    """Equal ones are no fault: transformers ties them."""
+    file = Path("model/model.safetensors")
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"].clone()
+    edit_model_config(tie_word_embeddings=True)
+    save_file(tensors | {"lm_head.weight": embedding + 1}, file, metadata={"format": "pt"})
+    refusal(words=["ties lm_head.weight to model.embed_tokens.weight", "different values", "tie_word_embeddings"])
+    save_file(tensors | {"lm_head.weight": embedding}, file, metadata={"format": "pt"})
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml"])
+
+
+@pytest.mark.parametrize(("file", "word"), [("adapter_config.json", "an adapter"), ("model.gguf", "a GGUF file")])
+def test_a_folder_that_is_no_model(refusal: Refusal, file: str, word: str) -> None:
+    Path("model/config.json").rename(Path("model") / file)
+    refusal(words=[word, "not a model", "model.path"])
+
+
 def test_weights_cut_short(refusal: Refusal) -> None:
     path = Path("model/model.safetensors")
     path.write_bytes(path.read_bytes()[:-1000])
@@ -248,6 +267,10 @@ def test_each_scheme_asks_for_what_it_needs(refusal: Refusal, monkeypatch: pytes
 @pytest.mark.parametrize(("ignore", "words"), SPLIT_GROUPS.values(), ids=SPLIT_GROUPS)
 def test_ignore_that_the_engine_cannot_follow(refusal: Refusal, ignore: list[str], words: list[str]) -> None:
     refusal(f"quant.ignore={json.dumps(['lm_head', *ignore])}", words=["quant.ignore", *words])
+
+
+def test_ignore_that_names_only_the_end_of_a_linear(refusal: Refusal) -> None:
+    refusal("quant.ignore=[lm_head, down_proj]", words=["down_proj names no linear", 're:.*[.]down_proj$" for all 2'])
 
 
 def test_a_whole_fused_group_can_be_ignored() -> None:

@@ -181,6 +181,14 @@ def test_loss_settings_are_the_losss_own() -> None:
     assert tbpo.TBPOConfig(**{name: getattr(actor, name) for name in names}) == tbpo.TBPOConfig()
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves it as it is in key=~/folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config(["config=quickstart.yaml", "model.path=~/m", "data.train_files=[~/a.parquet, b~/c.parquet]"])
+    assert config.model.path == f"{tmp_path}/m"
+    assert config.data.train_files == [f"{tmp_path}/a.parquet", "b~/c.parquet"]
+
+
 def test_import_is_light() -> None:
     code = (
         "import sys, qarl.config; qarl.config.load_config(['config=quickstart.yaml']); "

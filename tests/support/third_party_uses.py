@@ -175,6 +175,9 @@ def why_not_callable(function: Any, call: Call) -> str | None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return None
+    parameters = list(signature.parameters.values())
+    if inspect.isclass(function) and parameters and parameters[0].name == "self":  # a class of tokenizers, in Rust
+        signature = signature.replace(parameters=parameters[1:])
     bind = signature.bind_partial if call.starred else signature.bind
     try:
         bind(*[NEVER] * call.positional, **dict.fromkeys(call.keywords, NEVER))

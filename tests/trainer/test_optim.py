@@ -337,6 +337,11 @@ def test_stochastic_rounding_refuses_fp32_parameters() -> None:
         make_optimizer(make_parameters(torch.float32), master_dtype="bf16")
 
 
+def test_parameters_without_names_are_refused() -> None:
+    with pytest.raises(UserError, match=r"named_parameters\(\)"):
+        MasterOptimizer(list(make_parameters().values()), make_config(), seed=0, total_training_steps=1)  # type: ignore[arg-type]  # the fault
+
+
 def test_frozen_parameters_stay_out() -> None:
     parameters = make_parameters()
     parameters["lm_head.weight"].requires_grad_(False)

@@ -185,7 +185,7 @@ def kill_in(run: Run, victim: str, moment: str) -> dict[str, Any]:
     text = run.log.read_text(encoding="utf-8", errors="replace")
     message = text[text.rfind("\nerror: ") + 1 :] if "\nerror: " in text else text[-600:]
     logged = [step for step in run.steps if step not in known]
-    clear = code == 2 and "vllm_server_0_0" in message and "it resumes from the last checkpoint" in message
+    clear = code == 2 and "vllm_server_0_0" in message and "it resumes after step" in message
     return {
         "victim": victim,
         "moment": moment,

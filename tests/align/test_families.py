@@ -18,6 +18,8 @@ from qarl.doctor import model as doctor_model
 from qarl.errors import UserError
 from qarl.metrics.guard import DEFAULT_LIMITS
 
+OTHER_EXPERTS = ("mellum", "olmoe")
+"""Mixtures of experts that agreed here. They are refused: nothing else of their routers was compared."""
 MEASURED = ROOT / "benchmarks" / "results" / "families_cpu.json"
 
 
@@ -36,7 +38,8 @@ def test_the_table_is_what_was_measured():
         if "linears" in found and found["linears"]["mean"] <= families.LARGEST_SHARE * found["off"]["mean"]
     }
     assert {"mistral", "gemma2", "granite"} <= set(agreed) and not {"opt", "gpt_neox", "ministral3"} & set(agreed)
-    assert {family: float(f"{mean:.1e}") for family, mean in agreed.items() if family not in FAMILIES} == SHOWN
+    listed = {family: mean for family, mean in agreed.items() if family not in (*FAMILIES, *OTHER_EXPERTS)}
+    assert {family: float(f"{mean:.1e}") for family, mean in listed.items()} == SHOWN
     assert max(SHOWN.values()) < DEFAULT_LIMITS["linears"] / 5
 
 

@@ -155,6 +155,7 @@ def test_an_objective_that_would_be_ignored_is_refused(overrides, words):
 
 SECTION = "actor_rollout_ref.actor.fsdp_config.quant"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+VERLS_RECEIVER = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 # Keys of verl's that contradict the group of the scheme, and words of the error besides the first key.
 CONTRADICTIONS = [
     ({f"{SECTION}.scheme": "w8a8"}, (f"{ENGINE}.hf_overrides.quantization_config", "weights.num_bits=4", "=w8a8")),
@@ -164,6 +165,7 @@ CONTRADICTIONS = [
     ({f"+{ENGINE}.hf_overrides.head_dtype": "float32"}, (f"{SECTION}.head_dtype=model",)),
     ({f"{SECTION}.tensor_model_parallel_size": 4}, ("actor_rollout_ref.rollout.tensor_model_parallel_size",)),
     ({f"{ENGINE}.worker_extension_cls": None}, ("no receiver",)),
+    ({f"{ENGINE}.worker_extension_cls": VERLS_RECEIVER}, ("no receiver",)),
     ({"actor_rollout_ref.rollout.calculate_log_probs": False}, ("policy_loss.loss_mode=tbpo",)),
     ({"actor_rollout_ref.actor.strategy": "fsdp"}, ("set actor_rollout_ref.actor.strategy=fsdp2",)),
     ({"algorithm.rollout_correction.bypass_mode": True}, ("cannot be used with TBPO",)),

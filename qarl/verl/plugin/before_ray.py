@@ -117,7 +117,7 @@ def refuse_other_engine(composed: Any, quant: QuantSettings) -> None:
                 why="the actor computes as the engine does only if it knows the engine's settings",
                 fix="give both the same value",
             )
-    if OmegaConf.select(composed, RECEIVER) is None:
+    if str(OmegaConf.select(composed, RECEIVER) or "verl.").startswith("verl."):
         raise UserError(
             "vLLM's workers have no receiver for the quantized actor's weights",
             where=RECEIVER,

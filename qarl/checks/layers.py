@@ -87,12 +87,15 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
                 why="vLLM would keep this layer in BF16, but the trainer would quantize its separate layers",
                 fix=f"name {', '.join(f'{owner}.{part}' for part in FUSED_LAYERS[leaf])}",
             )
-        if ends := [] if entry in names else [name for name in names if name.endswith(f".{entry}")]:
+        ends = [name for name in names if name.endswith(f".{entry}")]
+        if ends and entry not in names:
+            together = next((parts for parts in FUSED_LAYERS.values() if entry in parts), (entry,))
+            pattern = "re:.*[.]experts[.]" if ".experts." in ends[0] else f"re:.*[.]({'|'.join(together)})$"
             raise UserError(
                 f"quant.ignore entry {entry} names no linear",
                 where="quant.ignore",
                 why=f"an entry is a complete name, such as {ends[0]}, or a pattern",
-                fix=f'write "re:.*[.]{entry}$" for all {len(ends)} of them',
+                fix=f'write "{pattern}" for all layers, with those that the engine treats alike',
             )
     split: dict[str, list[str]] = {"ignored": [], "quantized": []}
     for members in fused_groups(names).values():

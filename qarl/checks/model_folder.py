@@ -96,13 +96,14 @@ def check_model_folder(path: str) -> None:
             fix=how_to_make(path) or "give a Hugging Face folder; `qarl demo` makes a tiny model and trains it",
         )
 
-    for file, what in (("adapter_config.json", "an adapter (LoRA)"), ("*.gguf", "a GGUF file")):
+    merge, original = "merge the adapter into its base model (merge_and_unload)", "give the original model's folder"
+    for file, what, fix in (("adapter_config.json", "an adapter (LoRA)", merge), ("*.gguf", "a GGUF file", original)):
         if not (Path(path) / "config.json").is_file() and any(Path(path).glob(file)):
             raise UserError(
                 f"the folder {path!r} has {what}, not a model",
                 where="model.path",
                 why="training needs config.json and BF16 weights in safetensors",
-                fix="merge the adapter into its base model (merge_and_unload), or give the model's original folder",
+                fix=fix,
             )
 
 

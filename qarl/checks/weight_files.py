@@ -1,6 +1,6 @@
-"""Checks the weight files of a local model folder. Only their headers are read.
+"""Checks the weight files of a local model folder: their headers, and two embeddings that config.json ties.
 
-`Policy.load` raises the same errors for faults that it finds while it loads the weights.
+Except for tied embeddings, `Policy.load` raises the same errors for faults that it finds while it loads the weights.
 """
 
 from __future__ import annotations
@@ -82,19 +82,21 @@ def check_tied(path: str, hf_config: Any, *, trust_remote_code: bool = False) ->
     embedding = model.get_input_embeddings()
     inputs = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
     names = {*inputs, *tied_names(model)}
+    files = sorted(Path(path).glob("*.safetensors"))
+    if len(names & header_shapes(files).keys()) < 2:
+        return
     stored: dict[str, torch.Tensor] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
+    for file in files:
         with safe_open(file, framework="pt") as tensors:
-            if names & set(header_shapes([file])) and len(names) > 1:
-                stored |= {name: tensors.get_tensor(name) for name in names & set(tensors.keys())}
-    first, *others = sorted(stored, key=lambda name: name not in inputs) or [""]
+            stored |= {name: tensors.get_tensor(name).bfloat16() for name in names & set(tensors.keys())}
+    first, *others = sorted(stored, key=lambda name: name not in inputs)
     for name in others:
         if not torch.equal(stored[first], stored[name]):
             raise UserError(
-                f"config.json ties {name} to {first}, but the weight files have different values for them",
+                f"config.json ties {name} to {first}, but the weight files have different tensors for them",
                 where=f"model.path: {path}",
                 why="transformers would train both, and vLLM would use one of them",
-                fix='set "tie_word_embeddings": false in config.json, or remove the tensor that does not belong there',
+                fix=f'remove {name} from the files, or set "tie_word_embeddings": false if the family can be untied',
             )
 
 

@@ -16,7 +16,7 @@ import gc
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -244,7 +244,8 @@ class RolloutEngine:
     def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Replace all of the engine's weights with `tensors` (checkpoint names, in layer order).
 
-        After any exception the engine is stale. Exceptions from iterating over `tensors` are passed on.
+        After any exception the engine is stale, unless `tensors` is a mapping. Exceptions from iterating over `tensors`
+        are passed on.
 
         Raises:
             UserError: the tensors do not fit the engine's model. A later publish can succeed.
@@ -399,7 +400,8 @@ def _check_kernels(model: torch.nn.Module, config: EngineConfig) -> None:
 
 def _check_requests(prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None) -> None:
     """Raise UserError before vLLM sees requests that would end its engine, or this call in the middle."""
-    bad = next((prompt for prompt in prompts if not len(prompt) or isinstance(prompt[0], str)), None)
+    sized = [isinstance(prompt, Sized) and not isinstance(prompt, Mapping | str) for prompt in prompts]
+    bad = next((prompt for prompt, fits in zip(prompts, sized, strict=True) if not fits or not len(prompt)), None)
     if bad is not None:
         why = f"a prompt is {bad!r:.60}"
     elif seeds is not None and len(seeds) != len(prompts):

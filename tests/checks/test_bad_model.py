@@ -81,7 +81,7 @@ def test_tied_weights_that_differ(refusal: Refusal) -> None:
     embedding = tensors["model.embed_tokens.weight"].clone()
     edit_model_config(tie_word_embeddings=True)
     save_file(tensors | {"lm_head.weight": embedding + 1}, file, metadata={"format": "pt"})
-    refusal(words=["ties lm_head.weight to model.embed_tokens.weight", "different values", "tie_word_embeddings"])
+    refusal(words=["ties lm_head.weight to model.embed_tokens.weight", "different tensors", "tie_word_embeddings"])
     save_file(tensors | {"lm_head.weight": embedding}, file, metadata={"format": "pt"})
     with pytest.raises(EngineConstructed):
         main(["config=run.yaml"])
@@ -269,8 +269,14 @@ def test_ignore_that_the_engine_cannot_follow(refusal: Refusal, ignore: list[str
     refusal(f"quant.ignore={json.dumps(['lm_head', *ignore])}", words=["quant.ignore", *words])
 
 
-def test_ignore_that_names_only_the_end_of_a_linear(refusal: Refusal) -> None:
-    refusal("quant.ignore=[lm_head, down_proj]", words=["down_proj names no linear", 're:.*[.]down_proj$" for all 2'])
+@pytest.mark.parametrize(
+    ("entry", "pattern"), [("down_proj", "re:.*[.](down_proj)$"), ("k_proj", "re:.*[.](q_proj|k_proj|v_proj)$")]
+)
+def test_ignore_that_names_only_the_end_of_a_linear(refusal: Refusal, entry: str, pattern: str) -> None:
+    """The pattern that it suggests is taken."""
+    refusal(f"quant.ignore=[lm_head, {entry}]", words=[f"{entry} names no linear", pattern])
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml", f"quant.ignore={json.dumps(['lm_head', pattern])}"])
 
 
 def test_a_whole_fused_group_can_be_ignored() -> None:

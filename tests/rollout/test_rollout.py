@@ -153,7 +153,12 @@ def test_prompts_that_share_a_beginning_are_each_prefilled_whole(published):
 
 @pytest.mark.parametrize(
     ("prompts", "seeds", "why"),
-    [(["1+1"], [0], "a prompt is '1.1'"), ([[]], [0], r"a prompt is \[\]"), ([[5], [6]], [0], "2 prompts and 1 seeds")],
+    [
+        (["1+1"], [0], "a prompt is '1.1'"),
+        ([[]], [0], r"a prompt is \[\]"),
+        ([5], [0], "a prompt is 5"),
+        ([[5], [6]], [0], "2 prompts and 1 seeds"),
+    ],
 )
 def test_requests_that_vllm_would_choke_on_do_not_end_the_engine(published, prompts, seeds, why):
     with pytest.raises(UserError, match=why):

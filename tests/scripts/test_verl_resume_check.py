@@ -21,7 +21,7 @@ VERIFIED = b"rank 0: resumed state equals the saved one by checksum: 193 parts, 
 
 def check(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, said: bytes = VERIFIED, steps: Sequence[int] = range(1, 6),
-    asked: str = "5",
+    asked: str = "5", ended: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A run killed after step 5, with a checkpoint of step 4; `steps`: those whose prompts were written down."""
     for side, prompts in (("killed", {step: asked if step == 5 else "" for step in steps}), ("resumed", {5: "5"})):
@@ -35,7 +35,7 @@ def check(
         return subprocess.CompletedProcess(command, 0)
 
     logged = [5]
-    monkeypatch.setattr(verl_resume_check, "run_and_kill", lambda *args: {})
+    monkeypatch.setattr(verl_resume_check, "run_and_kill", lambda *args: ended or {})
     monkeypatch.setattr(verl_resume_check, "logged_steps", lambda run: logged[-1])
     monkeypatch.setattr(verl_resume_check, "last_checkpoint", lambda run: 8 if logged[-1] == 8 else 4)
     monkeypatch.setattr(subprocess, "run", resume)
@@ -52,7 +52,7 @@ def test_the_last_prompts_may_be_lost_in_the_kill(tmp_path: Path, monkeypatch: p
     assert found["ok"] and found["steps_with_equal_prompts"] == []
 
 
-@pytest.mark.parametrize("wrong", [{"said": b""}, {"asked": "other"}, {"steps": ()}])
+@pytest.mark.parametrize("wrong", [{"said": b""}, {"asked": "other"}, {"steps": ()}, {"ended": {"ended": False}}])
 def test_what_is_not_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]) -> None:
-    """Nothing verified; other prompts; prompts that nobody wrote down."""
+    """Nothing verified; other prompts; prompts that nobody wrote down; a signal without its answer."""
     assert not check(tmp_path, monkeypatch, **wrong)["ok"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,11 @@ def test_two_runs(monkeypatch, tmp_path, code, largest, steps, ok):
     monkeypatch.setattr(verl_two_runs_check, "read_metrics", lambda folder: [entry] * steps)
     args = argparse.Namespace(root=tmp_path, steps=2)
     assert verl_two_runs_check.result("first", code, args)["ok"] == ok
+
+
+def test_every_case_has_its_run():
+    """In the committed files, each with all of its cases."""
+    pairs = {name for name in CASES if name.startswith("pair_")}
+    for file, cases in (("verl_pairs_cpu", pairs), ("verl_runs_cpu", set(CASES) - pairs)):
+        report = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
+        assert set(report["runs"]) == cases and all(run["ok"] for run in report["runs"].values()), file

@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 CORES := $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 # Marks (see pyproject.toml) and folders of tests that `make test-fast` leaves out.
 HEAVY := slow or long or vllm or verl or compiles or gpu
-HEAVY_FOLDERS := bench e2e gpu scripts trl_backend verl_backend
+HEAVY_FOLDERS := bench demo e2e gpu scripts trl_backend verl_backend
 
 .PHONY: setup one-lock quickstart model model-moe test test-fast test-slow test-trl test-gpu-stack lint clean
 

@@ -28,22 +28,19 @@ def curves_of(history: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float
 
 
 def plot_suite(runs: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Write one PNG with a panel for each metric. An arm in a setting is a line; runs without curves are left out.
+    """Write one PNG with a panel for each metric and a line for each arm. Runs without curves are left out.
 
-    `runs`: mappings with `arm`, `curves` as `curves_of` gives them and, in a search, `setting`."""
+    `runs`: mappings with `arm`, and `curves` as `curves_of` gives them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     for axes, (metric, label, log) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        names = dict.fromkeys((run.get("setting", ""), run["arm"]) for run in runs)
-        for place, (setting, arm) in enumerate(names):
-            members = [run for run in runs if (run.get("setting", ""), run["arm"]) == (setting, arm)]
-            steps, stacked = seeds_of(members, metric)
+        for place, arm in enumerate(dict.fromkeys(run["arm"] for run in runs)):
+            steps, stacked = seeds_of([run for run in runs if run["arm"] == arm], metric)
             if not len(steps):
                 continue
             color, style = COLORS[place % len(COLORS)], STYLES[place // len(COLORS) % len(STYLES)]
-            name = " ".join(part for part in (setting, arm) if part)
-            axes.plot(steps, stacked.mean(0), style, color=color, label=f"{name} ({len(stacked)})")
+            axes.plot(steps, stacked.mean(0), style, color=color, label=f"{arm} ({len(stacked)})")
             axes.fill_between(steps, stacked.min(0), stacked.max(0), color=color, alpha=0.12, linewidth=0)
         axes.set_title(label)
         axes.set_xlabel("training step")

@@ -1,4 +1,4 @@
-"""The tables of docs/model_configs.md, from the results of scripts/family_keys.py.
+"""The tables of docs/model_configs.md, from the result of the proof `family_keys`.
 
 python scripts/family_tables.py            compare with the page; exit code 1 if it is stale
 python scripts/family_tables.py --write    write the tables
@@ -7,28 +7,22 @@ python scripts/family_tables.py --write    write the tables
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from family_rows import ALL, rotary_rows, rows
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.proofs.families import ALL, Row, results, rotary_rows, rows
 from qarl.align.families import LARGEST_SHARE
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "family_keys_cpu.json"
-PAGE = ROOT / "docs" / "model_configs.md"
-Row = dict[str, Any]
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "model_configs.md"
 _LEVELS = ("W4A16 at `off`", "at `linears`", "at `model`", "BF16 at `linears`", "at `model`")
 
 
-def results() -> dict[str, dict[str, Row]]:
+def by_family() -> dict[str, dict[str, Row]]:
     """Return family -> name of a row -> what was measured."""
     found: dict[str, dict[str, Row]] = {}
-    for key, row in json.loads(RESULTS.read_text())["results"].items():
-        family, _, name = key.partition(" | ")
+    for family, name, row in results():
         found.setdefault(family, {})[name] = row
     return found
 
@@ -107,7 +101,7 @@ def _line(*cells: str) -> str:
 
 def page() -> str:
     """The page with its tables as the results say."""
-    found, text = results(), PAGE.read_text()
+    found, text = by_family(), PAGE.read_text()
     for name, table in TABLES.items():
         start, end = f"<!-- family_tables: {name} -->\n", "\n<!-- /family_tables -->"
         before, _, rest = text.partition(start)

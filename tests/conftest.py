@@ -20,6 +20,7 @@ from random_models import save_random_model
 
 FOLDER_MARKS = {
     "bench": "long",
+    "demo": "long",
     "e2e": "vllm",
     "gpu": "gpu",
     "scripts": "long",

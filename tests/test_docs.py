@@ -15,6 +15,8 @@ import yaml
 from checkout import ROOT
 from glossary import glossary_metrics
 
+from benchmarks.proofs import index
+from benchmarks.proofs.registry import proofs, results
 from qarl.verl.metrics import RENAMED
 
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -168,27 +170,18 @@ def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
     assert tests == named
 
 
-def test_every_result_is_in_the_index() -> None:
-    rows = re.findall(
-        r"^\| \[([^\]]+)\]\(\.\./benchmarks/results/([^)]+)\) \|(.*)$", text_of(ROOT / "docs/results.md"), re.M
-    )
-    assert all(shown == target for shown, target, _ in rows)
-    assert sorted(target for _, target, _ in rows) == sorted(path.name for path in RESULTS.iterdir())
-    for _, name, rest in rows:
-        content, command, date, commit, page = (cell.strip() for cell in rest.strip(" |").split(" | "))
-        assert content and "`" in command and "](" in page, name
-        assert re.fullmatch(r"2\d{3}-\d{2}-\d{2}", date) and re.fullmatch(r"[0-9a-f]{7}\*?", commit), name
-        measured = commit_of(RESULTS / name)
-        assert commit.endswith("*") if measured is None else measured.startswith(commit), name
-
-
-def commit_of(file: Path) -> str | None:
-    """The commit that a result says it was measured with; a plot has that of its numbers."""
-    file = file.with_suffix(".json") if file.suffix == ".png" else file
-    found = json.loads(text_of(file)) if file.suffix == ".json" else {}
-    found = found if isinstance(found, dict) else {}
-    commit: str | None = found.get("commit") or found.get("versions", {}).get("git_commit")
-    return commit
+def test_the_index_of_results_is_that_of_the_registry() -> None:
+    """Every file is in the registry, with a date, a commit, and a page that cites its proof or the file."""
+    assert text_of(index.PAGE) == index.page(), "run python -m benchmarks.proofs --index"
+    assert sorted(result.file for result in results()) == sorted(path.name for path in RESULTS.iterdir())
+    for line in index.page().splitlines()[index.HEAD.count("\n") :]:
+        *_, date, commit, page = line.strip(" |").split(" | ")
+        assert re.match(r"2\d{3}-\d{2}-\d{2}", date) and re.fullmatch(r"[0-9a-f]{7}\*?", commit) and page, line
+    for name, proof in proofs().items():
+        page = next(result.page for result in results() if result.file == proof.file)
+        text = text_of(ROOT / "docs" / page)
+        assert f"`{name}`" in text or f"proofs {name}" in text or proof.file.partition(".")[0] in text, name
+        assert proof.load().__doc__, name
 
 
 def test_the_figure_is_that_of_the_result(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_only_one_file_counts_the_folders_up_to_the_checkout() -> None:
 
 def test_paths_of_tests_in_other_files_are_right() -> None:
     others = [ROOT / "Makefile", ROOT / "README.md", *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    others += [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "scripts").rglob("*.yaml")]
+    others += [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.toml")]
     named = {(path.name, name) for path in others for name in re.findall(r"\btests/[\w/]+(?:\.py)?", path.read_text())}
     assert len(named) > 20
     assert {(file, name) for file, name in named if not (ROOT / name).exists()} == set()

@@ -2,7 +2,7 @@
 
 The rule refuses by default. Every key that vLLM or transformers reads for the family (`config_keys.json`) must have the
 default of the family's config class, unless it is in `SIZES` or no forward reads it, or `COMPARED` allows its value.
-scripts/config_mismatch.py compared measures the rows behind `COMPARED`.
+`python -m benchmarks.proofs family_keys` measures the rows behind `COMPARED`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ COMPARED: dict[str, dict[str, Allowed]] = {
     },
     "seed_oss": {"rms_norm_eps": _any, "tie_word_embeddings": _FLAG, "head_dim": _any},
 }
-"""Family -> keys whose values both sides honour. benchmarks/results/compared_keys_cpu.json has the measured rows."""
+"""Family -> keys whose values both sides honour. benchmarks/results/family_keys_cpu.json has the measured rows."""
 
 _ROPE_KEYS = frozenset(
     {

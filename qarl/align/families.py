@@ -65,7 +65,7 @@ def check_family(hf_config: Any) -> None:
         why="vLLM's class for this family may compute a different model than transformers; then the policy that learns "
         "would differ from the policy that samples",
         fix=f"train a model of {', '.join(FAMILIES)}, or of a family with a measured mismatch: {', '.join(SHOWN)}; "
-        "scripts/config_mismatch.py families measures other families",
+        "python -m benchmarks.proofs families measures other families",
     )
 
 

@@ -10,8 +10,8 @@ tensor sizes and ignores the allocator, so real use is a few percent higher. It 
 On GPUs vLLM sleeps while the trainer works (`rollout.free_cache_engine`). On a CPU it stays loaded.
 
 The activations that autograd saves per token and layer are counted operator by operator, for transformers' blocks and
-those of `qarl.align`. A test compares the count with autograd. scripts/memory_plan.py compares the plan with the peak
-of real ranks.
+those of `qarl.align`. A test compares the count with autograd. benchmarks/proofs/memory.py compares the plan with the
+peak of real ranks.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ These limits must suit every model, so they are wide. Before training, a second 
 `check_noise` compares |δ| with the model's own noise (`qarl.align.noise`), on the same tokens.
 
 docs/alignment.md lists the values of healthy runs, which are below the limits, and of mistakes, which are above.
-`scripts/mismatch_guard_check.py` measures both. This module imports neither torch nor vLLM.
+`python -m benchmarks.proofs mismatch_guard` measures both. This module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -27,13 +26,14 @@ from qarl.config import load_config
 from qarl.doctor.run import run_checks
 from qarl.doctor.target import this_machine
 from qarl.errors import UserError
-from qarl.metrics.guard import resolve_limit
 from qarl.process import vllm_missing
 from qarl.trainer.setup import prepare_run
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import config_keys
-from config_values import KEYS, LEVELS, NO_NUMBERS, REFUSED_VALUES, ROTARY, refused_row
+
+from benchmarks.proofs.families import VALUES, rows
+from qarl.align.compared_keys import SIZES as SIZE_KEYS
 
 needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
 CONFIGS: dict[str, Any] = {
@@ -42,7 +42,14 @@ CONFIGS: dict[str, Any] = {
     "qwen3": transformers.Qwen3Config,
     "qwen3_moe": transformers.Qwen3MoeConfig,
 }
-SCHEMES = ("w4a16", "bf16")
+REFUSED_VALUES = VALUES["values"] | {
+    "attention_bias": True,
+    "num_experts": 0,
+    "mlp_only_layers": [0, 1],
+    "use_sliding_window": True,
+    "output_router_logits": True,
+}
+"""Key -> a value that is refused where the key is one of `REFUSED`."""
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 128,
@@ -97,66 +104,27 @@ rope_parameters["e"]; rope_parameters.get("f"); "g" in rope_parameters; config.g
 def test_a_key_that_one_side_alone_honours_is_refused_by_name(family, key):
     config = make(family)
     check_config_keys(config)
-    setattr(config, key, REFUSED_VALUES[key][1])
+    setattr(config, key, REFUSED_VALUES[key])
     with pytest.raises(UserError, match=rf"{key}=.* in a config of {family} is refused"):
         check_config_keys(config)
     with pytest.raises(UserError, match=key):
         check_model(config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(make(family), dtype=torch.bfloat16)
-    setattr(model.config, key, REFUSED_VALUES[key][1])
+    setattr(model.config, key, REFUSED_VALUES[key])
     with pytest.raises(UserError, match=key):
         align_model(model, "linears", device=torch.device("cpu"))
 
 
 def test_every_key_that_counts_has_a_measured_row():
-    """And one that is refused a value that is."""
+    """tests/align/test_family_keys.py compares the rows with what was measured."""
     table = json.loads(TABLE.read_text())["families"]
-    both = [key for key, found in VERDICTS.items() if found == "both"]
-    read = {key: {family for family in FAMILIES if all(key in side for side in table[family].values())} for key in both}
-    missing = [(f, key) for key, families in read.items() for f in families if f not in KEYS.get(key, ((),))[0]]
-    assert [(f, key) for f, key in missing if key not in REFUSED or f not in REFUSED[key].families] == []
-    assert {key: set(families) for key, (families, _) in REFUSED_VALUES.items()} == {
-        key: set(refusal.families) for key, refusal in REFUSED.items()
-    }
-
-
-def test_the_measured_mismatch_of_each_key():
-    """Written by scripts/config_mismatch.py keys: δ as with the defaults, and large for a trainer without the key."""
-    amx, no_amx = (ROOT / "benchmarks" / "results" / f"config_keys_{kind}cpu.json" for kind in ("", "no_amx_"))
-    check_measured(json.loads(amx.read_text())["results"], [family for family in FAMILIES if family != "qwen3_moe"])
-    check_measured(json.loads(no_amx.read_text())["results"], FAMILIES)
-
-
-def check_measured(found: dict[str, Any], measured: Collection[str]) -> None:
-    expected = [
-        f"{f} {key} {scheme}"
-        for key, (families, _) in KEYS.items()
-        for f in families
-        if f in measured
-        for scheme in SCHEMES
-    ]
-    refused = [
-        f"{refused_row(f, key)} {scheme}"
-        for key, (families, _) in REFUSED_VALUES.items()
-        for f in families
-        if f in measured
-        for scheme in SCHEMES
-    ]
-    defaults = [f"{family} defaults {scheme}" for family in measured for scheme in SCHEMES]
-    assert set(found) == {*expected, *refused, *defaults}
-    for row in refused:
-        assert f"{row.split()[1]}=" in found[row]["refused"], row
-    limit = resolve_limit(None, "model", response_length=40)
-    for row in expected + defaults:
-        assert found[row]["exact"]["max"] == 0 and found[row]["exact"]["applied"] == "exact", row
-        assert found[row]["model"]["mean"] < limit and found[row]["model"]["applied"] == "model", row
-    for row in expected:
-        other = found[row]["other"]
-        if row.split()[1] in NO_NUMBERS:
-            assert other["exact"]["max"] == 0, row
-        else:
-            assert other == "the shapes differ" or other["exact"]["mean"] > 0.01, row
+    for family in FAMILIES:
+        read = set.intersection(*map(set, table[family].values()))
+        counting = {key for key in read if VERDICTS.get(key) == "both"} - SIZE_KEYS
+        rowed = {key for changes in rows(family).values() for key in changes}
+        refused = {key for key, refusal in REFUSED.items() if family in refusal.families}
+        assert counting <= rowed | refused, family
 
 
 def test_sliding_windows_of_a_llama_are_refused():
@@ -254,23 +222,6 @@ def test_rotary_embeddings_that_differ_are_refused(name):
     config = rotary("llama", UNLIKE[name])
     with pytest.raises(UserError, match=r"(?s)would compute different rotary embeddings.*rope_parameters"):
         check_model(config)
-
-
-def test_the_measured_mismatch_of_each_rotary_type():
-    """Written by scripts/config_mismatch.py rotary: 0 at `exact`, within the limit at every level, or refused."""
-    found = json.loads((ROOT / "benchmarks" / "results" / "rotary_cpu.json").read_text())["results"]
-    assert set(found) == {f"{name} {scheme}" for name in ROTARY for scheme in SCHEMES}
-    assert set(SERVED) <= set(ROTARY) and {"partial", "longrope"} <= set(ROTARY) & set(UNLIKE)
-    for row, levels in found.items():
-        name = row.rpartition(" ")[0]
-        if name not in SERVED:
-            assert "do not make the same rotary embedding" in levels["refused"], row
-            continue
-        assert ROTARY[name] == SERVED[name]
-        for level in LEVELS:
-            assert levels[level]["mean"] < resolve_limit(None, level, response_length=40), (row, level)
-            assert levels[level]["applied"] == level, row
-        assert levels["exact"]["max"] == 0 < levels["linears"]["mean"], row
 
 
 @needs_vllm

@@ -8,7 +8,8 @@ from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import family_tables
-from family_rows import ALL, rows
+
+from benchmarks.proofs.families import ALL, results, rows
 
 BY_NAME = (
     " is refused",
@@ -20,17 +21,17 @@ BY_NAME = (
 
 
 def test_every_row_was_measured_or_refused_by_name() -> None:
-    found = family_tables.results()
+    found = family_tables.by_family()
     for family in ALL:
         assert set(found[family]) == set(rows(family)), family
-    for family, name, row in all_rows():
+    for family, name, row in results():
         assert "failed" not in row, (family, name, row)
         assert "w4a16" in row or any(words in row["refused"] for words in BY_NAME), (family, name, row)
 
 
 def test_no_accepted_row_is_a_different_model() -> None:
     """At most a tenth of the mismatch at `off`, and nothing at `exact`."""
-    accepted = [(family, name, row) for family, name, row in all_rows() if "w4a16" in row]
+    accepted = [(family, name, row) for family, name, row in results() if "w4a16" in row]
     assert len(accepted) > 200
     for family, name, row in accepted:
         assert family_tables.agrees(row), (family, name, row)
@@ -40,7 +41,3 @@ def test_no_accepted_row_is_a_different_model() -> None:
 
 def test_the_page_shows_the_results() -> None:
     assert family_tables.page() == family_tables.PAGE.read_text(encoding="utf-8")
-
-
-def all_rows() -> list[tuple[str, str, family_tables.Row]]:
-    return [(family, name, row) for family, found in family_tables.results().items() for name, row in found.items()]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from types import ModuleType
-
 import pytest
 import torch
-from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
+
+from benchmarks.proofs.publish import exported_row
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -18,21 +15,12 @@ pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, need
 TRANSFORMERS_MEAN = {"w4a16": 5e-3, "w8a8": 1e-2, "fp8": 2e-2}
 
 
-@pytest.fixture(scope="module")
-def export_check() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        return importlib.import_module("export_check")
-    finally:
-        sys.path.pop(0)
-
-
 @pytest.mark.timeout(1800)  # vLLM multiplies e4m3 by oneDNN's reference code where a CPU has no other: minutes
 @pytest.mark.parametrize(
     "scheme", [pytest.param(name, marks=pytest.mark.slow) if name == "fp8" else name for name in TRANSFORMERS_MEAN]
 )
-def test_an_exported_checkpoint_is_the_trainers_model_everywhere(export_check, scheme):
-    row = export_check.check(scheme, 16)
+def test_an_exported_checkpoint_is_the_trainers_model_everywhere(scheme):
+    row = exported_row(scheme, 16)
     assert row["tokens"] > 300
     assert row["published"], "the exported bytes are not those that were published"
     assert row["exact"]["max"] == 0, "vLLM and the trainer's forward on the engine's own operators"

@@ -25,11 +25,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 def test_the_gather_over_nccl(tmp_path: Path, kind: str, scheme: str) -> None:
     """As many ranks as GPUs, up to four: the logits of one rank, bit for bit, and the bytes of the formula."""
     file = tmp_path / "found.json"
-    given = ["--what", "equal", "--kinds", kind, "--schemes", scheme, "--device", "cuda", "--json", str(file)]
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "low_bit_gather.py"), *given], check=True, timeout=400)
-    (ranks,) = json.loads(file.read_text())["equal"].values()
+    gpus = min(4, torch.cuda.device_count())
+    given = [f"kinds={kind}", f"schemes={scheme}", "device=cuda", f"ranks={gpus}", "--output", str(file)]
+    command = [sys.executable, "-m", "benchmarks.proofs", "low_bit_gather", *given]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=400)
+    (row,) = json.loads(file.read_text())["rows"].values()
+    ranks = {world: row[world] for world in map(str, range(1, gpus + 1))}
     assert len({found["logits"] for found in ranks.values()}) == 1
-    assert len(ranks) == min(4, torch.cuda.device_count())
     for world, found in ranks.items():
         assert found["gradient_apart"] <= 2**-16
         assert world == "1" or found["of_bf16"] == pytest.approx(found["formula"], rel=0.01)

@@ -132,8 +132,8 @@ def test_logits_that_are_off_by_rounding_lose_no_sampled_token(truncation, tempe
 
 
 def test_the_measured_table():
-    """Written by scripts/top_p_mismatch.py on a CPU with AMX tiles."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "top_p_cpu.json").read_text())["rows"]
+    """Written by the proof `top_p` on a CPU with AMX tiles."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "top_p_cpu.json").read_text())["rows"].values()
     kinds = {row["kind"] for row in rows}
     assert {"top_p 0.5", "top_p 0.9", "top_k 20", "top_p 0.9, top_k 20, temperature 0.7"} <= kinds
     assert {(r["model"], r["scheme"], r["level"], r["kind"]) for r in rows} == {

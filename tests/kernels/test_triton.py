@@ -30,12 +30,12 @@ TARGETS = [pytest.param(target, marks=() if target == 90 else pytest.mark.slow) 
 def test_every_kernel_compiles_and_fits(target: int) -> None:
     report = compile_for(target)
     assert set(report["kernels"]) == entry_kernels(), "kernels missing from the AOT lists, or listed and gone"
-    compiled = report["targets"][f"sm_{target}"]
+    compiled = report["resources"]
     assert {name: found["error"] for name, found in compiled.items() if "error" in found} == {}
     assert {name: found for name, found in compiled.items() if found["spill_bytes"]} == {}, "spilled registers"
     too_large = {name: found for name, found in compiled.items() if found["shared_bytes"] > SHARED_LIMIT[target]}
     assert too_large == {}
     recorded = json.loads((ROOT / "benchmarks" / "results" / "triton_aot.json").read_text())
-    assert set(recorded["targets"][f"sm_{target}"]) == set(compiled), (
-        "run python scripts/triton_aot.py --output benchmarks/results/triton_aot.json"
+    assert set(recorded["rows"][f"sm_{target}"]["resources"]) == set(compiled), (
+        "run python -m benchmarks.proofs triton_aot --again"
     )

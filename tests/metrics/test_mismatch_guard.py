@@ -39,7 +39,7 @@ BROAD = [
     ("model", 4.3e-3, 62, 0.7),
     ("linears", 2.1e-2, 1000, 0.25),
 ]
-"""Figures of random models, whose distributions are broad, with the temperature (scripts/top_p_mismatch.py)."""
+"""Figures of random models, whose distributions are broad, with the temperature (the proof `top_p`)."""
 MISTAKES = [
     ("model", 3.4e-2, "biases that no publish writes"),
     ("model", 2.1e-2, "top_p 0.5 of one side"),

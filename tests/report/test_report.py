@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import chromium
 import pytest
 import torch
 from checkout import ROOT
@@ -235,21 +235,10 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     assert only["tokens"] == ["4"]  # nobody knows δ of the other response
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts")
-        return importlib.import_module("report_screenshot")
+needs_browser = pytest.mark.skipif(chromium.find_browser() is None, reason="no Chromium opens the report")
 
 
-@pytest.fixture(scope="module")
-def screenshots(script: Any) -> Any:
-    if script.find_browser() is None:
-        pytest.skip("no Chromium is installed, so the report is not opened in a browser")
-    return script
-
-
-def test_the_browsers_pipe_is_three_and_four(tmp_path: Path, script: Any) -> None:
+def test_the_browsers_pipe_is_three_and_four(tmp_path: Path) -> None:
     """A program in Chromium's place: it answers a command with its arguments."""
     program = tmp_path / "program"
     program.write_text(
@@ -259,16 +248,17 @@ def test_the_browsers_pipe_is_three_and_four(tmp_path: Path, script: Any) -> Non
         "os.read(3, 1)\n"
     )
     program.chmod(0o755)
-    with script.Browser(str(program), width=300, height=200) as browser:
+    with chromium.Browser(str(program), width=300, height=200) as browser:
         found = browser.call("Any.command")["argv"]
     assert "--remote-debugging-pipe" in found and found[-1] == "--window-size=300,200"
 
 
+@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_opens_it_from_disk(run: Path, report: str, screenshots: Any, scheme: str) -> None:
+def test_a_browser_opens_it_from_disk(run: Path, report: str, scheme: str) -> None:
     """No request beside the file, no message on the console; curves, hover, keyboard, samples, dark and light."""
     path = run / "report.html"
-    with screenshots.Browser(screenshots.find_browser()) as browser:
+    with chromium.Browser(chromium.find_browser()) as browser:
         browser.open(path, scheme=scheme)
         assert browser.evaluate("document.title") == "made-up · QaRL report"
         ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -302,11 +292,12 @@ def test_a_browser_opens_it_from_disk(run: Path, report: str, screenshots: Any, 
         assert browser.requests == [path.as_uri()] and browser.errors == []
 
 
-def test_the_browser_would_tell(tmp_path: Path, screenshots: Any) -> None:
+@needs_browser
+def test_the_browser_would_tell(tmp_path: Path) -> None:
     """Otherwise the test above could pass because it does not listen."""
     page = tmp_path / "bad.html"
     page.write_text("<title>x</title><script>console.error('said')</script><img src='http://127.0.0.1:9/x.png'>")
-    with screenshots.Browser(screenshots.find_browser()) as browser:
+    with chromium.Browser(chromium.find_browser()) as browser:
         browser.open(page)
         assert "http://127.0.0.1:9/x.png" in browser.requests
         assert len(browser.errors) == 2 and "said" in str(browser.errors)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -59,28 +56,20 @@ def report_of(path: Path) -> dict[str, Any]:
     ("raw", "answer"),
     [
         ("204", "204"),
-        (204, "204"),
         (142.0, "142"),
-        (0.5, "0.5"),
         (" $x+1$. ", "x+1"),
         ("$27$ or $38$", "27 or 38"),
-        ("\\(5\\)", "5"),
         ("\\[\\frac{1}{2}\\]", "\\frac{1}{2}"),
         ("\\(a\\) and \\(b\\)", "\\(a\\) and \\(b\\)"),
         ("\\$18", "\\$18"),
-        ("$\\{1\\}$", "\\{1\\}"),
-        ("$[0,1)$", "[0,1)"),
         (["$2$", "$\\frac{3}{4}$"], "2, \\frac{3}{4}"),
         ({"style": "rule", "ground_truth": "7"}, "7"),
         ("\N{MINUS SIGN}3", "-3"),
-        ("\N{FULLWIDTH DIGIT THREE}", "3"),
         ("2\N{GREEK SMALL LETTER PI}", "2\\pi"),
         ("\N{SQUARE ROOT}13", "\\sqrt{13}"),
         ("first \\boxed{3}, so in the end $\\boxed{5}$.", "5"),
         ("$\\boxed{2}$, $\\boxed{3}$ and \\boxed{\\frac{1}{4}}", "2, 3, \\frac{1}{4}"),
-        ("so \\boxed{1}; hence \\boxed{2} \\text{ or } \\boxed{3}", "2, 3"),
         ("\\boxed{\\boxed{3}}", "3"),
-        ("\\fbox{9}", "9"),
     ],
 )
 def test_answers_become_one_box_that_the_reward_accepts(text: ModuleType, raw: Any, answer: str) -> None:
@@ -95,8 +84,6 @@ def test_answers_become_one_box_that_the_reward_accepts(text: ModuleType, raw: A
         ("$27$ or $38$", "\\boxed{38, 27}", "\\boxed{27}"),
         ("\N{SQUARE ROOT}13", "\\boxed{\\sqrt{13}}", "\\boxed{3}"),
         ("$\\boxed{2}$ and $\\boxed{3}$", "\\boxed{2,3}", "\\boxed{3}"),
-        ("2\N{GREEK SMALL LETTER PI}", "\\boxed{2\\pi}", "\\boxed{2}"),
-        (["$2$", "$\\frac{3}{4}$"], "\\boxed{2, 0.75}", "\\boxed{0.75}"),
     ],
 )
 def test_the_reward_tells_right_from_wrong_by_them(text: ModuleType, raw: Any, right: str, wrong: str) -> None:
@@ -108,14 +95,8 @@ def test_the_reward_tells_right_from_wrong_by_them(text: ModuleType, raw: Any, r
     ("raw", "reason"),
     [
         (None, "no reference answer"),
-        ("  ", "no reference answer"),
-        ("$$", "no reference answer"),
-        ([], "no reference answer"),
-        ({"style": "rule"}, "no reference answer"),
         (True, "no reference answer"),
         (float("nan"), "no reference answer"),
-        (b"7", "no reference answer"),
-        ("3}", "unbalanced"),
         ("\\boxed{3", "unbalanced"),
         ("We argue as follows. " * 20, "longer than 300"),
     ],
@@ -125,18 +106,12 @@ def test_unusable_answers_say_why(text: ModuleType, raw: Any, reason: str) -> No
         text.answer_text(raw)
 
 
-def test_a_reward_that_raises_counts_as_unverified(text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object) -> float:
-        raise RecursionError
-
-    monkeypatch.setattr(text, "math_verify", broken)
-    assert not text.verifies_itself("1")
-
-
-def test_a_busy_machine_keeps_the_rows_of_a_quiet_one(text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reward answers 0 if its five seconds are over."""
+def test_a_reward_that_raises_or_runs_out_of_time(text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward answers 0 if its five seconds are over: a busy machine keeps the rows of a quiet one."""
     monkeypatch.setattr(text, "math_verify", lambda *arguments: 0.0)
     assert text.verifies_itself("\\frac{1}{2}") and not text.verifies_itself("\\text{}")
+    monkeypatch.setattr(text, "math_verify", lambda *arguments: 1 / 0)
+    assert not text.verifies_itself("1")
 
 
 def test_problems_are_compared_without_their_dress(text: ModuleType) -> None:
@@ -269,10 +244,8 @@ def test_evaluation_sets_keep_duplicates_and_count_them(scripts: dict[str, Modul
     [
         ("a.jsonl", b'{"problem": "p", "answer": "1"}\n{"problem": "p', "a.jsonl:2"),
         ("a.jsonl", b"[1]\n", "not a JSON object"),
-        ("a.jsonl", b"\xff\xfe\n", "cannot read"),
         ("a.jsonl", b"\n", "no rows"),
         ("a.jsonl", b'{"text": "p", "answer": "1"}\n', "no column with the problem"),
-        ("a.jsonl", b'{"problem": "p", "text": "1"}\n', "there are problem, text"),
         ("a.jsonl", b'{"problem": "p", "answer": ""}\n', "no row is left"),
         ("a.parquet", b"version https://git-lfs", "cannot read"),
         ("a.csv", b"problem,answer\n", "unknown format"),
@@ -350,21 +323,6 @@ def test_a_streamed_hub_set_is_read_by_its_columns(
     found = list(data.problems(data.Source("some/set@abc", subset="en", split="test"), data.Counts(), workers=1))
     assert [(item.row, item.problem, item.answer) for item in found] == [(0, "q?", "7")]
     assert asked == {"name": "some/set", "subset": "en", "split": "test", "revision": "abc", "streaming": True}
-
-
-def test_run_as_programs(tmp_path: Path) -> None:
-    """From another folder, with verifying processes, as a user starts them."""
-    source = write_jsonl(tmp_path / "a.jsonl", [{"problem": f"{i}?", "answer": i} for i in range(5)])
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
-    for script, arguments in (
-        ("prepare_math_eval.py", ["--sets", "amc", "--file", f"amc={source}", "--workers", "2"]),
-        ("prepare_openr1_math.py", ["--file", str(source), "--workers", "2", "--eval-sets", "amc"]),
-    ):
-        command = [sys.executable, str(SCRIPTS / script), *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert done.returncode == 2  # every training problem is in the evaluation set
-    assert "no row is left" in done.stderr
-    assert pq.read_table(tmp_path / "data" / "math_eval" / "amc.parquet").num_rows == 5
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,15 @@ def run_interpreted(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def compile_for(target: int) -> dict[str, Any]:
-    """The report of scripts/triton_aot.py for one compute capability."""
-    run = _run([sys.executable, str(ROOT / "scripts" / "triton_aot.py"), "--targets", str(target)], {})
+    """What benchmarks/proofs/triton_aot.py finds for one compute capability: the kernels' names, and resources."""
+    program = (
+        "import json; from benchmarks.proofs.triton_aot import kernel_names, resources; "
+        f"print(json.dumps([kernel_names(), resources({target})]))"
+    )
+    run = _run([sys.executable, "-c", program], {})
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+    names, found = json.loads(run.stdout)
+    return {"kernels": names, "resources": found}
 
 
 def entry_kernels() -> set[str]:

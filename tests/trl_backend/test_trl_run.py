@@ -16,9 +16,7 @@ pytest.importorskip("trl")
 from checkout import ROOT
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import trl_cpu
+from benchmarks.proofs import trl as trl_cpu
 
 pytestmark = pytest.mark.vllm
 
@@ -111,13 +109,13 @@ def test_an_evaluation_leaves_the_training_as_it_is() -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit() -> None:
-    found = trl_cpu.resume()
+    found = trl_cpu.resumed()
     assert all(found["digests_equal"]) and found["masters_equal"] and found["metrics_equal"], found
 
 
 @pytest.mark.slow
 def test_two_processes_publish_the_same() -> None:
-    found = trl_cpu.processes()
+    found = trl_cpu.two_processes()
     assert found["digests_equal"] and found["masters_equal"] and found["abs_max"] == 0
 
 

@@ -1,0 +1,197 @@
+"""One decoder layer of Qwen3-30B-A3B at its real size, through a training step of the local backend and real vLLM.
+
+The layer has 128 experts, 8 per token, with random weights; the vocabulary is shortened, or the embeddings would be as
+large as the layer. The run is `configs/qwen3_30b_w4a16.yaml` but for the keys below: one process, AdamW, short
+responses, and a learning rate at which one step moves every weight visibly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, batch_of, log_probs
+from benchmarks.proofs.harness import run_config as config_of
+from qarl.align.routing import known_routing
+from qarl.bench.sources import find_model
+from qarl.checks.memory import estimate
+from qarl.checks.memory_terms import GIB
+from qarl.checks.model_size import ModelSize
+from qarl.checks.sampling import sampling_config
+from qarl.diagnose.diagnosis import with_quant
+from qarl.metrics.mismatch import mismatch_metrics
+from qarl.rollout.engine import RolloutBatch
+from qarl.trainer.local import LocalTrainer, request_seed
+from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.policy import Policy
+from qarl.trainer.setup import prepare_run
+
+PROMPTS, RESPONSE = 8, 32
+RANDOM_MODEL = ROOT / "scripts" / "random_model.py"
+SEED_STEP = -2
+"""Stands for the training step in the seeds of the compared samples."""
+
+
+def experts_real_size(record: Record, *, vocabulary: int = 4096, steps: int = 1, on_disk: str = "") -> None:
+    """Publish, sample, compare log-probs, train, and sample again with the same seeds; seconds and memory by phase.
+
+    `on_disk`: a folder for files, mapped into memory, of masters and moments (12 bytes per parameter), whose pages
+    Linux may write out where memory is short.
+    """
+    if not record.wants("one layer"):
+        return
+    meter = Meter()
+    with tempfile.TemporaryDirectory() as parent, tempfile.TemporaryDirectory(dir=on_disk or None) as disk:
+        folder = Path(parent)
+        with meter.phase("make the model"):
+            shape = dict(find_model("Qwen3-30B-A3B").config) | {"num_hidden_layers": 1, "max_window_layers": 1}
+            (folder / "shape").mkdir()
+            (folder / "shape" / "config.json").write_text(json.dumps(shape | {"vocab_size": vocabulary}))
+            given = ["--model", str(folder / "shape"), "--output", str(folder / "layer")]
+            subprocess.run([sys.executable, str(RANDOM_MODEL), *given], check=True)
+        config = config_of("qwen3_30b_w4a16.yaml", keys(folder, steps))
+        size = ModelSize.from_config(json.loads((folder / "layer" / "model" / "config.json").read_text()))
+        row = measure(config, meter, Path(disk) if on_disk else None)
+    row |= {"parameters": size.parameters, "vocabulary": vocabulary, "phases": meter.phases}
+    row["estimated_gib"] = {p: estimate(size, config, device="cpu").total(p) / GIB for p in ("update", "step")}
+    moved = row["after_training"]["other_tokens_frac"] > 0
+    record.add("one layer", row, ok=moved and row["mismatch"]["model"]["abs_max"] < 0.1)
+
+
+def keys(folder: Path, steps: int) -> Row:
+    return QUIET | {
+        "name": "real_size",
+        "backend": "local",
+        "output_dir": folder / "runs",
+        "model.path": folder / "layer" / "model",
+        "data.train_files": str(folder / "layer" / "prompts.jsonl"),
+        "data.val_files": [],
+        "data.train_batch_size": PROMPTS,
+        "data.max_prompt_length": 24,
+        "data.max_response_length": RESPONSE,
+        "reward.function": f"{RANDOM_MODEL}:reward",
+        "rollout.n": 2,
+        "rollout.val_temperature": 0,
+        "rollout.tensor_model_parallel_size": 1,
+        "rollout.cpu_kvcache_space_gib": 0.125,
+        "rollout.enforce_eager": True,
+        "quant.align": "model",
+        "actor.ppo_mini_batch_size": PROMPTS,
+        "actor.ppo_micro_batch_size_per_gpu": 2 * PROMPTS,
+        "actor.log_prob_micro_batch_size_per_gpu": 2 * PROMPTS,
+        "optim.name": "adamw",
+        "optim.lr": 1e-3,
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.total_training_steps": steps,
+        "trainer.save_freq": -1,
+    }  # fmt: skip
+
+
+class Meter:
+    """Seconds of each phase, and its peak of resident memory."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, dict[str, float]] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        for folder in _processes():
+            (folder / "clear_refs").write_text("5")  # resets VmHWM
+        start = time.perf_counter()
+        yield
+        seconds, found = time.perf_counter() - start, 0
+        for folder in _processes():  # pages that processes share count for each of them
+            found += sum(int(kb) for kb in re.findall(r"VmHWM:\s+(\d+) kB", (folder / "status").read_text()))
+        self.phases[name] = {"seconds": seconds, "peak_gib": found * 1024 / GIB}
+
+
+def _processes() -> list[Path]:
+    own = psutil.Process()
+    return [Path(f"/proc/{process.pid}") for process in (own, *own.children(recursive=True))]
+
+
+def measure(config: Any, meter: Meter, disk: Path | None) -> Row:
+    """Return what was published, δ by level before training, each step's metrics, and δ after them."""
+    with meter.phase("load the policy and quantize"):
+        parts = prepare_run(config)
+        parts.policy.requantize()
+    with meter.phase("start vLLM, make FP32 masters"):
+        trainer = LocalTrainer(config, parts)
+        if disk is not None:
+            keep_on_disk(trainer.optimizer, disk)
+    with trainer.engine:
+        with meter.phase("publish"):
+            report = trainer.publish()
+        with meter.phase("sample"):
+            first = sample(trainer)
+        level, levels, steps = trainer.policy.align, {}, []
+        with meter.phase(f"log-probs at {level}"):
+            levels[level] = mismatch(trainer.policy, first)
+        for other, replay in (("linears", "on"), ("linears", "off")):
+            with meter.phase(f"load, and log-probs at {other}, replay {replay}"):
+                rollout = config.rollout.model_copy(update={"router_replay": replay})
+                changed = with_quant(config, align=other).model_copy(update={"rollout": rollout})
+                levels[f"{other}, replay {replay}"] = mismatch(Policy.load(changed), first)
+        trainer.timer.pop()
+        for number in range(1, config.trainer.total_training_steps + 1):
+            with meter.phase(f"training step {number}, with rollout and publish"):
+                steps.append(trainer.train_step() | trainer.timer.pop())
+        with meter.phase("sample after training"):
+            last = sample(trainer)
+        with meter.phase(f"log-probs at {level} after training"):
+            after = mismatch(trainer.policy, last)
+    tokens = [torch.tensor(batch.response_token_ids) for batch in (first, last)]
+    assert first.routed_experts is not None
+    return {
+        "published": dataclasses.asdict(report) | {"quantized_ratio": report.quantized_ratio},
+        "sampled_tokens": tokens[0].numel(),
+        "experts_used": len(torch.cat(first.routed_experts).unique()),
+        "mismatch": levels,
+        "steps": steps,
+        "after_training": {"weight_version": last.weight_version, "mismatch": after}
+        | {"other_tokens_frac": float((tokens[0] != tokens[1]).float().mean())},
+    }
+
+
+def sample(trainer: LocalTrainer) -> RolloutBatch:
+    """Return two responses to each prompt, whose seeds do not depend on the training step."""
+    prompts = [prompt.prompt_token_ids for prompt in islice(trainer.parts.train_prompts, PROMPTS) for _ in range(2)]
+    seeds = [request_seed(trainer.config.seed, SEED_STEP, i) for i in range(len(prompts))]
+    return trainer.generate(prompts, dataclasses.replace(sampling_config(trainer.config), ignore_eos=True), seeds)
+
+
+def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, float]:
+    """Return mean and largest |δ|, and the share of tokens that the policy's own router sends elsewhere."""
+    batch: Any = batch_of(rollout)
+    values = log_probs(policy, batch, rows=len(batch))
+    metrics = mismatch_metrics(values, batch.rollout_log_probs, batch.response_mask)
+    known = known_routing(batch.routed_experts).any(-1)
+    found = {name: metrics[f"mismatch/{name}"] for name in ("abs_mean", "abs_max", "k3")}
+    return found | {"other_experts_frac": float(batch.other_experts[known].float().mean())}
+
+
+def keep_on_disk(optimizer: MasterOptimizer, folder: Path) -> None:
+    """Move the masters of AdamW to mapped files, and begin its moments there."""
+    for number, master in enumerate(optimizer._updated.values()):
+        files = {
+            name: torch.from_file(
+                str(folder / f"{number}.{name}"), shared=True, size=master.numel(), dtype=master.dtype
+            ).view(master.shape)
+            for name in ("master", "exp_avg", "exp_avg_sq")
+        }
+        master.data = files.pop("master").copy_(master.data)
+        optimizer._inner.state[master] = {"step": torch.tensor(0.0), **files}

@@ -1,0 +1,304 @@
+"""Publishes and exports: an engine that was published to is one that loaded the same tensors, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.proofs.engine_tensors import copied, differ
+from benchmarks.proofs.harness import QUIET, TINY, Record, Row, batch_of, in_process, log_probs, run_config
+from qarl.bench.sources import Source, write_model
+from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors, save_model
+from qarl.checkpoint.export import export, read_request
+from qarl.checkpoint.folder import open_checkpoint, tensor_digest
+from qarl.checks.model_folder import load_tokenizer
+from qarl.config import Config
+from qarl.data import load_prompts
+from qarl.diagnose.diagnosis import with_quant
+from qarl.process import configure_vllm_process
+from qarl.quant import get_scheme, packed_state_dict
+from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.publish.outbox import Outbox
+from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.send import publish_weights
+from qarl.trainer.loop import train
+from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.policy import Policy
+from qarl.trainer.setup import engine_config
+
+IGNORE = ("lm_head",)
+STRESS_PROMPTS = [[3 + i % 17, 5 + i % 11, 8 + i % 13, 4 + i % 29, 3] for i in range(64)]
+GROWTH_MB = 32
+"""Of the high-water mark of memory between the tenth publish and the last."""
+
+
+def fresh_vllm(folder: str, prompts: list[list[int]], tokens: int, length: int, ignore_eos: bool) -> list[Any]:
+    """Return the greedy responses, with log-probs, of a vLLM that loads `folder` and knows nothing of QaRL."""
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # without it vLLM's kernels end with an illegal instruction
+    from vllm import LLM, SamplingParams
+
+    llm: Any = LLM(
+        model=folder, max_model_len=length, enforce_eager=True, kv_cache_memory_bytes=2**28,
+        enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=4096,
+    )  # fmt: skip
+    asked = SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=ignore_eos)
+    done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
+    found = [output.outputs[0] for output in done]
+    values = [[p[t].logprob for t, p in zip(one.token_ids, one.logprobs, strict=True)] for one in found]
+    return [[list(one.token_ids) for one in found], values]
+
+
+def _greedy(engine: RolloutEngine, prompts: list[list[int]], tokens: int) -> list[Any]:
+    batch = engine.generate(prompts, SamplingConfig(tokens, temperature=0.0, ignore_eos=True))
+    return [batch.response_token_ids, batch.rollout_log_probs]
+
+
+def weight_sets(scheme_name: str, count: int, parent: Path) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Yield the tensors of the tiny model with noise on top, and what a fresh vLLM generates from them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    scheme, tokenizer = get_scheme(scheme_name, group_size=32), AutoTokenizer.from_pretrained(TINY)
+    for number in range(count):
+        model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
+        torch.manual_seed(number)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02 * number)
+        packed = [(name, t.clone()) for name, t in packed_state_dict(model, scheme=scheme, ignore=IGNORE)]
+        files = ModelFiles.of(model, tokenizer)
+        folder = save_model(parent / f"{scheme_name}-{number}", files, packed, scheme=scheme, ignore=IGNORE)
+        (reference,) = in_process(fresh_vllm, str(folder), STRESS_PROMPTS, 24, 64, True)
+        yield packed, reference
+
+
+def publish_stress(
+    record: Record,
+    *,
+    schemes: tuple[str, ...] = ("w4a16", "w8a8", "fp8", "bf16"),
+    publishes: int = 100,
+    sets: int = 4,
+) -> None:
+    """Publish sets of weights in random order; each answer must be a freshly started vLLM's, bit for bit."""
+    for scheme in filter(record.wants, schemes):
+        with tempfile.TemporaryDirectory() as parent:
+            tensors, references = map(list, zip(*weight_sets(scheme, sets, Path(parent)), strict=True))
+        if len({json.dumps(reference) for reference in references}) != sets:
+            raise RuntimeError("two sets of weights generate the same: the comparison would show nothing")
+        settings = EngineConfig(
+            str(TINY), get_scheme(scheme, group_size=32), IGNORE, max_model_len=64, kv_cache_gib=0.25
+        )
+        order, equal = random.Random(0), 0
+        with RolloutEngine(settings) as engine:
+            for number in range(publishes):
+                chosen = order.randrange(sets)
+                engine.publish(tensors[chosen], version=number)
+                equal += _greedy(engine, STRESS_PROMPTS, 24) == references[chosen]
+                if number == min(9, publishes - 1):
+                    pointers = {name: p.data_ptr() for name, p in engine.model().named_parameters()}
+                    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            moved = sum(p.data_ptr() != pointers[name] for name, p in engine.model().named_parameters())
+            growth = round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1e3, 1)
+            back = []
+            for chosen in (0, 1, 0):
+                engine.publish(tensors[chosen], version=chosen)
+                back.append(_greedy(engine, STRESS_PROMPTS, 24))
+        returns = back[0] == back[2] != back[1]
+        row = {"scheme": scheme, "publishes": publishes, "equal_to_a_fresh_engine": equal}
+        row |= {"a_b_a_returns_to_a": returns, "tensors_moved": moved, "peak_memory_growth_mb": growth}
+        record.add(scheme, row, ok=equal == publishes and returns and not moved and growth < GROWTH_MB)
+
+
+DELTA_RUNS = (
+    ("quickstart.yaml", "w4a16", 1e-6, 1.0),
+    ("quickstart.yaml", "w4a16", 1e-4, 1.0),
+    *(("quickstart.yaml", scheme, 1e-6, 0.1) for scheme in ("w8a8", "fp8", "bf16")),
+    *(("quickstart_moe.yaml", scheme, 1e-6, 0.1) for scheme in ("w4a16", "bf16")),
+    *(("random", "w4a16", lr, 0.02) for lr in (1e-6, 1e-4)),
+)
+"""Config, scheme, learning rate, and the share of `publishes`. `random`: six layers of width 1024, random weights."""
+WIDE = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def publish_delta(record: Record, *, publishes: int = 1000) -> None:
+    """After each of an optimizer's updates, publish the changes, then everything through a second receiver.
+
+    After both, the bytes of every parameter and buffer of the engine are compared, and what the first receiver and a
+    sender keep with the trainer's tensors. `encode` are the seconds in which a sender finds and encodes the changes.
+    """
+    for config, scheme, lr, share in DELTA_RUNS:
+        if record.wants(name := f"{config} | {scheme} | {lr}"):
+            with tempfile.TemporaryDirectory() as parent:
+                row = _deltas(config, scheme, lr, max(int(publishes * share), 1), Path(parent))
+            record.add(name, row, ok=not (row["tensors_that_differ"] or row["different_answers"]))
+
+
+def _deltas(config_name: str, scheme: str, lr: float, publishes: int, parent: Path) -> Row:
+    settings: Row = {
+        "output_dir": parent,
+        "optim.lr": lr,
+        "quant.scheme": scheme,
+        "rollout.cpu_kvcache_space_gib": 0.25,
+    }
+    if config_name == "random":
+        write_model(Source("random", WIDE), 6, parent / "model")
+        settings |= {"model.path": parent / "model", "quant.group_size": 128}
+    config = run_config("quickstart.yaml" if config_name == "random" else config_name, settings)
+    policy, generator = Policy.load(config), torch.Generator().manual_seed(0)
+    optimizer = MasterOptimizer(policy.model.named_parameters(), config.optim, seed=0, total_training_steps=publishes)
+    prompts = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(16)]
+    columns: dict[str, list[float]] = {}
+    wrong = others = 0
+    with RolloutEngine(engine_config(config, level=policy.align)) as engine:
+        assert engine.receiver is not None
+        core: Any = engine.llm.llm_engine.engine_core
+        runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+        second, outbox = WeightReceiver.of_runner(runner, engine.expected), Outbox()
+        tensors = list(policy.quantize())
+        full = engine.publish(tensors, version=0)
+        list(outbox.stream(tensors, version=0, held=[None]))
+        for version in range(1, publishes + 1):
+            _update(policy, optimizer, generator)
+            tensors, start = list(policy.quantize()), time.perf_counter()
+            stream = list(outbox.stream(tensors, version=version, held=[outbox.kept.fingerprint]))
+            encoded = time.perf_counter()
+            report = engine.publish(tensors, version=version)
+            sent, changed, kept = time.perf_counter(), copied(engine.model()), engine.receiver.kept
+            wrong += kept is None or differ(dict(tensors), kept.tensors) or differ(dict(tensors), outbox.kept.tensors)
+            answers = _greedy(engine, prompts, 12) if version % 100 == 0 else None
+            again = time.perf_counter()
+            publish_weights(engine, second, tensors, version=version)
+            row = {"full_seconds": time.perf_counter() - again, "delta_seconds": sent - encoded}
+            wrong += differ(changed, copied(engine.model()))
+            others += answers is not None and _greedy(engine, prompts, 12) != answers
+            row |= {
+                "encode_seconds": encoded - start,
+                "deltas": float(report.is_delta),
+                "delta_bytes": report.sent_bytes,
+            }
+            row["delta_payload_bytes"] = sum(t.nbytes for name, t in stream if not name.startswith("qarl."))
+            row |= {name.removeprefix("publish/"): value for name, value in report.changed.items()}
+            for name, value in row.items():
+                columns.setdefault(name, []).append(value)
+    return {
+        "publishes": publishes,
+        "deltas": int(sum(columns.pop("deltas"))),
+        "tensors_that_differ": wrong,
+        "different_answers": others,
+        "without_changed_codes": sum(not value for value in columns.get("changed_codes_frac", ())),
+        "full_bytes": full.sent_bytes,
+        "bf16_bytes": 2 * sum(parameter.numel() for parameter in policy.model.parameters()),
+        "delta_bytes_max": max(columns["delta_bytes"]),
+    } | {f"{name}_median": statistics.median(values) for name, values in columns.items()}
+
+
+def _update(policy: Policy, optimizer: MasterOptimizer, generator: torch.Generator) -> None:
+    """Take a step of random advantages of random responses: only the size of the update is realistic."""
+    tokens = torch.randint(0, policy.model.config.vocab_size, (4, 24), generator=generator)
+    advantages = torch.randn(4, 1, generator=generator)
+    values = policy.model(input_ids=tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    (-(advantages * values.gather(-1, tokens[:, 1:, None]).squeeze(-1)).mean()).backward()
+    optimizer.accumulate()
+    optimizer.clip_grad_norm(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+EXPORTED = {"dense": "quickstart.yaml", "experts": "quickstart_moe.yaml"}
+
+
+def export_check(
+    record: Record,
+    *,
+    kinds: tuple[str, ...] = ("dense", "experts"),
+    schemes: tuple[str, ...] = ("bf16", "w4a16", "w8a8", "fp8"),
+    prompts: int = 64,
+) -> None:
+    """Train two steps, export, and compare the log-probs of a fresh vLLM on its greedy responses with three others.
+
+    `exact`, `model`: the trainer's forward with the checkpoint's BF16 weights. `transformers`: the export in stock
+    transformers with compressed-tensors, or the numbers of tensors that did not fit.
+    """
+    for kind, scheme in ((kind, scheme) for kind in kinds for scheme in schemes):
+        if record.wants(name := f"{kind} | {scheme}"):
+            (row,) = in_process(exported_row, scheme, prompts, kind)
+            record.add(name, row, ok=row["published"] and row["exact"]["max"] == 0)
+
+
+def exported_row(scheme: str, prompts: int, kind: str = "dense") -> Row:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as parent:
+        steps = {"name": "run", "trainer.total_training_steps": 2, "trainer.save_freq": 2, "trainer.logger": []}
+        settings = QUIET | steps | {"output_dir": parent, "quant.scheme": scheme, "optim.lr": 2e-4}
+        config = run_config(EXPORTED[kind], settings)
+        train(config)
+        checkpoint, exported = config.run_dir / "checkpoints" / "step_2", Path(parent) / "exported"
+        export(read_request([f"run={config.run_dir}", f"output={exported}"]))
+        configure_vllm_process()
+        tokens = prompt_tokens(config, prompts)
+        (answers,) = in_process(fresh_vllm, str(exported), tokens, 80, 112, False, VLLM_CPU_INT4_W4A8="0")
+        rollout = RolloutBatch(tokens, answers[0], answers[1], ["stop"] * len(tokens), weight_version=0)
+        batch = batch_of(rollout)
+        stock, unfit = transformers_log_probs(exported, rollout)
+        found = {level: trainer_log_probs(config, checkpoint, level, batch) for level in ("exact", "model")}
+        digests = {name: tensor_digest(tensor) for name, tensor in read_tensors(exported)}
+        row: Row = {"kind": kind, "scheme": scheme, "tokens": int(batch.response_mask.sum())}
+        row["published"] = digests == open_checkpoint(checkpoint).state["published"]
+    if not unfit:
+        found["transformers"] = torch.zeros_like(batch.rollout_log_probs)
+        for i, one in enumerate(stock):
+            found["transformers"][i, : len(one)] = torch.tensor(one)
+    for name, values in found.items():
+        apart = (values - batch.rollout_log_probs)[batch.response_mask].abs()
+        row[name] = {"mean": float(apart.mean()), "max": float(apart.max())}
+    return row | ({"transformers": unfit} if unfit else {})
+
+
+def prompt_tokens(config: Config, count: int) -> list[list[int]]:
+    tokenizer, _ = load_tokenizer(config.model.path)
+    found = load_prompts(config.data.val_files, tokenizer=tokenizer, max_prompt_length=32, limit=count)
+    return [prompt.prompt_token_ids for prompt in found]
+
+
+@torch.no_grad()
+def transformers_log_probs(folder: Path, rollout: RolloutBatch) -> tuple[list[list[float]], dict[str, int]]:
+    """Return the log-probs of each response by itself, and the numbers of tensors that did not fit."""
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    model, told = loaded
+    if any(told.values()):
+        return [], {kind: len(names) for kind, names in told.items() if names}
+    found = []
+    for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True):
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist())
+    return found, {}
+
+
+def trainer_log_probs(config: Config, checkpoint: Path, level: str, batch: Any) -> torch.Tensor:
+    """Return the log-probs of the trainer's forward at `level`, with the weights of the checkpoint."""
+    path = config.model.model_copy(update={"path": str(checkpoint)})
+    policy = Policy.load(with_quant(config.model_copy(update={"model": path}), align=level))
+    found: torch.Tensor = log_probs(policy, batch, rows=len(batch))
+    return found

@@ -1,0 +1,98 @@
+"""Every Triton kernel, compiled for GPUs that need not be here: registers, spills and shared memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+
+os.environ.pop("TRITON_INTERPRET", None)  # read where kernels are defined: interpreted functions do not compile
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.compiler import ASTSource
+
+from benchmarks.proofs.harness import Record, Row
+from benchmarks.proofs.triton_kernels import KERNELS, AotConfig, AotKernel
+
+
+def triton_aot(record: Record, *, targets: tuple[int, ...] = (80, 90, 100, 120)) -> None:
+    """Compile each configuration that a wrapper launches; none may spill registers. `error`: what the compiler said."""
+    for target in targets:
+        if record.wants(name := f"sm_{target}"):
+            found = resources(target)
+            record.add(name, {"resources": found}, ok=not any("error" in one for one in found.values()))
+
+
+def resources(target: int) -> dict[str, Row]:
+    found: dict[str, Row] = {}
+    for entry in KERNELS:
+        for config in entry.configs:
+            if target in config.targets:
+                name = label(entry, config)
+                assert name not in found, f"{name} is listed twice"
+                try:
+                    found[name] = compile_kernel(entry, config, target)
+                except Exception as error:  # Triton and its assembler raise many types
+                    found[name] = {"error": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def kernel_names() -> list[str]:
+    return sorted({full_name(entry) for entry in KERNELS})
+
+
+def full_name(entry: AotKernel) -> str:
+    """Return `module.kernel`."""
+    return f"{entry.kernel.__module__.rpartition('.')[2]}.{entry.kernel.__name__}"
+
+
+def label(entry: AotKernel, config: AotConfig) -> str:
+    """Return a name for one configuration: kernel, types of its pointers, constexprs, warps and stages."""
+    pointers = ",".join(kind for name, kind in entry.signature.items() if kind.startswith("*"))
+    constants = ",".join(f"{name}={value}" for name, value in config.constexprs.items())
+    return f"{full_name(entry)}[{pointers}][{constants}] warps={config.num_warps} stages={config.num_stages}"
+
+
+def compile_kernel(entry: AotKernel, config: AotConfig, target: int) -> Row:
+    """Compile for compute capability `target` (80, 90, 100, 120). Raise what Triton or ptxas raise.
+
+    `spill_bytes`: registers that are stored to the stack. A stack alone is no spill: the assembler for Blackwell
+    reserves 8 bytes for a kernel with TMA.
+    """
+    names = entry.kernel.arg_names
+    types = {name: "constexpr" if name in config.constexprs else entry.signature[name] for name in names}
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if types[name].startswith("*") or (name in entry.divisible and types[name] != "constexpr")
+    }
+    source = ASTSource(entry.kernel, types, constexprs=dict(config.constexprs), attrs=attributes)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    line = _tool([knobs.nvidia.cuobjdump.path, "--dump-resource-usage"], compiled.asm["cubin"], ".cubin")
+    usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", line)}
+    spilled = 0
+    if usage["STACK"] + usage["LOCAL"]:
+        arch = f"--gpu-name={sm_arch_from_capability(target)}"
+        said = _tool([get_ptxas(target).path, "-v", arch, "-o", os.devnull], ptx.encode(), ".ptx")
+        spilled = sum(int(stored) for stored in re.findall(r"(\d+) bytes spill stores", said))
+    return {
+        "registers": usage["REG"],
+        "spill_bytes": spilled,
+        "shared_bytes": compiled.metadata.shared + usage["SHARED"],
+        "tensor_core": next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), None),
+    }
+
+
+def _tool(command: list[str], content: bytes, suffix: str) -> str:
+    """Return what a tool of CUDA says of a file with `content`."""
+    with tempfile.NamedTemporaryFile(suffix=suffix) as file:
+        file.write(content)
+        file.flush()
+        run = subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
+        return run.stdout + run.stderr

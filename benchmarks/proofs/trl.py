@@ -1,0 +1,198 @@
+"""QaRL under TRL on a CPU, each run in new processes, with the quickstart's model, data and settings."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, SCHEMES, TINY, Record, Row, Run, in_process
+from qarl.data.rewards import arithmetic
+
+SETTINGS: dict[str, Any] = {
+    "model": str(TINY),
+    "data": str(ROOT / "data/column_addition/train.parquet"),
+    "report_to": "none",
+    "logging_steps": 2,
+    "per_device_train_batch_size": 48,
+    "steps_per_generation": 2,
+    "num_generations": 8,
+    "learning_rate": 1.5e-4,
+    "lr_scheduler_type": "constant",
+    "adam_beta2": 0.999,
+    "max_completion_length": 80,
+    "gradient_checkpointing": False,
+    "quant_group_size": 32,
+    "vllm_cpu_kvcache_space_gib": 0.25,
+    "seq_clip_ratio_high": 0.01,
+    "neg_seq_clip_ratio_low": 0.008,
+    "neg_seq_clip_ratio_high": 0.015,
+    "save_strategy": "no",
+    "use_cpu": True,
+}
+"""The quickstart's settings in TRL's words. One rollout serves two optimizer steps, which TRL counts as steps."""
+BANDS = ("seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high")
+DIES = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+
+
+def train(settings: dict[str, Any]) -> Row:
+    """Train as `settings` says, and return logs, digests and seconds of this process."""
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+
+    from qarl.trl import QaRLConfig, QaRLTrainer
+
+    kill_at, resume, save = (settings.pop(key, None) for key in ("kill_at", "resume", "save_quantized"))
+    found: Row = {"digests": {}}
+
+    class Record(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            found["digests"][state.global_step] = digest(trainer.policy.quantize())
+            if state.global_step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    model, file = settings.pop("model"), settings.pop("data")
+    data = load_dataset(Path(file).suffix[1:].replace("jsonl", "json"), data_files=file, split="train")
+    held_out = data.select(range(8)) if "eval_strategy" in settings else None
+    trainer = QaRLTrainer(model, reward, QaRLConfig(**settings), data, held_out, callbacks=[Record()])
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=resume)
+    found |= {"seconds": time.perf_counter() - start, "level": trainer.policy.align}
+    found["masters"] = digest(
+        (str(i), value)
+        for i, state in enumerate(trainer.create_optimizer().state.values())
+        for value in [state["master"], state["exp_avg"], state["exp_avg_sq"]]
+    )
+    found["history"] = [one for one in trainer.state.log_history if "loss" in one]
+    found["evaluations"] = [one for one in trainer.state.log_history if "eval_reward" in one]
+    if save:
+        trainer.save_quantized(save)
+        found["published"] = digest(sorted(trainer.policy.quantize()))
+    return found | {"process": trainer.accelerator.process_index}
+
+
+def reward(completions: list[Any], reward_model: list[Any], **others: Any) -> list[float]:
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    if isinstance(completions[0], str):  # a random model of the tests, which knows no arithmetic
+        return [float(len(set(text))) for text in texts]
+    return [arithmetic("", text, row["ground_truth"]) for text, row in zip(texts, reward_model, strict=True)]
+
+
+def digest(tensors: Any) -> str:
+    import torch
+
+    found = hashlib.sha256()
+    for name, tensor in tensors:
+        found.update(name.encode() + tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def run(settings: dict[str, Any], *, processes: int = 1, may_die: bool = False) -> list[Row]:
+    """Run `train` in `processes` new processes. Return what each found; nothing if they died and may."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"output_dir": str(Path(folder) / "run"), **SETTINGS, **settings}
+        bands = BANDS if given.get("loss_type", "tbpo") != "tbpo" else ()
+        groups = ("quant_group_size",) if given.get("quant_scheme", "w4a16") not in ("w4a16", "w4a8") else ()
+        for unread in (*bands, *groups):
+            given.pop(unread, None)
+        launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+        launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        try:
+            found = in_process(train, given, launch=launch if processes > 1 else (), **DIES)
+        except RuntimeError:
+            if may_die:
+                return []
+            raise
+        return sorted(found, key=lambda one: int(one["process"]))
+
+
+def mean(history: Sequence[Row], key: str) -> float:
+    return sum(float(one[key]) for one in history) / len(history)
+
+
+def trl_cpu(
+    record: Record,
+    *,
+    parts: tuple[str, ...] = ("table", "reward", "processes", "resume"),
+    schemes: tuple[str, ...] = SCHEMES,
+    levels: tuple[str, ...] = LEVELS,
+    seeds: tuple[int, ...] = (0, 1, 2),
+    rollouts: int = 60,
+) -> None:
+    """Mismatch of each scheme and level, reward beside the local backend's, two processes, and a resume."""
+    for scheme, level in ((s, v) for s in schemes for v in levels if "table" in parts):
+        if record.wants(name := f"table | {scheme} | {level}"):
+            (found,) = run({"quant_scheme": scheme, "quant_align": level, "max_steps": 10})
+            history = found["history"]
+            row: Row = {"applied": found["level"]}
+            row |= {"abs_mean": mean(history, "mismatch/abs_mean"), "k3": mean(history, "mismatch/k3")}
+            row["abs_max"] = max(float(one["mismatch/abs_max"]) for one in history)
+            record.add(name, row, ok=level != "exact" or row["abs_max"] == 0)
+    for seed in seeds if "reward" in parts else ():
+        if record.wants(name := f"reward | trl | {seed}"):
+            (found,) = run({"seed": seed, "max_steps": 2 * rollouts})
+            rewards = [float(one["reward"]) for one in found["history"] if "reward" in one]
+            record.add(name, learned(rewards, found["seconds"] / rollouts))
+        if record.wants(name := f"reward | local | {seed}"):
+            record.add(name, local(seed, rollouts))
+    if "processes" in parts and record.wants("processes"):
+        row = two_processes()
+        record.add("processes", row, ok=row["digests_equal"] and row["masters_equal"])
+    if "resume" in parts and record.wants("resume"):
+        row = resumed()
+        record.add("resume", row, ok=all(row["digests_equal"]) and row["masters_equal"] and row["metrics_equal"])
+
+
+def learned(rewards: Sequence[float], seconds: float) -> Row:
+    """Return the mean reward of the first and the last five rollouts."""
+    return {"first": sum(rewards[:5]) / 5, "last": sum(rewards[-5:]) / 5, "rollout_seconds": seconds}
+
+
+def local(seed: int, rollouts: int) -> Row:
+    """Make the same run with `qarl train`. Seconds are its median step, since it has no common start."""
+    settings = QUIET | {"seed": seed, "optim.lr_scheduler_type": "constant", "data.val_files": []}
+    made = Run.train(f"local-{seed}", ROOT / "runs" / "proofs" / "trl", "quickstart.yaml",
+                     settings | {"trainer.total_training_steps": rollouts})  # fmt: skip
+    steps = made.steps
+    seconds = sorted(one["timing_s/step"] for one in steps)
+    return learned([one["critic/score/mean"] for one in steps], seconds[len(seconds) // 2])
+
+
+def two_processes() -> Row:
+    """Ten optimizer steps on two processes: δ, and whether both published the same tensors after each step."""
+    halves = {"per_device_train_batch_size": 24, "max_steps": 10, "logging_steps": 1}
+    first, second = run(halves, processes=2)
+    return {
+        "steps": len(first["digests"]),
+        "digests_equal": first["digests"] == second["digests"],
+        "masters_equal": first["masters"] == second["masters"],
+        "abs_max": max(float(one["mismatch/abs_max"]) for one in first["history"]),
+        "seconds": first["seconds"],
+    }
+
+
+def resumed() -> Row:
+    """A run of 12 steps, and one that is killed after step 9 and resumes from its checkpoint of step 6."""
+    saving = {"max_steps": 12, "logging_steps": 1, "save_strategy": "steps", "save_steps": 6}
+    (whole,) = run(saving)
+    with tempfile.TemporaryDirectory() as folder:
+        run(saving | {"output_dir": folder, "kill_at": 9}, may_die=True)
+        checkpoints = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+        (rest,) = run(saving | {"output_dir": folder, "resume": str(Path(folder) / "checkpoint-6")})
+    later = [str(step) for step in range(7, 13)]
+    same = [
+        {key: value for key, value in one.items() if not key.endswith(("step_time", "_s"))}
+        for one in (*whole["history"], *rest["history"])
+        if one["step"] > 6
+    ]
+    return {
+        "checkpoints_of_the_killed_run": checkpoints,
+        "digests_equal": [whole["digests"][step] == rest["digests"][step] for step in later],
+        "masters_equal": whole["masters"] == rest["masters"],
+        "metrics_equal": same[:6] == same[-6:] and len(same) == 12,
+    }

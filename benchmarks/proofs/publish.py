@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import statistics
@@ -43,6 +44,7 @@ GROWTH_MB = 32
 
 def fresh_vllm(folder: str, prompts: list[list[int]], tokens: int, length: int, ignore_eos: bool) -> list[Any]:
     """Return the greedy responses, with log-probs, of a vLLM that loads `folder` and knows nothing of QaRL."""
+    os.environ["VLLM_CPU_INT4_W4A8"] = "0"  # before vLLM is imported
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # without it vLLM's kernels end with an illegal instruction
     from vllm import LLM, SamplingParams
@@ -256,7 +258,7 @@ def exported_row(scheme: str, prompts: int, kind: str = "dense") -> Row:
         export(read_request([f"run={config.run_dir}", f"output={exported}"]))
         configure_vllm_process()
         tokens = prompt_tokens(config, prompts)
-        (answers,) = in_process(fresh_vllm, str(exported), tokens, 80, 112, False, VLLM_CPU_INT4_W4A8="0")
+        (answers,) = in_process(fresh_vllm, str(exported), tokens, 80, 112, False)
         rollout = RolloutBatch(tokens, answers[0], answers[1], ["stop"] * len(tokens), weight_version=0)
         batch = batch_of(rollout)
         stock, unfit = transformers_log_probs(exported, rollout)

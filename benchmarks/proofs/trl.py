@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
 }
 """The quickstart's settings in TRL's words. One rollout serves two optimizer steps, which TRL counts as steps."""
 BANDS = ("seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high")
-DIES = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
 
 def train(settings: dict[str, Any]) -> Row:
@@ -50,7 +50,7 @@ def train(settings: dict[str, Any]) -> Row:
     kill_at, resume, save = (settings.pop(key, None) for key in ("kill_at", "resume", "save_quantized"))
     found: Row = {"digests": {}}
 
-    class Record(TrainerCallback):
+    class Recorder(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             found["digests"][state.global_step] = digest(trainer.policy.quantize())
             if state.global_step == kill_at:
@@ -59,7 +59,7 @@ def train(settings: dict[str, Any]) -> Row:
     model, file = settings.pop("model"), settings.pop("data")
     data = load_dataset(Path(file).suffix[1:].replace("jsonl", "json"), data_files=file, split="train")
     held_out = data.select(range(8)) if "eval_strategy" in settings else None
-    trainer = QaRLTrainer(model, reward, QaRLConfig(**settings), data, held_out, callbacks=[Record()])
+    trainer = QaRLTrainer(model, reward, QaRLConfig(**settings), data, held_out, callbacks=[Recorder()])
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)
     found |= {"seconds": time.perf_counter() - start, "level": trainer.policy.align}
@@ -103,7 +103,7 @@ def run(settings: dict[str, Any], *, processes: int = 1, may_die: bool = False) 
         launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
         launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         try:
-            found = in_process(train, given, launch=launch if processes > 1 else (), **DIES)
+            found = in_process(train, given, launch=launch if processes > 1 else (), **ENVIRONMENT)
         except RuntimeError:
             if may_die:
                 return []

@@ -151,7 +151,7 @@ def _runs(record: Record, cases: dict[str, Case]) -> None:
 
 
 def verl_runs(record: Record) -> None:
-    """Runs at every level, on two and four ranks, preempted, either half of QaRL alone, and one that the guard must end."""
+    """Runs at every level, on two and four ranks, preempted, each half of QaRL alone, and one that must be stopped."""
     _runs(record, CASES)
 
 

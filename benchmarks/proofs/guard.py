@@ -145,8 +145,8 @@ def refusals_off(model: Model) -> Iterator[None]:
             stack.enter_context(mock.patch(name, function))
         if model.wrong:
             stack.enter_context(mock.patch.object(WritePlan, "_check_all_written", lambda self, expected: None))
-        if model.sampling:
-            stack.enter_context(mock.patch("qarl.rollout.engine.sampling_params", _sampling(model.sampling)))
+        for module in ("rollout.engine", "checks.sampling") if model.sampling else ():
+            stack.enter_context(mock.patch(f"qarl.{module}.sampling_params", _sampling(model.sampling)))
         if model.length:
             stack.enter_context(mock.patch("qarl.trainer.probe.PROBE_TOKENS", model.length))
         if model.cast:
@@ -195,9 +195,10 @@ def measure(model: Model, level: str) -> Row:
             write_weights(folder)
             _sharpen(folder, model.sharp)
             given = run_arguments(folder, model.scheme, level, length=model.length or 40)
-        # The trainer divides by the temperature that was asked for; vLLM raises one below 0.01.
-        changes |= {"rollout.temperature": model.sampling["temperature"]} if "temperature" in model.sampling else {}
         config = load_config([*given, *arguments(changes)])
+        if "temperature" in model.sampling:  # which the trainer divides by; vLLM raises one below 0.01
+            rollout = config.rollout.model_copy(update={"temperature": model.sampling["temperature"]})
+            config = config.model_copy(update={"rollout": rollout})
         trainer = LocalTrainer(config, prepare_run(config))
         with trainer.engine:
             trainer.publish()

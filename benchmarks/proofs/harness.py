@@ -22,8 +22,9 @@ from typing import Any
 
 import yaml
 
-from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.json_file import json_safe
 from qarl.checkpoint.run_folder import METRICS_FILE
+from qarl.checkpoint.storage import write_text
 from qarl.config import Config, load_config
 from qarl.metrics.tracker import cpu, read_metrics, write_versions
 
@@ -33,9 +34,9 @@ SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
 TINY = ROOT / "models" / "tiny-qwen3"
 Row = dict[str, Any]
 VARYING = re.compile(
-    r"(^|_)(s|seconds|minutes|mb|gib|peak\w*|date|commit|cpu|imports|measured|parts|ratios?)$|timing_s/"
+    r"(^|_)(s|seconds|minutes|mb|gib|tokens|peak\w*|date|commit|cpu|imports|measured|parts|ratios?)$|timing_s/"
 )
-"""Names of values that differ from run to run: time, memory, and where they were measured."""
+"""Names of values that differ from run to run: time, memory, what was sampled, and where they were measured."""
 QUIET = {
     "trainer.val_before_train": False,
     "trainer.test_freq": -1,
@@ -78,7 +79,9 @@ class Record:
         self.rows[name] = self.measured[name] = row | {"ok": ok} | made
         print(f"{name}: {json.dumps(row, ensure_ascii=False)[:600]}{'' if ok else '  NOT OK'}", flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, made | self.facts | {"rows": self.rows})
+        head = json.dumps(json_safe(made | self.facts), indent=1, ensure_ascii=False).removesuffix("\n}")
+        lines = (f"{json.dumps(n)}: {json.dumps(json_safe(r), ensure_ascii=False)}" for n, r in self.rows.items())
+        write_text(self.path, f'{head},\n "rows": {{\n  ' + ",\n  ".join(lines) + "\n }\n}\n")
 
     @property
     def ok(self) -> bool:

@@ -40,10 +40,10 @@ def test_older_results_are_read() -> None:
 
 
 def test_what_differs() -> None:
-    old = {"ok": True, "mean": 1e-3, "seconds": 3.0, "tokens": 7, "steps": [{"max": 0.0}]}
+    old = {"ok": True, "mean": 1e-3, "seconds": 3.0, "count": 7, "steps": [{"max": 0.0}]}
     assert list(differences(old, old | {"seconds": 9.0, "mean": 1.4e-3, "new": 1})) == []
-    found = differences(old, old | {"ok": False, "mean": 3e-3, "tokens": 8, "steps": [{"max": 1e-9}]})
-    assert [line.partition(":")[0] for line in found] == ["mean", "ok", "steps[0].max", "tokens"]
+    found = differences(old, old | {"ok": False, "mean": 3e-3, "count": 8, "steps": [{"max": 1e-9}]})
+    assert [line.partition(":")[0] for line in found] == ["count", "mean", "ok", "steps[0].max"]
 
 
 def test_parameters_are_those_of_the_function() -> None:

@@ -34,7 +34,7 @@ SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
 TINY = ROOT / "models" / "tiny-qwen3"
 Row = dict[str, Any]
 VARYING = re.compile(
-    r"(^|_)(s|seconds|minutes|mb|gib|tokens|peak\w*|date|commit|cpu|imports|measured|parts|ratios?)$|timing_s/"
+    r"(^|_)(s|seconds|minutes|mb|gib|tokens|peak\w*|date|commit|cpu|imports|measured|parts|ratios?)(_median)?$|timing_s/"
 )
 """Names of values that differ from run to run: time, memory, what was sampled, and where they were measured."""
 QUIET = {

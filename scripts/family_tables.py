@@ -1,4 +1,4 @@
-"""The tables of docs/model_configs.md, from the results of scripts/family_keys.py.
+"""The tables of docs/supported_models.md, from the results of scripts/family_keys.py.
 
 python scripts/family_tables.py            compare with the page; exit code 1 if it is stale
 python scripts/family_tables.py --write    write the tables
@@ -19,7 +19,7 @@ from qarl.align.families import LARGEST_SHARE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "family_keys_cpu.json"
-PAGE = ROOT / "docs" / "model_configs.md"
+PAGE = ROOT / "docs" / "supported_models.md"
 Row = dict[str, Any]
 _LEVELS = ("W4A16 at `off`", "at `linears`", "at `model`", "BF16 at `linears`", "at `model`")
 

@@ -6,7 +6,7 @@ Each row trains one small random model for 200 steps on the same responses, on t
 BF16 masters and stochastic rounding, and with BF16 masters rounded to nearest. The ranks run QaRL's engine class for
 verl through verl's `train_batch` and `optimizer_step`, without Ray and without a rollout. To nearest is verl's own
 AdamW on a BF16 model, and QaRL's Muon with its rounding replaced. Muon's rate is 1e-6 * sqrt(128), so that an element
-moves about as far as with AdamW at 1e-6; docs/configs.md says why.
+moves about as far as with AdamW at 1e-6; docs/paper_runs.md says why.
 
 A displacement d is the final weights minus the first ones. `projection` is <d, d32> / <d32, d32> with d32 the
 displacement of the FP32 masters: 1 means that BF16 weights learn as much as FP32 weights, 0 that they stand still.

@@ -196,7 +196,7 @@ def test_runs_of_before_from_rollout_was_logged() -> None:
 
 
 def test_updates_of_a_constant_size_are_seldom_taken_for_large_ones() -> None:
-    """Without a trend, with the noise of the quickstart's runs: what docs/warning_signs.md says of false warnings."""
+    """Without a trend, with the noise of the quickstart's runs: what docs/troubleshooting.md says of false warnings."""
     warned = 0
     for seed in range(200):
         rng = random.Random(seed)

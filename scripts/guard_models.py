@@ -32,7 +32,7 @@ from pyarrow import parquet
 from qarl.align.families import FAMILIES
 from qarl.checkpoint.json_file import write_json
 from qarl.config import load_config
-from qarl.metrics.guard import MismatchError, noise_limit, resolve_limit
+from qarl.metrics.mismatch_limit import MismatchError, noise_limit, resolve_limit
 from qarl.metrics.tracker import cpu
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy

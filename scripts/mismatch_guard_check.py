@@ -31,8 +31,8 @@ from qarl.checkpoint.json_file import write_json
 from qarl.config import load_config
 from qarl.config.quant import ROLLOUT_SCHEMES as SCHEMES
 from qarl.kernels.kept import Truncation
-from qarl.metrics.guard import MismatchError, check_mismatch, resolve_limit
 from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.mismatch_limit import MismatchError, check_mismatch, resolve_limit
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from qarl.bench.sources import find_model, write_model
-from qarl.bench.steps.setup import PAD, random_reward, random_tokens
+from qarl.bench.workload import PAD, random_reward, random_tokens
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config, load_config
 from qarl.data import Prompt, PromptDataset, PromptSampler

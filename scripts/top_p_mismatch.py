@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from qarl.config import load_config
-from qarl.metrics.guard import resolve_limit
 from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.mismatch_limit import resolve_limit
 from qarl.metrics.tracker import write_json
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.setup import prepare_run

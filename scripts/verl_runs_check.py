@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from qarl.metrics.guard import resolve_limit
+from qarl.metrics.mismatch_limit import resolve_limit
 from qarl.metrics.tracker import METRICS_FILE, cpu, read_metrics, write_json
 
 KEPT = ("mismatch/abs_mean", "mismatch/abs_max", "mismatch/k3", "mismatch/over_limit", "rollout/preemptions")

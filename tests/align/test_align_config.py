@@ -27,7 +27,7 @@ from qarl.config import load_config
 from qarl.doctor.run import run_checks
 from qarl.doctor.target import this_machine
 from qarl.errors import UserError
-from qarl.metrics.guard import resolve_limit
+from qarl.metrics.mismatch_limit import resolve_limit
 from qarl.process import vllm_missing
 from qarl.trainer.setup import prepare_run
 

@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from qarl.errors import UserError
-from qarl.metrics.error_plots import class_values
-from qarl.metrics.plots import main, plot_run
+from qarl.metrics.plots import class_values, main, plot_run
 from qarl.metrics.tracker import Tracker, _lost_view, check_loggers, read_metrics, write_summary, write_versions
 from qarl.metrics.wandb_key import check_wandb_key
 

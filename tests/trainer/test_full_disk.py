@@ -128,7 +128,7 @@ def test_a_disk_that_stays_full_reports_the_metrics_first(tmp_path: Path, capsys
 
 # Name of the write -> what to patch, the loggers, whether the run is finished all the same.
 SITES: dict[str, tuple[list[tuple[Any, str]], list[str], bool]] = {
-    "metrics, a line": ([(tracking._JsonLines, "log")], [], False),
+    "metrics, a line": ([(tracking, "append_lines")], [], False),
     "summary": ([(tracking, "write_json")], [], False),
     "plots": ([(ending, "plot_run")], [], True),
     "tensorboard": ([(tracking._TensorBoard, "log")], ["tensorboard"], True),

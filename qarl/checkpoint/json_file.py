@@ -21,7 +21,7 @@ def append_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
     """Append a line of JSON for each entry. Raise StorageError if the disk refuses to write them.
 
     If a crash or a full disk has cut off the last line, the next one begins on a new line."""
-    text = "".join(json.dumps(json_safe(one), allow_nan=False, ensure_ascii=False) + "\n" for one in entries)
+    text = "".join(json.dumps(json_safe(one), allow_nan=False) + "\n" for one in entries)
     with writing(path), path.open("a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

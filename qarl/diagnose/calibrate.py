@@ -311,8 +311,8 @@ def t_tail(t: float, degrees: int) -> float:
     is not a dependency, and torch has no distribution function for it."""
     constant = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
     first = math.atan(t / math.sqrt(degrees))
-    width = (math.pi / 2 - first) / 1000
-    return constant * width * sum(math.cos(first + (i + 0.5) * width) ** (degrees - 1) for i in range(1000))
+    width = (math.pi / 2 - first) / 4000
+    return constant * width * sum(math.cos(first + (i + 0.5) * width) ** (degrees - 1) for i in range(4000))
 
 
 def _not_exact(policy: Policy) -> UserError:

@@ -36,7 +36,7 @@ def row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
 
 
 def config(folder: Path) -> dict[str, Any]:
-    """The run; keys that are not here keep their defaults (docs/configuration.md)."""
+    """The run; keys that are not here keep their defaults (docs/config_reference.md)."""
     return {
         "name": "subtraction",
         "model": {"path": "models/tiny-qwen3"},

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qarl.bench.kernels import tables as kernels
-from qarl.bench.steps import tables as steps
+from qarl.bench.report import kernel_tables, step_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- bench: (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -32,7 +31,7 @@ def rewrite(text: str, root: Path) -> tuple[str, list[str]]:
             missing.append(match[2])
             return match[0]
         document = json.loads(path.read_text(encoding="utf-8"))
-        table = (steps if "kind" in document else kernels).markdown(document)
+        table = (step_tables if "kind" in document else kernel_tables)(document)
         return f"{match[1]}{table}{match[3]}"
 
     return _BLOCK.sub(table, text), missing

@@ -1,4 +1,4 @@
-"""docs/configuration.md: every key of a config, from the descriptions in `qarl.config.schema`.
+"""docs/config_reference.md: every key of a config, from the descriptions in `qarl.config.schema`.
 
 python scripts/config_page.py            compare with the page; exit code 1 if it is stale
 python scripts/config_page.py --write    write the page
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qarl.config.help import Key, about_section, key_table
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "config_reference.md"
 _HEAD = """\
 # Configuration
 
@@ -23,7 +23,7 @@ A run is `qarl train config=NAME.yaml KEY=VALUE ...`. Later wins: the defaults b
 Values are YAML 1.2. Unknown keys are errors, and all errors come at once, before any work. `qarl train --help SECTION`
 prints the same as this page. Keys are named as in verl if verl has them: batch sizes of `data` and
 `ppo_mini_batch_size` count prompts, micro-batch sizes count responses. "The paper" is
-[arXiv 2604.07853](https://arxiv.org/abs/2604.07853). The paper's runs: [configs.md](configs.md).
+[arXiv 2604.07853](https://arxiv.org/abs/2604.07853). The paper's runs: [paper_runs.md](paper_runs.md).
 """
 _COLUMNS = ("key", "meaning", "values", "unit", "default")
 

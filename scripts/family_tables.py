@@ -1,4 +1,4 @@
-"""The tables of docs/model_configs.md, from the result of the proof `family_keys`.
+"""The tables of docs/supported_models.md, from the result of the proof `family_keys`.
 
 python scripts/family_tables.py            compare with the page; exit code 1 if it is stale
 python scripts/family_tables.py --write    write the tables
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.proofs.families import ALL, Row, results, rotary_rows, rows
 from qarl.align.families import LARGEST_SHARE
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "model_configs.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "supported_models.md"
 _LEVELS = ("W4A16 at `off`", "at `linears`", "at `model`", "BF16 at `linears`", "at `model`")
 
 

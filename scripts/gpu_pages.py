@@ -46,10 +46,9 @@ def tables(name: str, result: Result) -> list[str]:
     """Tables of a benchmark, δ of a training run, else the last lines of output."""
     report, command = result.get("report"), PARTS[name].gpu if name in PARTS else ""
     if report and "qarl.bench" in command:
-        from qarl.bench.kernels import tables as kernels
-        from qarl.bench.steps import tables as steps
+        from qarl.bench.report import kernel_tables, step_tables
 
-        return [(kernels if "bench kernels" in command else steps).markdown(report)]
+        return [(kernel_tables if "bench kernels" in command else step_tables)(report)]
     lines = ["```", *result["output"][-60:], "```"]
     if report and "steps" in report:
         head = ["| step | mean abs δ | largest abs δ |", "|---|---|---|"]

@@ -152,7 +152,7 @@ SECOND = (
     Part(
         "bench_experts", 80,
         "-m qarl.bench kernels model=Qwen3-30B-A3B m=16,4096 seconds=0.05 device=cuda json={report} "
-        "operation=grouped_linear,grouped_input_gradient,experts",
+        "operation=experts",
         "-m qarl.bench kernels experts=8,2,256,128 m=3 seconds=0.02 rounds=1 device=cpu json={report}",
     ),
 )  # fmt: skip

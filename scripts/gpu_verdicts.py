@@ -23,7 +23,6 @@ QUANTIZERS = tuple(f"{scheme} triton{copy}" for scheme in ("w4a16", "w8a8", "fp8
 BOUNDS = (
     Bound("W4A16, M <= 16: 3x BF16", 3.0, "linear", lambda m: m <= 16, ("w4a16 triton",)),
     Bound("W4A16, M <= 16: 0.9x Marlin", 0.9, "linear", lambda m: m <= 16, ("w4a16 triton",), "w4a16 vllm_marlin"),
-    Bound("W4A16: 0.97x gemlite", 0.97, "linear", lambda m: True, ("w4a16 triton",), "w4a16 gemlite"),
     Bound("W4A16, M >= 4096: 0.9x BF16", 0.9, "linear", lambda m: m >= 4096, ("w4a16 triton",)),
     Bound("W8A8, M >= 4096: 1.6x BF16", 1.6, "linear", lambda m: m >= 4096, ("w8a8 triton",)),
     Bound("FP8, M >= 4096: 1.6x BF16", 1.6, "linear", lambda m: m >= 4096, ("fp8 triton",)),

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.bench.plan import predict
-from qarl.bench.roofline import Work, assumed_rates
-from qarl.bench.terms import PHASES, TERMS
+from qarl.bench.roofline import PHASES, TERMS, Work, assumed_rates
 from qarl.config.quant import ROLLOUT_SCHEMES
 
 _BLOCK = re.compile(r"(<!-- plan: (\w+) -->\n).*?(<!-- /plan -->)", re.DOTALL)

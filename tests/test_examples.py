@@ -82,31 +82,6 @@ def test_the_task_passes_every_check_of_a_run(task: Path, monkeypatch: pytest.Mo
     check_run(task_config(task))
 
 
-class LeftOpen:
-    """An engine that nobody closed; a broken one cannot be."""
-
-    def __init__(self, *, broken: bool) -> None:
-        self.broken, self.closed = broken, 0
-
-    def close(self) -> None:
-        self.closed += 1
-        if self.broken:
-            raise RuntimeError("the engine is gone")
-
-
-def test_the_end_of_a_program_closes_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, and then the garbage collector sees what vLLM froze."""
-    import gc
-
-    from qarl.rollout import engine
-
-    left = [LeftOpen(broken=True), LeftOpen(broken=False)]
-    monkeypatch.setattr(engine, "_OPEN", set(left))
-    gc.freeze()
-    engine._close_all()
-    assert [one.closed for one in left] == [1, 1] and gc.get_freeze_count() == 0
-
-
 @pytest.mark.vllm
 @needs_w4a16_cpu
 def test_the_loop_ends_without_a_word_about_leaks() -> None:

@@ -1,4 +1,4 @@
-"""The layout of the tests: they mirror the package, share by conftest files and tests/support, shadow nothing."""
+"""The layout of the tests: no folder or file shadows a package, and no test imports another."""
 
 from __future__ import annotations
 
@@ -7,31 +7,12 @@ import importlib.metadata
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from checkout import ROOT
 
 TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("*.py"))
-BESIDES = {"e2e", "gpu", "gpu_stack", "scripts", "support", "trl_backend", "verl_backend"}
-"""Folders that no package of qarl has: whole runs, what needs a GPU or its packages, scripts/, what tests share, and
-qarl/verl, whose name is that of verl itself."""
-
-
-def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
-
-
-def test_folders_are_those_of_the_package() -> None:
-    found = {path.relative_to(TESTS).parts[0] for path in FILES if path.parent != TESTS}
-    packages = {path.parent.name for path in (ROOT / "qarl").glob("*/__init__.py")}
-    assert found - BESIDES <= packages and found >= BESIDES and "verl" in packages
 
 
 def test_no_folder_has_the_name_of_a_package_that_is_used() -> None:
@@ -48,23 +29,10 @@ def test_no_file_that_is_found_by_its_folder_has_the_name_of_a_package(folder: s
     assert names & (sys.stdlib_module_names | importlib.metadata.packages_distributions().keys()) == set()
 
 
-def test_no_test_is_imported_and_fixtures_are_asked_for_by_name() -> None:
-    found = {path.relative_to(ROOT).as_posix(): set(imported(path)) for path in FILES}
-    assert {
-        name: modules for name, modules in found.items() if any(re.match(r"(test_|conftest)", one) for one in modules)
-    } == {}
-    support = [path.name for path in (TESTS / "support").glob("*.py") if "pytest.fixture" in path.read_text()]
-    assert support == [], "fixtures belong into a conftest.py"
-
-
-def test_only_one_file_counts_the_folders_up_to_the_checkout() -> None:
-    counting = [path.name for path in FILES if re.search(r"__file__\)(\.resolve\(\))?\.parent", path.read_text())]
-    assert counting == ["checkout.py"]
-
-
-def test_paths_of_tests_in_other_files_are_right() -> None:
-    others = [ROOT / "Makefile", ROOT / "README.md", *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    others += [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.toml")]
-    named = {(path.name, name) for path in others for name in re.findall(r"\btests/[\w/]+(?:\.py)?", path.read_text())}
-    assert len(named) > 20
-    assert {(file, name) for file, name in named if not (ROOT / name).exists()} == set()
+def test_no_test_is_imported() -> None:
+    """Tests share by conftest.py and tests/support."""
+    for path in FILES:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert [name for name in modules if re.match(r"(test_|conftest)", name)] == [], path.name

@@ -35,7 +35,7 @@ from qarl.checks.model import applied_level
 from qarl.checks.model_folder import load_hf_config
 from qarl.config import load_config
 from qarl.errors import UserError
-from qarl.metrics.guard import MismatchError
+from qarl.metrics.mismatch_limit import MismatchError
 from qarl.train import main as train
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy

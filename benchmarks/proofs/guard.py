@@ -20,7 +20,7 @@ from benchmarks.proofs.families import ALL, THETA, VALUES, run_arguments, write_
 from benchmarks.proofs.harness import LEVELS, SCHEMES, Record, Row, arguments
 from qarl.align.families import FAMILIES
 from qarl.config import load_config
-from qarl.metrics.guard import MismatchError, noise_limit, resolve_limit
+from qarl.metrics.mismatch_limit import MismatchError, noise_limit, resolve_limit
 from qarl.process import configure_vllm_process
 from qarl.rollout.publish.writers import WritePlan
 from qarl.trainer.local import LocalTrainer

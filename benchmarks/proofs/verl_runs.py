@@ -15,7 +15,7 @@ import torch
 from benchmarks.proofs.align import random_twin
 from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, TINY, Record, Row, Run, timed
 from qarl.checkpoint.compressed_tensors import read_tensors
-from qarl.metrics.guard import resolve_limit
+from qarl.metrics.mismatch_limit import resolve_limit
 from qarl.rollout.publish.checksum import checksums
 
 CONFIG = "quickstart_verl.yaml"

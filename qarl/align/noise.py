@@ -53,7 +53,7 @@ def other_roundings(model: Any, *, seed: int) -> Iterator[None]:
 class Roots:
     """Sums over tokens of the square roots of |δ| (`delta`) and of |noise| (`noise`), and the number of `tokens`.
 
-    Square roots, because a mean of a trained model's |δ| is decided by a few tokens (`qarl.metrics.guard`)."""
+    Square roots, because a mean of a trained model's |δ| is decided by a few tokens (`qarl.metrics.mismatch_limit`)."""
 
     def __init__(self) -> None:
         self.delta, self.noise, self.tokens = 0.0, 0.0, 0.0

@@ -33,16 +33,15 @@ from qarl.console import run_command
 from qarl.errors import UserError
 from qarl.process import limit_threads
 
-_STEPS = ("qarl.bench.steps.arguments", "qarl.bench.steps.run")
 PARTS = {
-    "kernels": ("qarl.bench.kernels.arguments", "qarl.bench.kernels.run"),
-    **dict.fromkeys(("steps", "rollout", "trainer", "publish"), _STEPS),
-    "against": ("qarl.bench.against", "run_against"),
-    "costs": ("qarl.bench.costs.run", "run_costs"),
-    "plan": ("qarl.bench.plan", "run_plan"),
+    "kernels": "qarl.bench.kernels",
+    **dict.fromkeys(("steps", "rollout", "trainer", "publish"), "qarl.bench.steps"),
+    "against": "qarl.bench.against",
+    "costs": "qarl.bench.costs",
+    "plan": "qarl.bench.plan",
 }
-"""Part -> (module with `KEYS`, module with `run`, or the first module's function that reads the arguments itself).
-The first must not import torch, because threads are set later."""
+"""Part -> its module: the dataclass `KEYS`, whose `parse` reads the arguments, and `run`. It must not import torch when
+it is imported, because threads are set later."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,17 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     part = _part(argv[0] if argv else "")
-    module, runner = importlib.import_module(PARTS[part][0]), PARTS[part][1]
-    if "." not in runner:
-        return int(getattr(module, runner)(part, argv[1:]))
+    module = importlib.import_module(PARTS[part])
     arguments = module.KEYS.parse(part, argv[1:])
-    limit_threads(arguments.threads if arguments.device == "cpu" else None)
-    return int(importlib.import_module(runner).run(arguments))
+    if hasattr(arguments, "threads"):
+        limit_threads(arguments.threads if arguments.device == "cpu" else None)
+    return int(module.run(arguments))
 
 
 def describe(topics: list[str]) -> str:
     """Return the help: this page, or the keys of the parts in `topics`."""
-    modules = [importlib.import_module(PARTS[_part(part)][0]) for part in topics]
+    modules = [importlib.import_module(PARTS[_part(part)]) for part in topics]
     texts = [text for module in modules for text in (module.__doc__ or "", f"Keys:\n{module.KEYS.__doc__}")]
     return "\n\n".join(inspect.cleandoc(text) for text in texts or [__doc__ or ""])
 

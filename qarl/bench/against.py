@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.bench.arguments import read
+from qarl.bench.report import markdown_table
 from qarl.errors import UserError
 
 PHASES = {
@@ -46,10 +47,22 @@ class Arguments:
     steps     training steps of each run; the first is not counted
     json      the file to write"""
 
+    revision: str
     config: str = "quickstart.yaml"
     pairs: int = 3
     steps: int = 6
     json: Path | None = None
+
+    @classmethod
+    def parse(cls, part: str, given: Sequence[str]) -> Arguments:
+        """Read the arguments, a revision first. Raise UserError if one is invalid."""
+        if not given or "=" in given[0]:
+            where = "qarl bench against"
+            raise UserError("no revision was named", where=where, fix="name a commit, tag or branch first")
+        arguments = read(cls, given[1:], revision=given[0])
+        if arguments.steps < 2:
+            raise UserError("steps must be 2 or more", where="steps", why="the first step warms up and is not counted")
+        return arguments
 
 
 KEYS = Arguments
@@ -57,24 +70,23 @@ Times = dict[str, float]
 """Phase -> seconds, and "length" -> mean response length of the steps that were counted."""
 
 
-def run_against(part: str, given: Sequence[str]) -> int:
-    """Run the command, and return the exit code. Raise UserError if a revision is unknown or cannot run the config."""
-    if not given or "=" in given[0]:
-        raise UserError("no revision was named", where="qarl bench against", fix="name a commit, tag or branch first")
-    arguments = read(Arguments, given[1:])
-    if arguments.steps < 2:
-        raise UserError("steps must be 2 or more", where="steps", why="the first step warms up and is not counted")
-    pairs = compare(given[0], arguments, CHECKOUT)
-    print(table(pairs, given[0]))
+def run(arguments: Arguments) -> int:
+    """Compare, print, write, and return the exit code. Raise UserError if a revision cannot run the config."""
+    pairs = compare(arguments, CHECKOUT)
+    print(table(pairs, arguments.revision))
     if arguments.json:
-        document = {"revision": given[0], "config": arguments.config, "steps": arguments.steps, "pairs": pairs}
+        settings = {name: getattr(arguments, name) for name in ("revision", "config", "steps")}
+        document = {**settings, "pairs": pairs}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def compare(revision: str, arguments: Arguments, checkout: Path) -> list[dict[str, Times]]:
-    """Return for each pair {"before": times of `revision`, "now": times of `checkout` with its uncommitted changes}."""
-    with tempfile.TemporaryDirectory() as folder, worktree(checkout, revision, Path(folder) / "before") as before:
+def compare(arguments: Arguments, checkout: Path) -> list[dict[str, Times]]:
+    """Return for each pair {"before": times of the revision, "now": times of `checkout` with uncommitted changes}."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        worktree(checkout, arguments.revision, Path(folder) / "before") as before,
+    ):
         trees, pairs = {"before": before, "now": checkout}, []
         for number in range(arguments.pairs):
             order = list(trees) if number % 2 == 0 else list(trees)[::-1]
@@ -142,15 +154,14 @@ def ratios(pairs: Sequence[dict[str, Times]], phase: str) -> list[float]:
 
 def table(pairs: Sequence[dict[str, Times]], revision: str) -> str:
     """Return a Markdown table of seconds and ratios, and a warning if the two revisions did not do the same work."""
-    lines = [
-        f"| phase | {revision}, s | now, s | now / before | minimum-maximum of {len(pairs)} pairs |",
-        "|---" * 5 + "|",
-    ]
+    heads = ["phase", f"{revision}, s", "now, s", "now / before", f"minimum-maximum of {len(pairs)} pairs"]
+    rows = []
     for phase in (name for name in PHASES if all(name in times for pair in pairs for times in pair.values())):
         before, now = (statistics.median(pair[name][phase] for pair in pairs) for name in ("before", "now"))
         each = ratios(pairs, phase)
         spread = f"{min(each):.3f}-{max(each):.3f}"
-        lines.append(f"| {phase} | {before:.3g} | {now:.3g} | {statistics.median(each):.3f} | {spread} |")
+        rows.append([phase, f"{before:.3g}", f"{now:.3g}", f"{statistics.median(each):.3f}", spread])
+    found = markdown_table(heads, rows)
     if any(pair["now"]["length"] != pair["before"]["length"] for pair in pairs):
-        lines.append("\nwarning: the revisions generated responses of different lengths: not the same work")
-    return "\n".join(lines)
+        found += "\n\nwarning: the revisions generated responses of different lengths: not the same work"
+    return found

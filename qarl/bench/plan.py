@@ -4,24 +4,22 @@
     python -m qarl.bench plan model=SmolLM2-135M rates=KERNELS.json prompts=8 n=4 prompt_length=8 response_length=16
 
 Each low-bit scheme has a row for level `off` (quantized rollouts with a BF16 trainer) and one for level `linears`. The
-keys are those of `qarl.bench.roofline.Work`. A second table has each term of the prediction (`qarl.bench.terms`).
+keys are those of `qarl.bench.roofline.Work`. A second table has each term of the prediction.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
-from qarl.bench import decoding, roofline, terms
-from qarl.bench.arguments import check_divides, read
-from qarl.bench.roofline import Rates, Work
+from qarl.bench import roofline
+from qarl.bench.arguments import check_divides
+from qarl.bench.report import markdown_table
+from qarl.bench.roofline import TERMS, Rates, Work, by_phase
 from qarl.bench.sources import default_group_size, find_model
-from qarl.bench.terms import TERMS, by_phase
 from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.model_size import ModelSize
 from qarl.config import build_config
-from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
 KEYS = Work
@@ -30,12 +28,8 @@ ERROR = {"rollout": (0.18, 0.53), "old_log_prob": (0.54, 0.80), "update": (0.51,
 of scheme and level) at the rates in `kernels_cpu.json`."""
 
 
-def run_plan(part: str, given: Sequence[str]) -> int:
-    """Run `python -m qarl.bench plan`, and return the exit code."""
-    measured = any(one.startswith("rates=") for one in given)
-    defaults = ["gpus=1", "mini_batches=1"] if measured else ["optimizer=muon"]
-    choices = {"gpu": roofline.SHEETS, "schemes": ROLLOUT_SCHEMES, "optimizer": ("muon", "adamw")}
-    work = read(Work, [*defaults, *given], choices)
+def run(work: Work) -> int:
+    """Predict, print, write, and return the exit code."""
     rates = roofline.measured_rates(work.rates) if work.rates else roofline.assumed_rates(work.gpu)
     rows = predict(work, rates)
     mean, longest = work.response_length[0], work.response_length[-1]
@@ -53,8 +47,9 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     check_divides(work, "mini_batches", "prompts")
     source = find_model(work.model)
     size, group_size = source.size, default_group_size(source.size)
+    cases = [(s, level) for s in work.schemes for level in ("off", "linears") if (s, level) != ("bf16", "linears")]
     rows = []
-    for scheme, level in ((s, level) for s in work.schemes for level in ("off", "linears")[: 1 + (s != "bf16")]):
+    for scheme, level in cases:
         held = memory(work, rates, size, scheme, level, group_size)
         room = float(held.kv_tokens) if rates.memory_bytes else float("inf")
         if room < work.prompt_length + work.response_length[-1]:
@@ -97,25 +92,24 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table: seconds of each phase, bytes, and memory of one GPU."""
     phases = rows[0]["phases"]
     heads = ["scheme", "level", *phases, "step, s", "x bf16", "gathered, GB", "published, GB", "memory, GiB (phase)"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    base = rows[0]["step"] if rows[0]["scheme"] == "bf16" else None
+    lines = []
     for row in rows:
         cells = [row["scheme"], row["level"], *(f"{row['phases'][phase]:.3g}" for phase in phases)]
-        cells += [f"{row['step']:.4g}", f"{rows[0]['step'] / row['step']:.2f}" * (rows[0]["scheme"] == "bf16")]
+        cells += [f"{row['step']:.4g}", f"{base / row['step']:.2f}" if base else ""]
         cells += [f"{row[key] / 1e9:.4g}" for key in ("gathered_bytes", "published_bytes")]
-        lines.append(f"| {' | '.join(cells)} | {row['memory_bytes'] / 2**30:.1f} "
-                     f"({row['memory_phase']}{', too much' * row['too_much']}) |")  # fmt: skip
-    return "\n".join(lines)
+        why = f"{row['memory_phase']}, too much" if row["too_much"] else row["memory_phase"]
+        lines.append([*cells, f"{row['memory_bytes'] / 2**30:.1f} ({why})"])
+    return markdown_table(heads, lines)
 
 
 def terms_table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table of the seconds of each term, a column for each scheme and level."""
     names = [name for name in TERMS if any(name in row["seconds"] for row in rows)]
     heads = ["term, s", *(f"{row['scheme']} {row['level']}" for row in rows), "phase: what"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name in names:
-        cells = [name, *(f"{row['seconds'].get(name, 0.0):.3g}" for row in rows), ": ".join(TERMS[name])]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return markdown_table(heads, [
+        [name, *(f"{row['seconds'].get(name, 0.0):.3g}" for row in rows), ": ".join(TERMS[name])] for name in names
+    ])  # fmt: skip
 
 
 def footer(work: Work) -> str:
@@ -123,22 +117,20 @@ def footer(work: Work) -> str:
     error = f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}."
     assumed = (
         f"Assumed: {roofline.OPTIMIZER_BYTES} bytes per parameter and step of AdamW, {roofline.MOST_SEQUENCES} "
-        "sequences at a time, responses of the mean length"
+        f"sequences at a time, responses of the mean length, {roofline.PUBLISH_PASSES} passes over the published bytes."
     )
     if work.rates:
         left_out = "A roofline: launches, scheduler, sampler, norms and waiting are left out"
-        passes = f"{assumed}, {roofline.PUBLISH_PASSES} passes over the published bytes."
-        return "\n".join([f"{left_out}, so a real step takes longer.", error, passes])
+        return "\n".join([f"{left_out}, so a real step takes longer.", error, assumed])
     return "\n".join([
         "Counted: as in `qarl bench costs`. That ranks and engines wait for each other is left out, so a real step "
         "takes longer.",
         f"{error} No GPU has been compared.",
-        f"{assumed}, of which the longest is decoded alone to its end.",
-        f"Estimates: {decoding.GRAPH_KERNEL_SECONDS * 1e6:.0f} us a small kernel in a CUDA graph, "
-        f"{decoding.LAYER_KERNELS} of them a layer, {decoding.EXPERTS_KERNELS} more with experts, "
-        f"{decoding.UNCOMPILED_KERNELS} more without compilation (8 bits); {decoding.ALL_REDUCE_SECONDS * 1e6:.0f} us "
-        f"an all-reduce, two a layer; sampler {decoding.SAMPLER_KERNELS} kernels and {decoding.SAMPLER_PASSES} passes "
-        f"over FP32 logits; {decoding.ENGINE_SECONDS * 1e3:.0f} ms a decode step at least (host); "
-        f"{terms.WAIT_SECONDS * 1e6:.0f} us a copy or synchronisation, {terms.MICRO_BATCH_WAITS} a micro-batch; "
-        f"{terms.LOGIT_BYTES[0]} bytes a logit in a forward and {terms.LOGIT_BYTES[1]} in a backward.",
+        f"{assumed} The longest response is decoded alone to its end.",
+        f"Estimates: {roofline.GRAPH_KERNEL_SECONDS * 1e6:.0f} us a small kernel in a CUDA graph, "
+        f"{roofline.LAYER_KERNELS} of them a layer, {roofline.EXPERTS_KERNELS} more with experts, "
+        f"{roofline.UNCOMPILED_KERNELS} more without compilation (8 bits); {roofline.ALL_REDUCE_SECONDS * 1e6:.0f} us "
+        f"an all-reduce, two a layer; sampler {roofline.SAMPLER_SECONDS * 1e6:.0f} us and {roofline.SAMPLER_PASSES} "
+        f"passes over FP32 logits; {roofline.ENGINE_SECONDS * 1e3:.0f} ms a decode step at least (host); "
+        f"{roofline.LOGIT_BYTES[0]} bytes a logit in a forward and {roofline.LOGIT_BYTES[1]} in a backward.",
     ])  # fmt: skip

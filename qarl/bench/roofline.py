@@ -1,19 +1,22 @@
 """Roofline of a training step. The time of a phase is the longest of its times for arithmetic, memory and links.
 
-On GPUs the other terms of `qarl.bench.terms` come on top. Launches count as far as they take longer than the device.
-The response that ends last is decoded alone (`tail`).
+On GPUs some terms come on top (`TERMS`): the bytes that products do not move, as `qarl.bench.layer_costs` counts them,
+and what a decode step takes beside its products and its KV cache. Nobody has measured the latter with QaRL: the
+constants are estimates for an H100 and vLLM 0.24 with CUDA graphs. They decide the time of a token when few responses
+are left. Launches of a pass, copies out of the gather's buffer and changes of an int4 layout have no term: they take at
+most 2% of a step of the models in docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from qarl.bench.decoding import ENGINE_SECONDS, DecodeStep, decode_step
-from qarl.bench.overheads import Cost, Overheads, overheads
-from qarl.bench.terms import LOGIT_BYTES, MICRO_BATCH_WAITS, WAIT_SECONDS
+from qarl.bench.arguments import read
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
@@ -23,11 +26,25 @@ EFFICIENCY = {"bf16": 0.65, "w4a16": 0.55, "w8a8": 0.5, "fp8": 0.5}
 MEMORY = LINK = 0.8
 """Assumed shares of the data sheet's rates: `EFFICIENCY` of large products, `MEMORY` and `LINK` of transfers."""
 OPTIMIZER_BYTES, PUBLISH_PASSES, MOST_SEQUENCES, GPUS_PER_NODE = 38, 4, 256, 8
-"""In order: bytes that an AdamW step moves per parameter (FP32 gradient, moments and master, BF16 weight); on a CPU,
-number of passes over the published bytes; vLLM's max_num_seqs; number of GPUs in a node."""
-LAUNCH_SECONDS = 5e-6
-"""Assumed time in which the host launches one kernel."""
+"""In order: bytes that an AdamW step moves per parameter (FP32 gradient, moments and master, BF16 weight); passes over
+the published bytes; vLLM's max_num_seqs; number of GPUs in a node."""
 NEWTON_SCHULZ_STEPS = 5
+LOGIT_BYTES = (24, 40)
+"""Bytes that log-probs and entropy move per logit beyond the product, in a forward and in a backward (estimate)."""
+GRAPH_KERNEL_SECONDS = 3e-6
+"""Time of a small kernel in a CUDA graph, with the gap to the next one (estimate)."""
+LAYER_KERNELS, EXPERTS_KERNELS, UNCOMPILED_KERNELS = 10, 8, 8
+"""Kernels of a layer in a decode step that a roofline of products does not contain (estimates). In order: norms, rotary
+embedding, writes to the cache, attention and its reduction; routing and what lies between the experts' products; what
+vLLM's compiler would have fused. 8-bit engines are not compiled (`qarl.rollout.gpu.graph_arguments`)."""
+UNCOMPILED = ("w8a8", "fp8")
+ALL_REDUCE_SECONDS = 12e-6
+"""Latency of an all-reduce between the GPUs of an engine; each layer has two (estimate)."""
+SAMPLER_SECONDS, SAMPLER_PASSES = 125e-6, 8
+"""Time to launch the sampler's 25 kernels one by one, and its passes over FP32 logits (estimates)."""
+ENGINE_SECONDS = 8e-3
+"""The least time of a decode step, because the host needs as long: scheduler, inputs, messages between processes
+(estimate). vLLM schedules a step while the device computes the former one, so only the longer time counts."""
 SHEETS = {
     "h100": (989.4e12, 1978.9e12, 1978.9e12, 3.35e12, 80 * 10**9, 450e9, 50e9),
     "h200": (989.4e12, 1978.9e12, 1978.9e12, 4.8e12, 141 * 10**9, 450e9, 50e9),
@@ -36,13 +53,38 @@ SHEETS = {
 }
 """From NVIDIA's data sheets for SXM: dense FLOP/s in BF16, INT8 and FP8 (for A100 the BF16 rate, because it has no
 FP8), memory in bytes/s and bytes, and bytes/s of NVLink and of a GPU's network adapter in one direction."""
+TERMS: dict[str, tuple[str, str]] = {
+    "prefill": ("rollout", "products and attention of the prompts"),
+    "decode": ("rollout", "products of the decode steps, and reading weights and caches"),
+    "small_kernels": ("rollout", "a decode step's other kernels (estimate)"),
+    "all_reduce": ("rollout", "an engine's all-reduces (estimate)"),
+    "sampler": ("rollout", "sampler and log-probs of a decode step (estimate)"),
+    "engine": ("rollout", "the engine's host, as far as a decode step takes longer than the device (estimate)"),
+    "tail": ("rollout", "the longest response alone, from the mean length to its end"),
+    "old_log_prob": ("old_log_prob", "products and attention"),
+    "old_log_prob_elementwise": ("old_log_prob", "bytes beyond those of products (counted; of logits, estimate)"),
+    "forward": ("update", "products and attention"),
+    "backward": ("update", "products and attention; on GPUs also the layers' forward again"),
+    "update_elementwise": ("update", "bytes beyond those of products, as above"),
+    "communication": ("update", "gathers and reduce-scatter, as far as they take longer than the passes"),
+    "optimizer": ("optimizer", "Muon or AdamW on this rank's share (Muon counted)"),
+    "quantize": ("optimizer", "this rank's share into low bits"),
+    "publish": ("publish", "passes over the published bytes, and a gather"),
+    "constant": ("other", "Ray, tokenizer, rewards, verl's metrics, sleep and wake (assumed)"),
+}
+"""Term -> phase of a step, and what it is."""
+PHASES = ("rollout", "old_log_prob", "update", "optimizer", "publish", "other")
+
+
+def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each phase."""
+    return {phase: sum(s for term, s in seconds.items() if TERMS[term][0] == phase) for phase in PHASES}
 
 
 @dataclass(frozen=True)
 class Rates:
     """Rates of one device. `product`: scheme -> its points (rows, FLOP/s). `memory`, `link` and `network`: bytes/s.
-    `launch`: seconds to launch a kernel. `said`: for each rate a line of text that says whether it was measured or
-    assumed."""
+    `said`: for each rate a line of text that says whether it was measured or assumed."""
 
     device: str
     product: Curves
@@ -51,7 +93,6 @@ class Rates:
     memory_bytes: int = 0
     link: float = math.inf
     network: float = math.inf
-    launch: float = 0.0
 
     def flop_per_s(self, scheme: str, rows: float) -> float:
         """Return the rate of the point in `product` whose number of rows is nearest to `rows`."""
@@ -67,9 +108,7 @@ def assumed_rates(gpu: str) -> Rates:
             f"{peak / 1e12:.0f})" for s, peak in peaks.items()]  # fmt: skip
     for name, share, rate in (("memory", MEMORY, memory), ("NVLink", LINK, nvlink), ("network", LINK, network)):
         said.append(f"{name} {share * rate / 1e9:.0f} GB/s (assumed: {share} of the data sheet's {rate / 1e9:.0f})")
-    said.append(f"launch {LAUNCH_SECONDS * 1e6:.0f} us (assumed)")
-    links = (LINK * nvlink, LINK * network)
-    return Rates(gpu.upper(), product, MEMORY * memory, tuple(said), size, *links, LAUNCH_SECONDS)
+    return Rates(gpu.upper(), product, MEMORY * memory, tuple(said), size, LINK * nvlink, LINK * network)
 
 
 def measured_rates(path: Path) -> Rates:
@@ -130,6 +169,13 @@ class Work:
     constant: float = 5.0
     json: Path | None = None
 
+    @classmethod
+    def parse(cls, part: str, given: Sequence[str]) -> Work:
+        measured = any(argument.startswith("rates=") for argument in given)
+        defaults = ["gpus=1", "mini_batches=1"] if measured else ["optimizer=muon"]
+        choices = {"gpu": SHEETS, "schemes": ROLLOUT_SCHEMES, "optimizer": ("muon", "adamw")}
+        return read(cls, [*defaults, *given], choices)
+
     @property
     def rows(self) -> float:
         """Rows of the mean length in a forward."""
@@ -161,8 +207,8 @@ class Roofline:
         self.wire = {s: float(sum(wire_bytes(s, group_size, shape) for shape in linears.values())) for s in EFFICIENCY}
 
     def step(self) -> tuple[dict[str, float], float, float]:
-        """Return seconds by term (`qarl.bench.terms`), bytes gathered and bytes published. Communication overlaps with
-        the passes, so only the time by which it is longer counts."""
+        """Return seconds by term (`TERMS`), bytes gathered and bytes published. Communication overlaps with the passes,
+        so only the time by which it is longer counts."""
         work, rates, size, trainer = self.work, self.rates, self.size, self.scheme if self.low_bit else "bf16"
         batches, rows = work.batches, work.rows
         forward = batches * self.pass_(rows, trainer)
@@ -174,7 +220,6 @@ class Roofline:
         others = (work.gpus - 1) / work.gpus
         gathered = others * batches * (3 * trained + 4 * size.parameters)  # weights for three passes, FP32 gradients
         link = rates.link if work.gpus <= GPUS_PER_NODE else rates.network
-        extra = self.overheads(trainer)
         seconds = {
             "prefill": self.prefill(),
             "decode": self.decode(),
@@ -182,118 +227,76 @@ class Roofline:
             "forward": forward,
             "backward": backward,
             "communication": max(gathered / link - 2 * forward - backward, 0.0),
-            "optimizer": work.mini_batches * self.optimizer(extra),
-            "quantize": self.quantizations * self.quantize(extra.quantize),
+            "optimizer": work.mini_batches * self.optimizer(),
+            "quantize": self.quantizations * self.quantize(),
+            "publish": PUBLISH_PASSES * published / rates.memory + others * published / link,
         }
-        sent = others * published / link
-        if rates.launch:
-            seconds |= self.beside(extra, forward, backward) | self.layouts()
-            # A gathered block is read from the collective's buffer and written once.
-            copied = batches * 2 * (trained - 2.0 * size.embedding_parameters) / rates.memory
-            seconds |= {"old_log_prob_gather": copied, "update_gather": 2 * copied}
-            seconds |= {"sender": self.counted(extra.sender) + sent, "receiver": self.counted(extra.receiver)}
-        else:
-            seconds["publish"] = PUBLISH_PASSES * published / rates.memory + sent
+        if self.on_gpu:
+            seconds |= self.beside_decode() | self.elementwise(trainer) | {"constant": work.constant}
         return seconds, gathered + others * published, published
 
     @property
     def quantizations(self) -> int:
         """How often weights are quantized in a step: for each optimizer step, or at `off` only for the publish."""
-        return self.work.mini_batches if self.low_bit else int(self.scheme != "bf16")
+        if self.scheme == "bf16":
+            return 0
+        return self.work.mini_batches if self.low_bit else 1
 
-    def quantize(self, cost: Cost) -> float:
+    def quantize(self) -> float:
         """Return seconds to quantize this rank's weights once."""
-        if self.rates.launch:
-            return self.counted(cost)
         return (2 * self.weights + self.wire[self.scheme]) / self.work.gpus / self.rates.memory
 
-    def overheads(self, trainer: str) -> Overheads:
-        """Return what is counted of a layer on a GPU; nothing on a CPU."""
-        if not self.rates.launch:
-            return Overheads()
-        work = self.work
+    def elementwise(self, trainer: str) -> dict[str, float]:
+        """Return seconds of a GPU for bytes that products do not move. A backward runs its blocks' forward again."""
+        work, memory = self.work, self.rates.memory
         tokens = round(work.rows * (work.prompt_length + work.response_length[0]))
-        return overheads(self.size, trainer, self.scheme, tokens, work.gpus)
-
-    def beside(self, extra: Overheads, forward: float, backward: float) -> dict[str, float]:
-        """Return the terms of a GPU beside products, caches, layouts and the publish. `forward` and `backward`: seconds
-        of their products and attention."""
-        work, memory, layers, batches = self.work, self.rates.memory, self.size.layers, self.work.batches
-        logits = batches * work.rows * work.response_length[0] * self.size.vocab / memory
-        moved = [batches * layers * cost.moved / memory for cost in (extra.forward, extra.backward)]
-        elementwise = moved[0] + LOGIT_BYTES[0] * logits, 2 * moved[0] + moved[1] + sum(LOGIT_BYTES) * logits
-        one, all_ = extra.forward.kernels, 2 * extra.forward.kernels + extra.backward.kernels
-        launched = [batches * self.launches(kernels) for kernels in (one, all_)]
-        elementwise = elementwise[0], elementwise[1] - batches * self.experts_layout  # a term of its own
-        on_device = forward + elementwise[0], forward + backward + elementwise[1]
-        late = [max(host - device, 0.0) for host, device in zip(launched, on_device, strict=True)]
-        waits = batches * (3 * extra.forward.waits + extra.backward.waits) + extra.sender.waits + extra.receiver.waits
-        waits = layers * (waits + self.quantizations * extra.quantize.waits) + 2 * batches * MICRO_BATCH_WAITS
-        steps, one_step = self.decode_steps(), self.decode_step(self.at_once())
-        on_gpu = self.decode() / steps + sum(one_step) if steps else ENGINE_SECONDS
-        return {name: steps * each for name, each in one_step._asdict().items()} | {
-            "engine": steps * max(ENGINE_SECONDS - on_gpu, 0.0),
-            "tail": self.tail(),
-            "old_log_prob_launches": late[0],
-            "old_log_prob_elementwise": elementwise[0],
-            "update_launches": late[1],
-            "update_elementwise": elementwise[1],
-            "waits": WAIT_SECONDS * waits,
-            "constant": work.constant,
+        forward, backward = (work.batches * self.size.layers * moved / memory
+                             for moved in _beyond_products(self.size, trainer, tokens))  # fmt: skip
+        logits = work.batches * work.rows * work.response_length[0] * self.size.vocab / memory
+        return {
+            "old_log_prob_elementwise": forward + LOGIT_BYTES[0] * logits,
+            "update_elementwise": 2 * forward + backward + sum(LOGIT_BYTES) * logits,
         }
 
-    def layouts(self) -> dict[str, float]:
-        """Return seconds to bring int4 weights into a kernel's layout: each byte is read and written once.
+    def beside_decode(self) -> dict[str, float]:
+        """Return the terms of a GPU's rollout beside products and caches."""
+        steps, each = self.decode_steps(), self.decode_step(self.at_once())
+        on_gpu = self.decode() / steps + sum(each.values()) if steps else ENGINE_SECONDS
+        found = {name: steps * seconds for name, seconds in each.items()}
+        return found | {"engine": steps * max(ENGINE_SECONDS - on_gpu, 0.0), "tail": self.tail()}
 
-        Dense layers are converted in each forward, and experts back for each backward. That experts are converted once
-        per optimizer step is counted with the quantizer. Kernels of 8 bits read the published layout."""
-        if self.scheme != "w4a16":
-            return {}
-        dense = 2 * self.wire["w4a16"] * (1 - self.expert_weights / self.weights) / self.rates.memory
-        found = {"engine_layout": dense / self.work.tensor_parallel}
-        if self.low_bit:
-            found["old_log_prob_layout"] = self.work.batches * dense
-            found["update_layout"] = self.work.batches * (2 * dense + self.experts_layout)
-        return found
+    def decode_step(self, rows: float) -> dict[str, float]:
+        """Return seconds of a decode step of `rows` sequences beside products and cache."""
+        size, kernels = self.size, LAYER_KERNELS
+        if size.experts:
+            kernels += EXPERTS_KERNELS
+        if self.scheme in UNCOMPILED:
+            kernels += UNCOMPILED_KERNELS
+        reduced = 0.0
+        if self.work.tensor_parallel > 1:
+            reduced = 2 * size.layers * (ALL_REDUCE_SECONDS + 2 * 2 * rows * size.hidden / self.rates.link)
+        return {
+            "small_kernels": size.layers * kernels * GRAPH_KERNEL_SECONDS,
+            "all_reduce": reduced,
+            "sampler": SAMPLER_SECONDS + SAMPLER_PASSES * 4 * rows * size.vocab / self.rates.memory,
+        }
 
-    @property
-    def experts_layout(self) -> float:
-        """Seconds of a backward to bring all int4 experts from the kernel's layout back, read and written once."""
-        if self.scheme != "w4a16" or not self.low_bit:
-            return 0.0
-        return 2 * self.wire["w4a16"] * self.expert_weights / self.weights / self.rates.memory
+    def tail(self) -> float:
+        """Return seconds in which the longest response is decoded alone, after those of the mean length have ended."""
+        work = self.work
+        products = (self.product(1, self.scheme) + self.head(1)) / work.tensor_parallel
+        steps = work.response_length[-1] - work.response_length[0]
+        return steps * max(products + sum(self.decode_step(1.0).values()), ENGINE_SECONDS)
 
-    def launches(self, kernels: int) -> float:
-        """Return seconds in which the host launches `kernels` kernels in each layer."""
-        return self.size.layers * kernels * self.rates.launch
-
-    def optimizer(self, extra: Overheads) -> float:
+    def optimizer(self) -> float:
         """Return seconds of an optimizer step on this GPU's share of the parameters."""
         size, rates, gpus = self.size, self.rates, self.work.gpus
         if self.work.optimizer == "adamw":
             return OPTIMIZER_BYTES * size.parameters / gpus / rates.memory
         rest = OPTIMIZER_BYTES * (size.parameters - size.matrix_parameters) / gpus / rates.memory
         flop = sum(newton_schulz_flop(n, k) for n, k in size.linears().values()) / gpus
-        moved = extra.optimizer_bytes_per_weight * size.matrix_parameters / gpus
-        return rest + max(flop / rates.flop_per_s("bf16", size.hidden), moved / rates.memory,
-                          self.launches(extra.optimizer_kernels))  # fmt: skip
-
-    def counted(self, cost: Cost) -> float:
-        """Return seconds of what is counted of each layer: the longer of its launches and its bytes."""
-        return max(self.launches(cost.kernels), cost.moved * self.size.layers / self.rates.memory)
-
-    def tail(self) -> float:
-        """Return seconds in which the longest response is decoded alone, after those of the mean length have ended."""
-        work = self.work
-        one = (self.product(1, self.scheme) + self.head(1)) / work.tensor_parallel
-        steps = work.response_length[-1] - work.response_length[0]
-        return steps * max(one + sum(self.decode_step(1.0)), ENGINE_SECONDS)
-
-    def decode_step(self, rows: float) -> DecodeStep:
-        """Return seconds of a decode step of `rows` sequences beside products and cache."""
-        rates = self.rates
-        parts = {"memory": rates.memory, "link": rates.link, "launch": rates.launch}
-        return decode_step(self.size, self.scheme, rows, self.work.tensor_parallel, **parts)
+        moved = _muon_bytes_per_weight(size, gpus) * size.matrix_parameters / gpus
+        return rest + max(flop / rates.flop_per_s("bf16", size.hidden), moved / rates.memory)
 
     def product(self, rows: float, scheme: str) -> float:
         """Return seconds of all linears for `rows` tokens.
@@ -353,3 +356,18 @@ def newton_schulz_flop(rows: int, columns: int) -> float:
     """Return FLOP of Muon's Newton-Schulz for a matrix: per step two products of n x n x m and one of n x n x n."""
     n, m = min(rows, columns), max(rows, columns)
     return NEWTON_SCHULZ_STEPS * (4.0 * n * n * m + 2.0 * n**3)
+
+
+@cache
+def _beyond_products(size: ModelSize, trainer: str, tokens: int) -> tuple[int, int]:
+    from qarl.bench.layer_costs import beyond_products
+
+    return beyond_products(size, trainer, tokens)
+
+
+@cache
+def _muon_bytes_per_weight(size: ModelSize, gpus: int) -> float:
+    from qarl.bench.shard_costs import optimizer_phase
+
+    phase, weights = optimizer_phase(size, gpus)
+    return phase.counts.moved / weights

@@ -46,4 +46,5 @@ class QuantConfig(Section):
 
     mismatch_limit: Annotated[float | None, Unit("nats per token")] = Field(default=None, ge=0)
     """Largest allowed mean |δ| between trainer and engine (mismatch/abs_mean). If it is exceeded before the first
-    update, the run stops. Later, the run only warns. null means the default for quant.align (qarl/metrics/guard.py)."""
+    update, the run stops. Later, the run only warns. null means the default for quant.align
+    (qarl/metrics/mismatch_limit.py)."""

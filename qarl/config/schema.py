@@ -251,7 +251,7 @@ class OptimConfig(Section):
     """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
 
     lr: float = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The default is the value that the paper gives for Muon (docs/configs.md)."""
+    """AdamW's peak learning rate. The default is the value that the paper gives for Muon (docs/paper_runs.md)."""
 
     betas: Pair = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""

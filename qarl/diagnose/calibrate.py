@@ -25,6 +25,7 @@ Weights are those of `model.path`, which may be a checkpoint of a run (RUN/check
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,7 +41,6 @@ from qarl.diagnose.calibration_memory import LEVELS, check_memory
 from qarl.diagnose.calibration_text import as_text
 from qarl.diagnose.candidates import Candidate, bands, base_config, clipped_share, corrections, with_keys
 from qarl.diagnose.gradients import Closeness, Spread, closeness, objective_gradients
-from qarl.diagnose.student import t_quantile
 from qarl.errors import UserError
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.tracker import write_versions
@@ -298,8 +298,21 @@ def best(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _beyond_noise(row: dict[str, Any], candidates: int) -> bool:
     gain, count = row["cosine_gain"], row["batches"]
-    needed = t_quantile(FALSE_FINDINGS / candidates, count - 1)
-    return bool(gain["mean"] > needed * gain["std"] / count**0.5)
+    if gain["mean"] <= 0 or gain["std"] == 0:
+        return bool(gain["mean"] > 0)
+    t = gain["mean"] / gain["std"] * math.sqrt(count)
+    return t_tail(t, count - 1) < FALSE_FINDINGS / candidates
+
+
+def t_tail(t: float, degrees: int) -> float:
+    """Return the probability that a value of Student's t distribution is above `t`.
+
+    It is the integral of C cos(a)**(degrees - 1) over the angles a from atan(t / sqrt(degrees)) to a right angle. scipy
+    is not a dependency, and torch has no distribution function for it."""
+    constant = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
+    first = math.atan(t / math.sqrt(degrees))
+    width = (math.pi / 2 - first) / 4000
+    return constant * width * sum(math.cos(first + (i + 0.5) * width) ** (degrees - 1) for i in range(4000))
 
 
 def _not_exact(policy: Policy) -> UserError:

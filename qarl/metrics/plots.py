@@ -1,8 +1,13 @@
 """Plot one run, or several runs in the same figures, from metrics.jsonl.
 
 `python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png. With several runs, every figure shows all of
-them; `--output DIR` sets the folder. A figure whose metrics were not logged is left out. Noisy series show each step as
-a faint line and their trailing mean as a bold line.
+them; `--output DIR` sets the folder. A figure whose metrics were not logged is left out. `qarl.metrics.charts` has the
+table of the figures of lines.
+
+token_shares.png and token_moves.png are the QaRL paper's figures 4c and 5b (arXiv 2604.07853), made from the metrics
+`tokens/*` (`qarl.tbpo.tokens`). Figure 4c shows that unlikely tokens are mostly in negative samples. Figure 5b shows
+that the ratios of unlikely tokens have the heaviest tail. The paper plots single tokens. QaRL counts tokens in four
+classes of probability, which every run can log.
 """
 
 from __future__ import annotations
@@ -10,82 +15,25 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qarl.errors import UserError
-from qarl.metrics.error_plots import plot_error_tokens
+from qarl.metrics.charts import CHARTS, Chart
 from qarl.metrics.tracker import read_metrics
+from qarl.tbpo.token_classes import CLASSES, SIGNS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PHASES = ("rollout", "reward", "old_log_prob", "update", "quantize", "publish", "eval")
 _PARTS_OF_UPDATE = ("forward", "backward", "optimizer")
-_FRACTION = (-0.02, 1.02)
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure of lines: file name, title, y label, and metric -> label of its line ("" if there is only one line)."""
-
-    name: str
-    title: str
-    ylabel: str
-    lines: Mapping[str, str]
-    limits: tuple[float, float] | None = None
-    log: bool = False
-    smooth: bool = True
-    markers: bool = False
-
-
-FIGURES = (
-    Figure("reward", "Reward of sampled responses", "mean reward", {"critic/score/mean": ""}),
-    Figure(
-        "accuracy",
-        "Held-out accuracy, greedy decoding",
-        "mean reward of held-out prompts",
-        {"val/accuracy": ""},
-        smooth=False,
-        markers=True,
-    ),
-    Figure(
-        "k3",
-        "Mismatch between trainer and rollout",
-        "k3 KL(rollout‖trainer), nats per token",
-        {"mismatch/k3": ""},
-        log=True,
-    ),
-    Figure(
-        "outside_band",
-        "Responses outside their TBPO band (no gradient)",
-        "fraction of responses of that sign",
-        {"actor/pos_outside_band_frac_after_first": "A > 0", "actor/neg_outside_band_frac_after_first": "A < 0"},
-        limits=_FRACTION,
-    ),
-    Figure(
-        "entropy",
-        "Entropy of the distributions that tokens are sampled from",
-        "mean of -log-prob of sampled tokens, nats",
-        {"rollout/entropy": ""},
-    ),
-    Figure(
-        "error_tokens",
-        "Responses with error tokens",
-        "fraction of responses of that sign",
-        {
-            "error_tokens/neg_repetitive_frac": "repetitive, A < 0",
-            "error_tokens/pos_repetitive_frac": "repetitive, A > 0",
-            "error_tokens/neg_garbled_frac": "garbled, A < 0",
-            "error_tokens/pos_garbled_frac": "garbled, A > 0",
-        },
-        limits=_FRACTION,
-    ),
-)
+_CLASS_NAMES = ("p < 0.001", "0.001 to 0.01", "0.01 to 0.1", "p > 0.1")
+_SIGN_COLORS = {"pos": "C0", "neg": "C3"}
+_SIGN_NAMES = {"pos": "positive samples (A > 0)", "neg": "negative samples (A < 0)"}
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
@@ -98,10 +46,11 @@ def plot_compare(run_dirs: Sequence[str | Path], output: str | Path) -> list[Pat
     """Write figures that show all runs to the folder `output`, and return the files written."""
     runs = {_label(Path(run_dir), run_dirs): read_metrics(run_dir) for run_dir in run_dirs}
     output = Path(output)
-    written = [path for figure in FIGURES if (path := _plot_lines(figure, runs, output))]
-    path = _plot_phases(next(iter(runs.values())), output) if len(runs) == 1 else _plot_mean_phases(runs, output)
-    tokens = plot_error_tokens(next(iter(runs.values())), output, _new_axes, _save) if len(runs) == 1 else []
-    return written + tokens + ([path] if path else [])
+    written = [path for chart in CHARTS if chart.file and (path := _plot_lines(chart, runs, output))]
+    if len(runs) == 1:
+        (entries,) = runs.values()
+        return written + _plot_tokens(entries, output) + _plot_phases(entries, output)
+    return written + _plot_mean_phases(runs, output)
 
 
 def _label(run_dir: Path, run_dirs: Sequence[str | Path]) -> str:
@@ -121,33 +70,32 @@ def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = F
     return np.asarray(steps), np.asarray(values, dtype=float)
 
 
-def _plot_lines(figure: Figure, runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path | None:
-    axes = _new_axes(figure.title, figure.ylabel)
-    window = max(1, max((len(entries) for entries in runs.values()), default=0) // 20) if figure.smooth else 1
-    styles = ("-", "--", ":", "-.")
+def _plot_lines(chart: Chart, runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path | None:
+    axes = _new_axes(chart.title, chart.unit)
+    window = max(1, max((len(entries) for entries in runs.values()), default=0) // 20) if chart.smooth else 1
+    alone, styles = len(runs) == 1, ("-", "--", ":", "-.")
     for run_index, (run, entries) in enumerate(runs.items()):
-        for line_index, (key, line) in enumerate(figure.lines.items()):
-            steps, values = series(entries, key, positive=figure.log)
+        for line_index, (key, line) in enumerate(chart.lines.items()):
+            steps, values = series(entries, key, positive=chart.log)
             if not len(steps):
                 continue
             # Each run has a colour. If there is only one run, each line has a colour.
-            alone = len(runs) == 1
             color = f"C{(line_index if alone else run_index) % 10}"
-            label = ", ".join(part for part in (None if alone else run, line) if part)
-            marker = "o" if figure.markers or len(steps) == 1 else None
+            names = ([] if alone else [run]) + ([line] if len(chart.lines) > 1 else [])
             if window > 1:
                 axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
                 values = _trailing_mean(values, window)
+            marker = "o" if len(steps) == 1 or not chart.smooth else None
             style = "-" if alone else styles[line_index % len(styles)]
-            axes.plot(steps, values, style, color=color, marker=marker, label=label or None)
+            axes.plot(steps, values, style, color=color, marker=marker, label=", ".join(names) or None)
     if not axes.lines:
         return None
-    axes.set_xlabel("training step" + (f" (bold: mean of the last {window} steps)" if window > 1 else ""))
-    if figure.log:
+    axes.set_xlabel(f"training step (bold: mean of the last {window} steps)" if window > 1 else "training step")
+    if chart.log:
         axes.set_yscale("log")
-    if figure.limits:
-        axes.set_ylim(*figure.limits)
-    return _save(axes, output / f"{figure.name}.png")
+    if chart.fraction:
+        axes.set_ylim(-0.02, 1.02)
+    return _save(axes, output / f"{chart.file}.png")
 
 
 def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -171,24 +119,24 @@ def _timed(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [entry for entry in entries if any(key.startswith("timing_s/") for key in entry)]
 
 
-def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> Path | None:
+def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> list[Path]:
     """Plot the seconds of each step, stacked by phase."""
     phases, timed = phases_of(entries), _timed(entries)
     if not phases:
-        return None
+        return []
     axes = _new_axes("Wall-clock time of a step by phase", "seconds per step")
     heights = [np.nan_to_num([float(entry.get(f"timing_s/{phase}") or 0.0) for entry in timed]) for phase in phases]
     axes.stackplot([e["step"] for e in timed], heights, labels=phases, colors=_colors(phases), step="mid", linewidth=0)
     axes.margins(x=0)
     axes.set_xlabel("training step")
-    return _save(axes, output / "seconds.png", outside=True)
+    return [_save(axes, output / "seconds.png", outside=True)]
 
 
-def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path | None:
+def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> list[Path]:
     """Plot one bar per run: the mean seconds of its steps, stacked by phase."""
     phases = phases_of([entry for entries in runs.values() for entry in entries])
     if not phases:
-        return None
+        return []
     axes = _new_axes("Wall-clock time of a step by phase, mean over the run", "")
     left = np.zeros(len(runs))
     for phase, color in zip(phases, _colors(phases), strict=True):
@@ -198,7 +146,40 @@ def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: P
         left += width
     axes.invert_yaxis()
     axes.set_xlabel("seconds per step")
-    return _save(axes, output / "seconds.png", outside=True)
+    return [_save(axes, output / "seconds.png", outside=True)]
+
+
+def _plot_tokens(entries: Sequence[Mapping[str, Any]], output: Path) -> list[Path]:
+    """Plot how likely the tokens of positive and negative samples were, and how far updates moved them."""
+    shares = {sign: class_values(entries, sign, "frac", np.mean) for sign in SIGNS}
+    if np.isnan(list(shares.values())).all():
+        return []
+    places = np.arange(len(CLASSES))
+    axes = _new_axes("Tokens by their probability under the old policy", "share of the tokens of that sign")
+    for sign, shift in zip(SIGNS, (-0.2, 0.2), strict=True):
+        axes.bar(places + shift, shares[sign], 0.38, color=_SIGN_COLORS[sign], label=_SIGN_NAMES[sign])
+    axes.set_yscale("log")
+    moves = _new_axes("How far updates move tokens", "|log ratio| of a token, nats")
+    for sign, shift in zip(SIGNS, (-0.1, 0.1), strict=True):
+        for style, what, over_steps, label in (
+            ("o-", "moved_mean", np.mean, "mean"),
+            ("^:", "moved_max", np.max, "largest of the run"),
+        ):
+            values, name = class_values(entries, sign, what, over_steps), f"{_SIGN_NAMES[sign]}: {label}"
+            moves.plot(places + shift, values, style, color=_SIGN_COLORS[sign], label=name)
+    moves.set_yscale("symlog", linthresh=1e-4)
+    for each in (axes, moves):
+        each.set_xticks(places, _CLASS_NAMES)
+        each.set_xlabel("probability of the token under the old policy")
+    return [_save(axes, output / "token_shares.png"), _save(moves, output / "token_moves.png")]
+
+
+def class_values(
+    entries: Sequence[Mapping[str, Any]], sign: str, what: str, over_steps: Callable[[np.ndarray], float]
+) -> list[float]:
+    """Return, for each class, `over_steps` of the metric tokens/SIGN_CLASS_WHAT, or NaN if there are no values."""
+    found = [series(entries, f"tokens/{sign}_{label}_{what}")[1] for label in CLASSES]
+    return [float(over_steps(values)) if values.size else math.nan for values in found]
 
 
 def _colors(phases: Sequence[str]) -> list[str]:

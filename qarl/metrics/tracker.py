@@ -7,7 +7,6 @@ to the file and may repeat steps. `read_metrics` then drops the older entries.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib.metadata
 import importlib.util
@@ -21,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from qarl.checkpoint.json_file import json_safe, number, write_json
+from qarl.checkpoint.json_file import append_lines, number, write_json
 from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.checkpoint.storage import StorageError, writing
 from qarl.console import say
 from qarl.errors import UserError
-from qarl.metrics.run_watch import RunWatch
 from qarl.metrics.wandb_key import check_wandb_key
+from qarl.metrics.warning_log import WarningLog
 from qarl.process import package_versions
 
 LOGGERS = ("console", "tensorboard", "wandb")
@@ -64,7 +63,7 @@ class _Writer(Protocol):
 class Tracker:
     """Log one mapping of metrics per step to metrics.jsonl and to the chosen loggers.
 
-    `log` also looks for warning signs (`qarl.metrics.run_watch`). It raises StorageError if it cannot write a line of
+    `log` also looks for warning signs (`qarl.metrics.warning_log`). It raises StorageError if it cannot write a line of
     metrics.jsonl or warnings.jsonl. If a different logger fails (full disk, closed terminal, network), a message is
     printed, this logger is dropped, and the run continues. `problem` is the first such error; the run raises it at its
     end.
@@ -87,11 +86,13 @@ class Tracker:
         check_loggers(loggers)
         self.problem: UserError | None = None
         run_dir = Path(run_dir)
+        self._metrics = run_dir / METRICS_FILE
         with writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
+        with writing(self._metrics):
+            self._metrics.open("ab").close()
         history = read_metrics(run_dir) if start_step and (run_dir / METRICS_FILE).is_file() else []
-        self._record = _JsonLines(run_dir / METRICS_FILE)
-        self._watch = RunWatch(
+        self._watch = WarningLog(
             run_dir, [entry for entry in history if entry["step"] <= start_step], config_dict.get("actor")
         )
         self._views: dict[str, _Writer] = {}
@@ -110,7 +111,7 @@ class Tracker:
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Write the metrics of one step (Python or NumPy numbers or one-element tensors). Call it once per step."""
         values = {name: number(value) for name, value in metrics.items()}
-        self._record.log(values, step)
+        append_lines(self._metrics, [{"step": step, **values}])
         for name in list(self._views):
             self._try(name, lambda view: view.log(values, step))
         for text in self._watch.after(step, values):
@@ -126,10 +127,6 @@ class Tracker:
     def close(self) -> None:
         for name in list(self._views):
             self._try(name, lambda view: view.close())
-        try:
-            self._record.close()
-        except StorageError as error:
-            self.problem = self.problem or error
 
     def _try(self, name: str, call: Callable[[Any], None]) -> None:
         """Call a logger. If it fails, print a warning and drop the logger.
@@ -217,43 +214,6 @@ def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
     path = Path(run_dir) / "summary.json"
     write_json(path, summary)
     return path
-
-
-class _JsonLines:
-    """Append lines to metrics.jsonl. If the disk writes only part of a line, remove that part."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with writing(path):
-            _cut_torn_line(path)
-            self._file = path.open("ab", buffering=0)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        line = json.dumps(json_safe({"step": step, **metrics}), allow_nan=False).encode() + b"\n"
-        with writing(self._path):
-            start = self._file.seek(0, os.SEEK_END)
-            try:
-                left = memoryview(line)
-                while left:
-                    left = left[self._file.write(left) or 0 :]
-            except OSError:
-                with contextlib.suppress(OSError):
-                    self._file.truncate(start)
-                raise
-
-    def close(self) -> None:
-        with writing(self._path):
-            self._file.close()
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Remove a last line without newline, so that the next line is not appended to it."""
-    if not path.is_file():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
 
 
 class _TensorBoard:

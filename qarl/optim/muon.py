@@ -12,7 +12,7 @@ N / K)). So an update with learning rate lr (`optim.muon_lr`) has
     spectral norm       lr * sqrt(max(1, N / K)) * (1.05 to 1.2)
     root mean square    lr / sqrt(K) * (0.8 to 0.95) over the elements, for every N
 
-docs/configs.md compares this lr with the paper's 1e-6.
+docs/paper_runs.md compares this lr with the paper's 1e-6.
 """
 
 from __future__ import annotations

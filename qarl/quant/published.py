@@ -1,7 +1,7 @@
 """Run an unquantized model with the tensors that are published for it (`quant.align=off`).
 
 At level `off` the trainer's forward is plain BF16, so its mismatch contains the whole error of quantization. The guard
-(`qarl.metrics.guard`) must not judge that error, and therefore compares the engine with this forward.
+(`qarl.metrics.mismatch_limit`) must not judge that error, and therefore compares the engine with this forward.
 """
 
 from __future__ import annotations

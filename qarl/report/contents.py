@@ -14,9 +14,11 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from qarl.metrics.charts import CHARTS
 from qarl.metrics.plots import phases_of
 from qarl.metrics.tracker import read_metrics
 from qarl.report.samples import loads, read_samples
@@ -43,6 +45,7 @@ def contents(run_dir: str | Path) -> dict[str, Any]:
         "total": _total_steps(config),
         "summary": _summary(run_dir),
         "series": {name: series for name in _names(entries) if (series := series_of(entries, name))},
+        "charts": [asdict(chart) | {"lines": list(chart.lines.items())} for chart in CHARTS],
         "phases": phases_of(entries),
         "warnings": read_warnings(run_dir / WARNINGS_FILE),
         "samples": samples,

@@ -2,25 +2,6 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 
-// A chart: title, unit, lines [metric, label]. `log`: logarithmic axis. `smooth`: a faint line and its trailing mean.
-const CHARTS = [
-  { title: "Reward of sampled responses", unit: "mean reward", smooth: true, lines: [["critic/score/mean", "reward"]] },
-  { title: "Held-out accuracy", unit: "mean reward, greedy", lines: [["val/accuracy", "accuracy"]] },
-  { title: "Mismatch: k3 KL(rollout‖trainer)", unit: "nats per token", log: true, smooth: true, lines: [["mismatch/k3", "k3"]] },
-  { title: "Mismatch: |δ| of the sampled tokens", unit: "nats", log: true,
-    lines: [["mismatch/abs_max", "largest"], ["mismatch/abs_p99", "99%"], ["mismatch/abs_mean", "mean"]] },
-  { title: "Responses outside their band (no gradient)", unit: "share of that sign", smooth: true,
-    lines: [["actor/pos_outside_band_frac_after_first", "A > 0"], ["actor/neg_outside_band_frac_after_first", "A < 0"]] },
-  { title: "Sequence ratios", unit: "π / π_old", lines: [["actor/seq_ratio_max", "largest"], ["actor/seq_ratio_min", "smallest"]] },
-  { title: "Gradient norm", unit: "before clipping", log: true, lines: [["actor/grad_norm", "norm"]] },
-  { title: "Entropy", unit: "nats per token", smooth: true, lines: [["rollout/entropy", "rollout"], ["actor/entropy", "trainer"]] },
-  { title: "Rejected by the correction", unit: "share", smooth: true,
-    lines: [["correction/rejected_response_frac", "responses"], ["correction/rejected_token_frac", "tokens"]] },
-  { title: "Loss contribution C(r) = −(r − 1)A", unit: "by the sign of A", smooth: true,
-    lines: [["actor/zero_centred_loss_pos", "A > 0"], ["actor/zero_centred_loss_neg", "A < 0"]] },
-  { title: "Response length", unit: "tokens", lines: [["response_length/mean", "mean"], ["response_length/max", "longest"]] },
-  { title: "Learning rate", unit: "", lines: [["actor/lr", "lr"], ["actor/muon_lr", "Muon's lr"]] },
-];
 const SVG = document.getElementById("svg").namespaceURI;  // so that no address stands in the file
 const W = 380, H = 190, LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 22;
 
@@ -281,7 +262,7 @@ status();
 warnings(document.getElementById("warnings"));
 summary(document.getElementById("summary"));
 const charts = make(document.getElementById("charts"), "div", { class: "grid" });
-for (const chart of CHARTS) lineChart(charts, chart);
+for (const chart of data.charts) lineChart(charts, chart);
 phaseChart(charts);
 samples(document.getElementById("samples"));
 allMetrics(document.getElementById("metrics"));

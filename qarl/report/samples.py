@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint.json_file import json_safe
-from qarl.checkpoint.storage import writing
+from qarl.checkpoint.json_file import append_lines
 
 SAMPLES_FILE = "samples.jsonl"
 ENDS = 256
@@ -86,14 +84,7 @@ def _rounded(value: float) -> float:
 
 def append_samples(run_dir: str | Path, samples: Sequence[dict[str, Any]]) -> None:
     """Add lines to `samples.jsonl`. Raise StorageError if writing fails."""
-    path = Path(run_dir) / SAMPLES_FILE
-    text = "".join(json.dumps(json_safe(sample), allow_nan=False) + "\n" for sample in samples)
-    with writing(path), path.open("a+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        # If a crash cut off the last line, the next one must not be appended to it.
-        torn = file.read(1) not in (b"", b"\n")
-        file.write((b"\n" if torn else b"") + text.encode())
+    append_lines(Path(run_dir) / SAMPLES_FILE, samples)
 
 
 def loads(text: str) -> Any:

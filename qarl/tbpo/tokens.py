@@ -2,7 +2,7 @@
 
 The QaRL paper (arXiv 2604.07853, section 3.2) finds that the error tokens of quantized rollouts are unlikely tokens of
 negative samples (figure 4c), and that their ratios have the heaviest tail (figure 5b). These statistics show both in
-every run, for the plots of `qarl.metrics.error_plots`. They are counts, sums and maxima, so they can be combined over
+every run, for the plots of `qarl.metrics.plots`. They are counts, sums and maxima, so they can be combined over
 micro-batches and ranks.
 
 Legend: B responses, T token positions.

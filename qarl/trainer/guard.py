@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qarl.align.routing import known_routing
 from qarl.config import Config
-from qarl.metrics.guard import check_mismatch
+from qarl.metrics.mismatch_limit import check_mismatch
 from qarl.trainer.batch import Batch
 
 

@@ -1,7 +1,8 @@
 """Before training, compare the log-probs that trainer and engine give to a few responses.
 
-Two limits apply (`qarl.metrics.guard`): that of the alignment level, and a multiple of the model's own rounding noise.
-The second takes three forwards of the probe's tokens: one with the published tensors, and `qarl.align.noise.DRAWS`.
+Two limits apply (`qarl.metrics.mismatch_limit`): that of the alignment level, and a multiple of the model's own
+rounding noise. The second takes three forwards of the probe's tokens: one with the published tensors, and
+`qarl.align.noise.DRAWS`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from qarl.align.noise import Roots
 from qarl.align.temporary import engine_arithmetic
 from qarl.checks.sampling import sampling_config
 from qarl.config import Config
-from qarl.metrics.guard import NOISE_LIMITS, check_noise, times_noise
 from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_noise, times_noise
 from qarl.quant.published import published_forward
 from qarl.quant.stacks import stacked_experts
 from qarl.trainer.batch import Batch, make_batch

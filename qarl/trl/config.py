@@ -55,7 +55,7 @@ _KEYS = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _WORDS)) + r")(?!\w|
 
 @dataclass
 class QaRLConfig(GRPOConfig):
-    """Settings of a `QaRLTrainer`. `RUN_KEYS` maps QaRL's keys (docs/configuration.md) to these fields."""
+    """Settings of a `QaRLTrainer`. `RUN_KEYS` maps QaRL's keys (docs/config_reference.md) to these fields."""
 
     loss_type: str = field(default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."})
     bf16: bool = field(default=False, metadata={"help": "Must be False: the model is BF16 without autocast."})

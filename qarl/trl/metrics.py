@@ -2,7 +2,7 @@
 
 TRL averages each metric over the micro-batches between two logs. An average is wrong for maxima and shares. So QaRL
 collects the statistics of all micro-batches and processes, and combines them once per log. The guard is that of the
-local backend (`qarl.metrics.guard`), with both of its limits.
+local backend (`qarl.metrics.mismatch_limit`), with both of its limits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from accelerate.utils import gather_object
 
 from qarl.config import Config
-from qarl.metrics.guard import NOISE_LIMITS, check_mismatch, check_noise, times_noise
 from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.tbpo import reduce_metrics
 from qarl.trainer.policy import Policy

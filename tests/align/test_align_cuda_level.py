@@ -275,7 +275,7 @@ def test_the_engine_follows_the_level_that_applies(
 
 
 def test_the_page_has_the_table_of_contracts() -> None:
-    text = " ".join((ROOT / "docs" / "alignment_cuda.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "gpu.md").read_text().split())
     for part, contract in contracts.CONTRACTS.items():
         assert f"| {part} | `{contract.operator}` | {contract.rounds} | {contract.open} |" in text, part
 

@@ -16,7 +16,7 @@ from qarl.checks.model import check_model, report_level
 from qarl.config import load_config
 from qarl.doctor import model as doctor_model
 from qarl.errors import UserError
-from qarl.metrics.guard import DEFAULT_LIMITS
+from qarl.metrics.mismatch_limit import DEFAULT_LIMITS
 
 OTHER_EXPERTS = ("mellum", "olmoe")
 """Mixtures of experts that agreed here. They are refused: nothing else of their routers was compared."""

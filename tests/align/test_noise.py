@@ -10,7 +10,7 @@ from family_models import random_model
 
 from qarl.align.noise import Roots, other_roundings
 from qarl.align.temporary import engine_arithmetic
-from qarl.metrics.guard import noise_limit, times_noise
+from qarl.metrics.mismatch_limit import noise_limit, times_noise
 from qarl.quant.convert import quantize_model
 from qarl.quant.published import published_forward
 from qarl.quant.scheme import get_scheme

@@ -18,7 +18,7 @@ from qarl.align.rows import (
     use_rows_attention,
     varlen_attention,
 )
-from qarl.bench.costs.counting import counting
+from qarl.bench.counting import counting
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.trainer.policy import Policy

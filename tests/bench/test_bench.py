@@ -13,11 +13,11 @@ import torch
 from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
+from qarl.bench import expert_products, products
 from qarl.bench.__main__ import PARTS, main
-from qarl.bench.kernels import dense, experts, run, tables
-from qarl.bench.kernels.arguments import Arguments
-from qarl.bench.kernels.competitor import Competitor, error_of
-from qarl.bench.kernels.timing import Times, measure
+from qarl.bench.kernels import Arguments
+from qarl.bench.products import Competitor, Layer, Times, error_of, measure
+from qarl.bench.report import kernel_tables
 from qarl.bench.sources import MODELS, find_model, linear_shapes
 from qarl.errors import UserError
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
@@ -100,28 +100,26 @@ def test_shapes_are_those_of_the_model(name: str) -> None:
 # One check, and what it withholds.
 
 
-@pytest.mark.parametrize("operation", dense.BUILDERS)
+@pytest.mark.parametrize("operation", products.BUILDERS)
 def test_every_competitor_computes_the_same(operation: str) -> None:
     torch.manual_seed(0)
-    layer = dense.Layer(torch.randn(64, 96).bfloat16(), SOME)
-    found = dense.BUILDERS[operation](layer, 300)
+    layer = Layer(torch.randn(64, 96).bfloat16(), SOME)
+    found = products.BUILDERS[operation](layer, 300)
     assert layer.failures == {} and found
     assert [(competitor.name, competitor.wrong()) for competitor in found if competitor.wrong()] == []
     assert all(competitor.bytes_moved > 0 for competitor in found)
 
 
-@pytest.mark.parametrize("routing", experts.ROUTINGS)
-@pytest.mark.parametrize("operation", experts.BUILDERS)
+@pytest.mark.parametrize("routing", expert_products.ROUTINGS)
 @pytest.mark.parametrize("tokens", [1, 150])
-def test_every_competitor_of_experts_computes_the_same(operation: str, routing: str, tokens: int) -> None:
+def test_every_competitor_of_experts_computes_the_same(routing: str, tokens: int) -> None:
     """150 tokens are more rows than are compared."""
     torch.manual_seed(0)
-    layer = experts.ExpertLayer(ExpertsShape(6, 2, 96, 64), SOME, torch.device("cpu"))
-    for part in ("layer",) if operation == "experts" else ("gate_up", "down"):
-        found = experts.BUILDERS[operation](layer, part, tokens, routing)
-        assert {competitor.scheme for competitor in found} == {"bf16", "w4a16", "w8a8", "fp8"}
-        assert [competitor.wrong() for competitor in found] == [None] * len(found)
-        assert all(competitor.bytes_moved > 0 and competitor.flop > 0 for competitor in found)
+    layer = expert_products.ExpertLayer(ExpertsShape(6, 2, 96, 64), SOME, torch.device("cpu"))
+    found = expert_products.experts(layer, tokens, routing)
+    assert {competitor.scheme for competitor in found} == {"bf16", "w4a16", "w8a8", "fp8"}
+    assert [competitor.wrong() for competitor in found] == [None] * len(found)
+    assert all(competitor.bytes_moved > 0 and competitor.flop > 0 for competitor in found)
     assert layer.failures == {}
 
 
@@ -130,16 +128,16 @@ def test_every_competitor_of_experts_computes_the_same(operation: str, routing: 
 def test_kernels_of_a_layer_of_experts() -> None:
     """The engine's own BF16 operator is the fair baseline; our products in float64 only stand in for a kernel."""
     pytest.importorskip("vllm")
-    layer = experts.ExpertLayer(ExpertsShape(6, 2, 96, 64), SOME, torch.device("cpu"))
-    names = [competitor.name for competitor in experts.experts(layer, "layer", 5, "balanced")]
+    layer = expert_products.ExpertLayer(ExpertsShape(6, 2, 96, 64), SOME, torch.device("cpu"))
+    names = [competitor.name for competitor in expert_products.experts(layer, 5, "balanced")]
     assert names[:2] == ["bf16 bf16", "bf16 vllm_cpu_bf16"]
     assert "fp8 vllm_cpu" in names and "fp8 reference" not in names
     assert layer.kernels("w8a8", torch.device("meta")) == [ReferenceExperts]
 
 
 def test_routings() -> None:
-    layer = experts.ExpertLayer(ExpertsShape(16, 4, 32, 32), SOME, torch.device("cpu"))
-    for routing in experts.ROUTINGS:
+    layer = expert_products.ExpertLayer(ExpertsShape(16, 4, 32, 32), SOME, torch.device("cpu"))
+    for routing in expert_products.ROUTINGS:
         weights, ids = layer.topk(400, routing)
         assert all(len(set(row)) == 4 for row in ids.tolist()), "a token's experts are different ones"
         torch.testing.assert_close(weights.sum(1), torch.ones(400))
@@ -180,19 +178,19 @@ def test_a_row_that_is_not_compared_must_be_finite() -> None:
 
 
 def test_a_wrong_expert_gets_no_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right = experts.grouped.product
+    right = ReferenceExperts.forward
 
-    def wrong(x: torch.Tensor, scale: Any, tensors: dict[str, torch.Tensor], until: torch.Tensor) -> torch.Tensor:
-        y = right(x, scale, tensors, until)
-        if "weight_scale" in tensors:
-            y[-1] *= 2
+    def wrong(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, prepared: Any) -> torch.Tensor:
+        y = right(x, weights, ids, prepared)
+        y[-1] *= 2
         return y
 
-    monkeypatch.setattr(experts.grouped, "product", wrong)
-    given = ["device=cpu", "experts=6,2,96,64", "group_size=32", "operation=grouped_linear", "scheme=w8a8", "m=5"]
+    monkeypatch.setattr(expert_products.ExpertLayer, "kernels", lambda self, scheme, device: [ReferenceExperts])
+    monkeypatch.setattr(ReferenceExperts, "forward", staticmethod(wrong))
+    given = ["device=cpu", "experts=6,2,96,64", "group_size=32", "operation=experts", "scheme=w8a8", "m=5"]
     assert main(["kernels", *given, "seconds=0.001", "rounds=1"]) == 1
     captured = capsys.readouterr()
-    assert " bf16 bf16" in captured.out and " w8a8 " not in captured.out and "its relative error is" in captured.err
+    assert " w8a8 " not in captured.out and "w8a8 reference: its relative error is" in captured.err
 
 
 def test_a_kernel_that_raises_stops_no_other(
@@ -202,14 +200,16 @@ def test_a_kernel_that_raises_stops_no_other(
         raise RuntimeError("out of resources")
 
     good = Competitor("bf16", "bf16", lambda: None, lambda: 0.0, 0.0, 1, 1)
-    monkeypatch.setitem(dense.BUILDERS, "linear", lambda *args: [good, Competitor("fp8", "new", fails, fails, 0.0, 1)])
+    monkeypatch.setitem(
+        products.BUILDERS, "linear", lambda *args: [good, Competitor("fp8", "new", fails, fails, 0.0, 1)]
+    )
     assert main(["kernels", *SMALL, "operation=linear"]) == 1
     captured = capsys.readouterr()
     assert "bf16 bf16" in captured.out and "RuntimeError: out of resources" in captured.err
 
 
 def test_marlin_is_measured_beside_machete(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = dense.Layer(torch.randn(64, 96).bfloat16(), SOME)
+    layer = Layer(torch.randn(64, 96).bfloat16(), SOME)
     for why_not, measured in (
         (None, True),
         ("here vLLM itself runs MacheteLinearKernel", True),
@@ -244,21 +244,21 @@ def test_json_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     base = next(e for e in document["results"] if e["scheme"] == "bf16" and e["operation"] == "linear" and e["m"] == 18)
     assert entry["baseline"] == "bf16 bf16" and base["speedup"] == 1
     assert entry["speedup"] == base["seconds"]["median"] / seconds["median"]
-    table = tables.markdown(document)
+    table = kernel_tables(document)
     assert "| kernel | M=1 | M=18 |" in table and "| w8a8 reference |" in table
     assert document["commit"] in table and str(tmp_path) not in json.dumps(document)
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second group is never finished."""
-    made = dense.BUILDERS["linear"]
+    made = products.BUILDERS["linear"]
 
-    def builder(layer: dense.Layer, rows: int) -> list[Competitor]:
+    def builder(layer: Layer, rows: int) -> list[Competitor]:
         if rows == 18:
             raise KeyboardInterrupt
         return made(layer, rows)
 
-    monkeypatch.setitem(run.dense.BUILDERS, "linear", builder)
+    monkeypatch.setitem(products.BUILDERS, "linear", builder)
     path = tmp_path / "a.json"
     assert main(["kernels", *SMALL, "operation=linear", f"json={path}"]) == 130
     assert {entry["m"] for entry in json.loads(path.read_text())["results"]} == {1}

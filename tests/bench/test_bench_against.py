@@ -69,7 +69,7 @@ def worktrees(checkout: Path) -> int:
 
 
 def test_equal_revisions_have_ratio_1_and_take_turns(checkout: Path) -> None:
-    pairs = compare("HEAD", Arguments(pairs=3, steps=3), checkout)
+    pairs = compare(Arguments("HEAD", pairs=3, steps=3), checkout)
     for phase in ("rollout", "old_log_probs", "update", "publish", "step"):
         assert ratios(pairs, phase) == [1.0, 1.0, 1.0]
     assert pairs[0]["now"] == {"rollout": 1, "old_log_probs": 1, "update": 1, "publish": 1, "step": 4, "length": 8}
@@ -81,7 +81,7 @@ def test_equal_revisions_have_ratio_1_and_take_turns(checkout: Path) -> None:
 
 def test_a_slower_phase_is_seen_without_a_commit(checkout: Path) -> None:
     write(checkout, factor=1.2)
-    pairs = compare("HEAD", Arguments(pairs=2, steps=2), checkout)
+    pairs = compare(Arguments("HEAD", pairs=2, steps=2), checkout)
     assert ratios(pairs, "update") == [1.2, 1.2] and ratios(pairs, "publish") == [1.0, 1.0]
     lines = table(pairs, "HEAD").splitlines()
     assert "| update | 1 | 1.2 | 1.200 | 1.200-1.200 |" in lines
@@ -91,21 +91,21 @@ def test_a_slower_phase_is_seen_without_a_commit(checkout: Path) -> None:
 
 def test_responses_of_different_lengths_are_named(checkout: Path) -> None:
     write(checkout, length=9.0)
-    assert "different lengths" in table(compare("HEAD", Arguments(pairs=1, steps=2), checkout), "HEAD")
+    assert "different lengths" in table(compare(Arguments("HEAD", pairs=1, steps=2), checkout), "HEAD")
 
 
 def test_a_failed_run_has_no_figure_and_leaves_no_worktree(checkout: Path) -> None:
     write(checkout, end="sys.exit('the reason')")
     with pytest.raises(UserError, match="the reason"):
-        compare("HEAD", Arguments(pairs=1, steps=2), checkout)
+        compare(Arguments("HEAD", pairs=1, steps=2), checkout)
     assert worktrees(checkout) == 1
 
 
 def test_an_unknown_revision_or_config_is_refused_before_a_run(checkout: Path) -> None:
     with pytest.raises(UserError, match="cannot check out 'nowhere'"):
-        compare("nowhere", Arguments(), checkout)
+        compare(Arguments("nowhere"), checkout)
     with pytest.raises(UserError, match=r"no config 'nowhere\.yaml'"):
-        compare("HEAD", Arguments(config="nowhere.yaml"), checkout)
+        compare(Arguments("HEAD", config="nowhere.yaml"), checkout)
     assert not (checkout / "order.txt").exists()
 
 

@@ -58,11 +58,6 @@ def test_quantizers_are_held_to_a_copy() -> None:
     assert len(found) == 5 and set(found.values()) == {"missed"}  # one too slow, four without a figure
 
 
-def test_nothing_measured_is_said_for_every_bound() -> None:
-    assert [line[0] for line in verdicts([])] == [bound.text for bound in BOUNDS]
-    assert {line[3] for line in verdicts([])} == {"not measured"}
-
-
 def run(command: list[str], seconds: float) -> tuple[str, int | None]:
     lines: list[str] = []
     code = gpu_check.run(command, dict(os.environ), seconds, lines.append)
@@ -78,17 +73,6 @@ def test_nothing_that_a_part_started_outlives_its_limit(tmp_path: Path) -> None:
     time.sleep(1.2)
     assert not list(tmp_path.iterdir())
     assert run(["sh", "-c", "echo wrong; exit 3"], 9.0) == ("wrong\n", 3)
-
-
-def test_the_script_is_not_copied_to_start_a_part() -> None:
-    """Python runs these hooks for os.fork, and for a Popen that cannot use vfork. A large one may not fork."""
-    code = (
-        f"import os, sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import gpu_check\n"
-        "os.register_at_fork(before=lambda: print('forked'))\n"
-        "print(gpu_check.run(['echo', 'ran'], dict(os.environ), 60, print))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == ["ran", "0"], done.stderr
 
 
 def test_failing_tests_are_named_as_they_run_and_at_the_end() -> None:
@@ -116,15 +100,14 @@ PARTS = {
     "late": Part("late", 0, "", python("print(1)")),
     "slow": Part("slow", 60, "", python("print('half', flush=True); import time; time.sleep(50)")),
     "pid": Part("pid", 60, "", python("import os, time; print(os.getpid(), flush=True); time.sleep(50)")),
-    "short": Part("short", 20, "", python("import time; print('half', flush=True); time.sleep(0.5)")),
     "after": Part("after", 20, "", python("print('after')")),
 }
 
 
-def driver(folder: Path, *names: str, hangup: str = "SIG_DFL") -> list[str]:
-    """The script on the made-up parts above. `hangup`: what it finds that SIGHUP does."""
+def driver(folder: Path, *names: str) -> list[str]:
+    """The script on the made-up parts above."""
     code = (
-        f"import signal; signal.signal(signal.SIGHUP, signal.{hangup})\n"
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         f"import sys; sys.path[:0] = {[str(ROOT / 'scripts'), str(ROOT), str(ROOT / 'tests' / 'support')]!r}\n"
         "import gpu_check\n"
         f"parts = {[tuple(part) for part in PARTS.values()]!r}\n"
@@ -262,17 +245,6 @@ def test_a_part_does_not_outlive_the_script(tmp_path: Path, number: int) -> None
         os.kill(pid, signal.SIGKILL)
     assert not found
     assert kept(tmp_path)["pid"]["output"] == ([str(pid)] if number == signal.SIGHUP else [])
-
-
-def test_nohup_is_heeded(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        driver(tmp_path, "short", "after", hangup="SIG_IGN"), stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    next(line for line in process.stdout if line == "half\n")
-    process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=60)
-    assert process.returncode == 0 and kept(tmp_path)["after"]["status"] == "passed"
 
 
 def test_readme_rows(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
+from qarl.bench import kernels, steps
 from qarl.checks.run import RunInputs
 from qarl.config import Config, load_config
 from qarl.data.prompts import check_vocabulary
@@ -25,14 +26,11 @@ BENCHES = [part.name for part in gpu_parts.PARTS.values() if "qarl.bench" in par
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_the_benchmarks_arguments_are_valid_on_both_devices(name: str) -> None:
-    from qarl.bench.kernels.arguments import Arguments as Kernels
-    from qarl.bench.steps.arguments import Arguments as Steps
-
     part = gpu_parts.PARTS[name]
     for command, device in ((part.gpu, "cuda"), (part.cpu, "cpu")):
         if command is not None:
             kind, *given = command.format(report="f/report.json").split()[2:]
-            found = (Kernels if kind == "kernels" else Steps).parse(kind, given)
+            found = (kernels if kind == "kernels" else steps).Arguments.parse(kind, given)
             assert found.device == device and found.json == Path("f/report.json")
 
 

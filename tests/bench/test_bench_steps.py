@@ -1,4 +1,4 @@
-"""`qarl.bench steps | rollout | trainer | publish`: launches in turn, what withholds figures, Ctrl-C, tables."""
+"""`qarl.bench steps | rollout | trainer | publish`: launches in turn, what withholds figures, Ctrl-C, report."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from cpu_features import NO_VLLM_CPU, needs_w4a16_cpu, vllm_is_for_cpus
 from random_models import save_random_model
 from torch import nn
 
+from qarl.bench import report, steps
 from qarl.bench.__main__ import main
+from qarl.bench.launch import PublishBench, RolloutBench, StepBench, TrainerBench, WrongNumbers, _reason, check_linears
 from qarl.bench.sources import find_model, write_model
-from qarl.bench.steps import run, tables
-from qarl.bench.steps.arguments import Arguments, Case
-from qarl.bench.steps.check import WrongNumbers, check_linears
-from qarl.bench.steps.launch import PublishBench, RolloutBench, StepBench, TrainerBench, _reason
-from qarl.bench.steps.setup import move_weights
+from qarl.bench.steps import Arguments, Case
+from qarl.bench.workload import move_weights
 from qarl.errors import UserError
 from qarl.metrics.plots import phases_of
 from qarl.quant.linear import QuantLinear
@@ -46,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny(folder: Path, *given: str, part: str) -> Arguments:
-    sizes = ("prompts=2", "n=4", "prompt_length=4", "response_length=8", "group_size=32")
+    sizes = ("prompts=2", "n=4", "prompt_length=4", "response_length=8")
     return parse(f"model={folder}", *sizes, *given, part=part)
 
 
@@ -74,7 +73,7 @@ def found(seconds: float, **more: Any) -> dict[str, Any]:
     phases = {"step": seconds, "rollout": seconds / 2, "prefill": seconds / 4, "decode": seconds / 4,
               "old_log_prob": 1.0, "update": 2.0, "publish": seconds / 10}  # fmt: skip
     return {"rounds": [{(0, 0): phases}, {(0, 0): phases}], "peak_bytes": int(seconds * 2**30), "level_applied": "off",
-            "kernels": [], "keeps_freed_memory": True, **more}  # fmt: skip
+            "kernels": [], **more}  # fmt: skip
 
 
 Launch = Callable[[Arguments, Case, Path], dict[str, Any]]
@@ -91,8 +90,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[Launch], list[Case]]:
             order.append(case)
             return launch(arguments, case, folder)
 
-        monkeypatch.setattr(run, "launch", logged)
-        monkeypatch.setattr(run, "write_model", lambda source, layers, folder: 135_000_000)
+        monkeypatch.setattr(steps, "launch", logged)
+        monkeypatch.setattr(steps, "write_model", lambda source, layers, folder: 135_000_000)
         return order
 
     return use
@@ -130,7 +129,7 @@ def test_a_case_with_wrong_numbers_gets_no_figures(
 
     def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
         if case.scheme == "fp8" or (case.level == "linears" and order.count(case) == 2):
-            raise run.LaunchFailed("its numbers are wrong")
+            raise steps.LaunchFailed("its numbers are wrong")
         return found(1.0)
 
     order, path = launches(launch), tmp_path / "a.json"
@@ -188,8 +187,8 @@ def test_ctrl_c_ends_the_process_too(folder: Path) -> None:
 
 def test_a_process_that_dies_or_raises_is_a_failure(folder: Path) -> None:
     missing = folder / "nowhere"
-    with pytest.raises(run.LaunchFailed, match="nowhere"):
-        run.launch(tiny(folder, part="trainer"), Case("bf16", "off"), missing)
+    with pytest.raises(steps.LaunchFailed, match="nowhere"):
+        steps.launch(tiny(folder, part="trainer"), Case("bf16", "off"), missing)
     assert _reason(WrongNumbers("off")) == "off"
     assert _reason(UserError("what", where="here", why="so", fix="do")) == "what; here; so"
 
@@ -198,20 +197,20 @@ def test_a_process_that_dies_or_raises_is_a_failure(folder: Path) -> None:
 
 
 def test_units_and_ratios_by_hand() -> None:
-    assert tables.summary([[1.0, 9.0, 2.0], [4.0]]) == {"median": 3.0, "minimum": 2.0, "maximum": 4.0}
-    assert tables.summary([[1.0, 9.0, 2.0]]) == {"median": 2.0, "minimum": 1.0, "maximum": 9.0}
-    both = tables.ratio([[6.0], [9.0], [1.0]], [[2.0], [9.0]])  # the third was interrupted
+    assert report.summary([[1.0, 9.0, 2.0], [4.0]]) == {"median": 3.0, "minimum": 2.0, "maximum": 4.0}
+    assert report.summary([[1.0, 9.0, 2.0]]) == {"median": 2.0, "minimum": 1.0, "maximum": 9.0}
+    both = report.ratio([[6.0], [9.0], [1.0]], [[2.0], [9.0]])  # the third was interrupted
     assert both == {"median": 2.0, "minimum": 1.0, "maximum": 3.0}
-    assert tables.seconds(tables.summary([[0.0]])) == "0"
-    assert tables.seconds(tables.summary([[0.0012345, 12.345]])) == "6.17 (0.00123-12.3)"
+    assert report.seconds(report.summary([[0.0]])) == "0"
+    assert report.seconds(report.summary([[0.0012345, 12.345]])) == "6.17 (0.00123-12.3)"
 
 
 @pytest.mark.parametrize("name", ["steps_cpu", "steps_again_cpu", "steps_long_cpu"])
 def test_committed_results_are_readable(name: str) -> None:
     document = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    text = tables.markdown(document)
+    text = report.step_tables(document)
     for result in document["results"]:
-        middle = tables.summary(result["phases"]["step"]["samples"])["median"]
+        middle = report.summary(result["phases"]["step"]["samples"])["median"]
         assert f"| {result['scheme']} | `{result['level']}` | " in text and f"| {middle:.3g} (" in text
 
 
@@ -219,7 +218,7 @@ def test_a_cut_model_and_a_level_that_fell_back_say_so() -> None:
     document = json.loads((ROOT / "benchmarks/results/steps_long_cpu.json").read_text())
     document["model"]["layers"] = [4]
     document["results"][0]["level_applied"] = "linears"
-    text = tables.markdown(document)
+    text = report.step_tables(document)
     assert "the whole model has 30, but the others" in text and "`off` (ran as `linears`)" in text
 
 

@@ -115,7 +115,7 @@ def test_the_quantized_export_is_what_the_live_model_publishes(tmp_path, scheme,
     ],
 )
 def test_transformers_does_not_read_quantized_experts(tmp_path, scheme, problem, name):
-    """If this fails, transformers may have learned to. Then docs/checkpoints.md and the export's line are stale."""
+    """If this fails, transformers may have learned to. Then docs/running.md and the export's line are stale."""
     for family, complete in (("qwen3", True), ("qwen3_moe", False)):
         run, _, _ = make_run(tmp_path / family, family=family, scheme=scheme)
         run_export(run, tmp_path / family / "out")

@@ -16,8 +16,8 @@ from random_models import save_random_model
 from torch import nn
 
 from qarl.align import align_model
-from qarl.bench.costs.counting import counting
-from qarl.bench.costs.phases import Sizes, stack_shapes, wire
+from qarl.bench.counting import counting
+from qarl.bench.shard_costs import stack_shapes, wire
 from qarl.checkpoint.compressed_tensors import ModelFiles
 from qarl.checkpoint.folder import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate
@@ -176,11 +176,11 @@ def test_rows_of_the_experts_are_what_their_backward_holds(scheme: str) -> None:
 
 
 def peak_of_ours(size: ModelSize, scheme_name: str, tokens: int) -> int:
-    sizes, scheme = Sizes.of(size, tokens), get_scheme(scheme_name, 128)
+    scheme = get_scheme(scheme_name, 128)
     with torch.device("meta"):
         x = torch.empty(tokens, size.hidden, dtype=torch.bfloat16, requires_grad=True)
         weights, ids = torch.empty(tokens, 4, requires_grad=True), torch.empty(tokens, 4, dtype=torch.int64)
-        stacks = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in stack_shapes(sizes)]
+        stacks = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in stack_shapes(size)]
     with counting():
         wires = [wire(tuple(stack.shape), scheme) for stack in stacks]
         y = fused_experts(x, weights, ids, *stacks, LowBitExperts.of(TritonExperts, *wires))

@@ -213,7 +213,7 @@ def test_verl_gets_the_same_values(config: Config) -> None:
 
 
 def test_the_page_shows_the_same_table() -> None:
-    """docs/configs.md: the paper's key and value, and each config's, in bold if it is another."""
+    """docs/paper_runs.md: the paper's key and value, and each config's, in bold if it is another."""
     configs = {name: load_config([f"config={path_of(name)}"]) for name in MODELS}
     expected = [
         [f"`{row.paper}`", shown(row.value), *(cell(row, value_of(config, row)) for config in configs.values())]
@@ -232,7 +232,7 @@ def cell(row: Row, value: Any) -> str:
 
 def page_table(first: str) -> list[list[str]]:
     """The rows of the page's table whose first heading is `first`."""
-    page = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "paper_runs.md").read_text(encoding="utf-8")
     lines = page.partition(f"\n| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[text.strip() for text in line.strip().strip("|").split("|")] for line in lines]
 
@@ -326,7 +326,7 @@ def test_files_are_those_the_scripts_write(config: Config, monkeypatch: pytest.M
 
 
 def test_the_page_about_them_knows_them_all() -> None:
-    page = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "paper_runs.md").read_text(encoding="utf-8")
     assert [name for name in MODELS if f"`{name}.yaml`" not in page] == []
     shipped = {path.stem for path in (ROOT / "configs").glob("qwen*.yaml")}
     assert shipped == set(MODELS)

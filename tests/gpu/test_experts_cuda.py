@@ -6,8 +6,8 @@ import pytest
 import torch
 from expert_cases import exact, exact_weight, make, off, stacked
 
-from qarl.bench.kernels.arguments import Arguments
-from qarl.bench.kernels.experts import BUILDERS, ROUTINGS, ExpertLayer
+from qarl.bench.expert_products import ROUTINGS, ExpertLayer, experts
+from qarl.bench.kernels import Arguments
 from qarl.kernels.experts.fused import EXPERTS_KERNELS, LowBitExperts, fused_experts
 from qarl.kernels.experts.grouped import ExpertsShape
 
@@ -41,17 +41,15 @@ def test_forward_and_gradients(scheme: str, kernel: type) -> None:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("operation", BUILDERS)
 @pytest.mark.parametrize("tokens", [1, 16, 1000])
 @pytest.mark.parametrize(("sizes", "group_size"), [((32, 4, 2048, 768), 128), ((6, 2, 96, 64), 32)], ids=str)
-def test_against_float64(sizes: tuple[int, ...], group_size: int, operation: str, routing: str, tokens: int) -> None:
+def test_against_float64(sizes: tuple[int, ...], group_size: int, routing: str, tokens: int) -> None:
     """vLLM's kernels and ours; one that says that it serves must take the weights."""
     torch.manual_seed(0)
     arguments = Arguments(device="cuda", group_size=group_size)
     layer = ExpertLayer(ExpertsShape(*sizes), arguments, torch.device("cuda", 0))
-    for part in ("layer",) if operation == "experts" else ("gate_up", "down"):
-        for competitor in BUILDERS[operation](layer, part, tokens, routing):
-            assert competitor.wrong() is None, competitor.name
+    for competitor in experts(layer, tokens, routing):
+        assert competitor.wrong() is None, competitor.name
     assert layer.failures == {}
 
 

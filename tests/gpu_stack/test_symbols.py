@@ -19,7 +19,7 @@ from third_party_uses import Use, has_signature, overrides, package_uses, resolv
 
 required()
 
-NOT_LOCKED = {"gemlite": "a competitor in the benchmark", "trl": "has a lock of its own", "wandb": "is optional"}
+NOT_LOCKED = {"trl": "has a lock of its own", "wandb": "is optional"}
 CPU_ONLY = (
     "torch.ops._C.convert_weight_packed",
     "torch.ops._C.cpu_gemm_wna16",

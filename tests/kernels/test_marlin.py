@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from marlin_reference import random_stack, vllm_layout
 
-from qarl.bench.costs.counting import counting
+from qarl.bench.counting import counting
 from qarl.kernels.cuda.marlin import CODES, SCALES, from_marlin, to_marlin
 from qarl.kernels.layouts import MARLIN, TILES
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from qarl.errors import UserError
-from qarl.metrics.guard import (
+from qarl.metrics.mismatch_limit import (
     DEFAULT_LIMITS,
     MismatchError,
     check_mismatch,
@@ -172,5 +172,5 @@ def test_levels_are_those_of_the_config():
 
 
 def test_neither_torch_nor_vllm_is_imported():
-    code = "import sys, qarl.metrics.guard; sys.exit(bool({'torch', 'vllm', 'verl'} & set(sys.modules)))"
+    code = "import sys, qarl.metrics.mismatch_limit; sys.exit(bool({'torch', 'vllm', 'verl'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from qarl.metrics.bands import how_to_set, scaled
-from qarl.metrics.run_watch import RunWatch
 from qarl.metrics.tracker import Tracker, read_metrics
+from qarl.metrics.warning_log import WarningLog
 from qarl.metrics.warning_signs import METRICS, SIGNS, WarningSign, find
 from qarl.report.contents import read_warnings
 
@@ -196,7 +196,7 @@ def test_runs_of_before_from_rollout_was_logged() -> None:
 
 
 def test_updates_of_a_constant_size_are_seldom_taken_for_large_ones() -> None:
-    """Without a trend, with the noise of the quickstart's runs: what docs/warning_signs.md says of false warnings."""
+    """Without a trend, with the noise of the quickstart's runs: what docs/troubleshooting.md says of false warnings."""
     warned = 0
     for seed in range(200):
         rng = random.Random(seed)
@@ -280,7 +280,7 @@ def test_a_resumed_run_says_the_same(tmp_path: Path, capsys: Any, resumed_after:
 
 def test_a_fresh_run_in_a_used_folder_forgets_the_old_warnings(tmp_path: Path) -> None:
     (tmp_path / "warnings.jsonl").write_text('{"sign": "entropy"}\n')
-    RunWatch(tmp_path)
+    WarningLog(tmp_path)
     assert not (tmp_path / "warnings.jsonl").exists()
 
 

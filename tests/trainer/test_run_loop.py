@@ -12,7 +12,7 @@ from engine_helpers import config
 from idle_trainer import Checkpoints, Trainer
 
 from qarl.checkpoint.storage import StorageError
-from qarl.metrics.guard import MismatchError
+from qarl.metrics.mismatch_limit import MismatchError
 from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
 from qarl.trainer import loop

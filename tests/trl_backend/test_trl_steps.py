@@ -17,7 +17,7 @@ from random_models import save_random_model
 
 from qarl.align.temporary import engine_arithmetic
 from qarl.errors import UserError
-from qarl.metrics.guard import DEFAULT_LIMITS, MismatchError
+from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, MismatchError
 from qarl.quant.published import published_forward
 from qarl.trl import QaRLConfig, QaRLTrainer, trainer
 from qarl.trl.config import RUN_KEYS

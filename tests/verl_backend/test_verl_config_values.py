@@ -172,7 +172,7 @@ ELSEWHERE = {
     "trainer.logger": "our own tracker follows verl's file logger",
     "trainer.plots": "drawn from metrics.jsonl",
     "trainer.report": "written from the run folder; an environment variable asks the workers for samples",
-    "quant.mismatch_limit": "qarl.metrics.guard looks at verl's metrics",
+    "quant.mismatch_limit": "qarl.metrics.mismatch_limit looks at verl's metrics",
     "trainer.resume_from_path": "tested below, with resume_mode",
     "verl": "tested below",
     "actor.kl_loss_coef": "without actor.use_kl_loss it has no effect, and that key is refused",

@@ -13,7 +13,7 @@ from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 
 from qarl.config import load_config
-from qarl.metrics.guard import resolve_limit
+from qarl.metrics.mismatch_limit import resolve_limit
 from qarl.metrics.tracker import read_metrics
 
 pytest.importorskip("verl")

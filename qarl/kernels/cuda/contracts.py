@@ -95,7 +95,7 @@ CONTRACTS: dict[str, Contract] = {
         f"{_TESTS}::test_log_softmax",
     ),
 }
-"""Part of the model -> contract of vLLM's operator. docs/alignment_cuda.md has the same table."""
+"""Part of the model -> contract of vLLM's operator. docs/gpu.md has the same table."""
 
 
 def unconfirmed() -> tuple[str, ...]:

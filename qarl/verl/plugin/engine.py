@@ -44,7 +44,7 @@ from qarl.align.families import check_rows
 from qarl.align.routing import replays
 from qarl.align.rows import use_rows_attention
 from qarl.errors import UserError
-from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
+from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, check_mismatch
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.outbox import Outbox

@@ -1,4 +1,4 @@
-"""Applies the mismatch guard of `qarl.metrics.guard` to an actor in verl.
+"""Applies the mismatch guard of `qarl.metrics.mismatch_limit` to an actor in verl.
 
 verl generates only inside a training step, so the guard cannot run before training starts. It checks the first
 mini-batch, before the first update. If it refuses the run, one generation is lost, but nothing has been trained.

@@ -2,7 +2,7 @@
 
     qarl bench costs model=Qwen3-30B-A3B scheme=w4a16 tokens=22528 gpus=8
 
-The trainer's own code runs at the model's real sizes on tensors without memory (`qarl.bench.costs.counting` says what
+The trainer's own code runs at the model's real sizes on tensors without memory (`qarl.bench.counting` says what
 counts as a kernel, a copy, a synchronisation and a byte). `least` is the number of bytes that the phase cannot avoid.
 """
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qarl.bench.arguments import read
+from qarl.bench.report import markdown_table
 from qarl.bench.sources import default_group_size, find_model
 from qarl.checks.model_size import ModelSize
+from qarl.config.quant import ROLLOUT_SCHEMES
 
 if TYPE_CHECKING:
-    from qarl.bench.costs.phases import Phase
-
-SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
+    from qarl.bench.shard_costs import Phase
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,16 @@ class Counted:
     gpus: int = 8
     json: Path | None = None
 
+    @classmethod
+    def parse(cls, part: str, given: Sequence[str]) -> Counted:
+        return read(cls, given, {"scheme": ROLLOUT_SCHEMES})
+
 
 KEYS = Counted
 
 
-def run_costs(part: str, given: Sequence[str]) -> int:
-    """Run `qarl bench costs`, and return the exit code."""
-    keys = read(Counted, given, {"scheme": SCHEMES})
+def run(keys: Counted) -> int:
+    """Count, print, write, and return the exit code."""
     source = find_model(keys.model)
     phases = count(source.size, keys)
     print(f"{source.name}, {keys.scheme}, {keys.tokens} tokens a micro-batch, weights shared by {keys.gpus} ranks\n")
@@ -58,27 +61,28 @@ def run_costs(part: str, given: Sequence[str]) -> int:
 
 def count(size: ModelSize, keys: Counted) -> list[Phase]:
     """Return the phases of one layer. Forward and backward of its experts and of its dense products are apart."""
-    from qarl.bench.costs import phases
+    from qarl.bench import layer_costs, shard_costs
 
     group = default_group_size(size)
     found: list[Phase] = []
     if keys.scheme != "bf16":
-        found += phases.dense_phases(size, keys.scheme, group, keys.tokens)
-        found += phases.expert_phases(size, keys.scheme, group, keys.tokens) if size.experts else []
-        found.append(phases.quantize_phase(size, keys.scheme, group, keys.gpus))
-        found.append(phases.gather_phase(size, keys.scheme, group, keys.gpus))
-    found.append(phases.optimizer_phase(size, keys.gpus)[0])
-    return [*found, phases.publish_phase(size, keys.scheme, group), phases.receive_phase(size, keys.scheme, group)]
+        found += layer_costs.dense_phases(size, keys.scheme, group, keys.tokens)
+        if size.experts:
+            found += layer_costs.expert_phases(size, keys.scheme, group, keys.tokens)
+        found.append(shard_costs.quantize_phase(size, keys.scheme, group, keys.gpus))
+        found.append(shard_costs.gather_phase(size, keys.scheme, group, keys.gpus))
+    found.append(shard_costs.optimizer_phase(size, keys.gpus)[0])
+    found.append(shard_costs.publish_phase(size, keys.scheme, group))
+    return [*found, shard_costs.receive_phase(size, keys.scheme, group)]
 
 
 def table(phases: Sequence[Phase], size: ModelSize) -> str:
     """Return a Markdown table of one layer, with the kernels and bytes of all layers beside it."""
     heads = ("phase", "kernels", "copies", "syncs", "GB", "least GB", "ratio", "kernels, all layers", "GB, all layers")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
     for phase in phases:
         counts = phase.counts
         cells = [phase.name, counts.kernels, counts.copies, counts.syncs, f"{counts.moved / 1e9:.2f}"]
         cells += [f"{phase.least / 1e9:.2f}", f"{counts.moved / phase.least:.2f}" if phase.least else ""]
-        cells += [counts.kernels * size.layers, f"{counts.moved * size.layers / 1e9:.0f}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        rows.append([*cells, counts.kernels * size.layers, f"{counts.moved * size.layers / 1e9:.0f}"])
+    return markdown_table(heads, rows)

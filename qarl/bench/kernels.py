@@ -1,24 +1,39 @@
-"""Arguments of `python -m qarl.bench kernels`.
+"""`qarl bench kernels`: seconds of single products and quantizers, for every kernel that works here and for BF16.
 
 python -m qarl.bench kernels                                       everything, on the GPU if there is one
 python -m qarl.bench kernels model=Qwen3-8B m=1,4096 json=FILE.json
 python -m qarl.bench kernels device=cpu threads=1                  a 1024 -> 3072 layer on the CPU
-python -m qarl.bench kernels model=Qwen3-30B-A3B operation=grouped_linear,experts
+python -m qarl.bench kernels model=Qwen3-30B-A3B operation=experts
+
+A kernel that fails or gives wrong numbers gets no figure, and the exit code is 1.
+
+A line shows two shares, because arithmetic or memory may be the limit: FLOP/s relative to a large BF16 product on this
+machine, and bytes/s relative to a copy. 8-bit tensor cores can reach twice the FLOP/s of BF16.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from qarl.bench.arguments import DEVICES, device_of, read
+from qarl.bench import report
+from qarl.bench.arguments import DEVICES, as_json, check_device, device_of, read
 from qarl.bench.sources import LINEARS, Source, find_model, linear_shapes
+from qarl.checkpoint.json_file import write_json
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
-OPERATIONS = ("linear", "input_gradient", "quantize", "quantize_activations")
-EXPERT_OPERATIONS = ("grouped_linear", "grouped_input_gradient", "experts")
+if TYPE_CHECKING:
+    import torch
+
+    from qarl.bench.products import Competitor, Group, Times
+
+OPERATIONS = ("linear", "input_gradient", "quantize", "experts")
 LOW_BIT = tuple(name for name in ROLLOUT_SCHEMES if name != "bf16")
 GPU_MODELS = ("Qwen2.5-Math-1.5B", "Qwen2.5-Math-7B", "Qwen3-8B", "Qwen3-30B-A3B")
 GPU_ROWS, CPU_ROWS = (1, 16, 64, 512, 4096, 16384), (64, 512, 4096)
@@ -34,8 +49,7 @@ class Arguments:
     experts      number of experts, experts per token, hidden and intermediate size of an expert layer, instead of model
     m            number of rows of activations; for expert layers, number of tokens
     scheme       w4a16,w8a8,fp8
-    operation    linear, input_gradient, quantize, quantize_activations; for expert layers also grouped_linear,
-                 grouped_input_gradient, experts
+    operation    linear, input_gradient, quantize; experts for layers of experts
     group_size   group size of int4 weights
     seconds      seconds to measure the kernels that are compared; each is called at least `rounds` times
     rounds       minimum number of calls of each competitor
@@ -49,7 +63,7 @@ class Arguments:
     experts: tuple[int, ...] = ()
     m: tuple[int, ...] = ()
     scheme: tuple[str, ...] = LOW_BIT
-    operation: tuple[str, ...] = (*OPERATIONS, *EXPERT_OPERATIONS)
+    operation: tuple[str, ...] = OPERATIONS
     group_size: int = 128
     seconds: float = 0.2
     rounds: int = 7
@@ -72,7 +86,7 @@ class Arguments:
             "device": DEVICES,
             "layer": LINEARS,
             "scheme": LOW_BIT,
-            "operation": (*OPERATIONS, *EXPERT_OPERATIONS),
+            "operation": OPERATIONS,
         }
         arguments = read(cls, [*defaults, *given], choices)
         if not arguments.layers() and not arguments.expert_layers():
@@ -92,7 +106,7 @@ class Arguments:
     def expert_layers(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return (model, (experts, experts per token, hidden, intermediate)) of the expert layers to measure.
         The list is empty if the key `layer` is given, because that key selects dense weights."""
-        if not set(self.operation) & set(EXPERT_OPERATIONS):
+        if "experts" not in self.operation:
             return []
         if self.experts:
             if len(self.experts) != 4:
@@ -114,3 +128,65 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 KEYS = Arguments
+
+
+def run(arguments: Arguments) -> int:
+    """Measure, print, write, and return the exit code."""
+    import torch
+
+    from qarl.bench import expert_products, products
+
+    check_device(arguments.device)
+    device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
+    torch.manual_seed(0)
+    tops = products.ceilings(device)
+    print(f"{report.device_name(device)}: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
+          f"BF16 product {tops['bf16_flop_per_s'] / 1e12:.1f} TFLOP/s")  # fmt: skip
+    document = report.facts(device) | {"benchmark": "kernels", "arguments": as_json(arguments), "ceilings": tops}
+    document |= {"results": [], "not_measured": {}}
+    groups = (part.groups(arguments, device, document["not_measured"]) for part in (products, expert_products))
+    with torch.no_grad():
+        for group in itertools.chain(*groups):
+            document["results"] += _measure(group, device, arguments, document)
+            if arguments.json:  # after every group, so that Ctrl-C or a crash loses nothing
+                write_json(arguments.json, document)
+    if arguments.json:  # again, because the last layer may have added failures
+        write_json(arguments.json, document)
+    for name, why in document["not_measured"].items():
+        print(f"not measured: {name}: {why}", file=sys.stderr)
+    return 1 if document["not_measured"] else 0
+
+
+def _measure(
+    group: Group, device: torch.device, arguments: Arguments, document: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the results of competitors with correct numbers. For the others, write the reason to `document`."""
+    from qarl.bench.products import measure
+
+    wrong = {competitor.name: competitor.wrong() for competitor in group.competitors}
+    document["not_measured"] |= {f"{group.place}: {name}": why for name, why in wrong.items() if why}
+    good = {competitor.name: competitor for competitor in group.competitors if wrong[competitor.name] is None}
+    if not good:
+        return []
+    calls = {name: competitor.call for name, competitor in good.items()}
+    times = measure(calls, device, seconds=arguments.seconds, rounds=arguments.rounds)
+    results = {name: group.keys | _entry(one, times[name], document["ceilings"]) for name, one in good.items()}
+    for name, entry in results.items():
+        base = next((base for base in ("bf16 bf16", f"{entry['scheme']} pytorch") if base in results), None)
+        entry["baseline"] = base
+        entry["speedup"] = times[base].median / times[name].median if base else None
+        print(report.kernel_line(group.place, entry))
+    return list(results.values())
+
+
+def _entry(competitor: Competitor, times: Times, tops: dict[str, float]) -> dict[str, Any]:
+    flop_per_s, bytes_per_s = competitor.flop / times.median, competitor.bytes_moved / times.median
+    return {
+        "scheme": competitor.scheme,
+        "kernel": competitor.kernel,
+        "seconds": dataclasses.asdict(times),
+        "tflop_per_s": flop_per_s / 1e12 or None,
+        "gb_per_s": bytes_per_s / 1e9,
+        "share_of_bf16_product": flop_per_s / tops["bf16_flop_per_s"] or None,
+        "share_of_copy": bytes_per_s / tops["copy_bytes_per_s"],
+    }

@@ -48,17 +48,16 @@ class Counts:
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def times(self, factor: int) -> Counts:
-        return Counts(*(getattr(self, f.name) * factor for f in fields(self)))
-
 
 class Counting(TorchDispatchMode):
-    """Adds up `counts`, and appends to `names` the name of each kernel."""
+    """Adds up `counts`, and appends to `names` the name of each kernel. The bytes of operators in `without` do not
+    count."""
 
-    def __init__(self) -> None:
+    def __init__(self, without: Sequence[str] = ()) -> None:
         super().__init__()
         self.counts = Counts()
         self.names: list[str] = []
+        self.without = without
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,7 +83,9 @@ class Counting(TorchDispatchMode):
 
     def _count(self, name: str, operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         written = _moved(results)
-        if name.startswith(_SCATTERS):
+        if name in self.without:
+            moved = 0
+        elif name.startswith(_SCATTERS):
             moved = 2 * _bytes(operands[-1]) + _moved(operands[1:-1])
         elif name == "copy_":
             moved = _moved(operands)
@@ -139,8 +140,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def counting(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Iterator[Counting]:
-    """Count what runs inside. Meta tensors stand for a GPU of `capability` with `processors` multiprocessors."""
-    mode = Counting()
-    with assume(AssumedGPU(capability, processors, mode.launched)), mode:
+def counting(without: Sequence[str] = ()) -> Iterator[Counting]:
+    """Count what runs inside. Meta tensors stand for an H100: capability 9.0, 132 multiprocessors."""
+    mode = Counting(without)
+    with assume(AssumedGPU((9, 0), 132, mode.launched)), mode:
         yield mode

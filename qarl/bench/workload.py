@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qarl.bench.steps.arguments import Arguments, Case
+from qarl.bench.steps import Arguments, Case
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config, build_config
 from qarl.data import Prompt, PromptDataset, PromptSampler
@@ -50,7 +50,7 @@ def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
                 "ppo_micro_batch_size_per_gpu": arguments.micro_batch_size,
                 "log_prob_micro_batch_size_per_gpu": arguments.micro_batch_size,
             },
-            "optim": {"lr": 1e-6, "master_dtype": arguments.master_dtype},
+            "optim": {"lr": 1e-6},
             "trainer": {"total_training_steps": MANY_STEPS, "val_before_train": False, "test_freq": -1},
         }
     )

@@ -1,29 +1,24 @@
-"""Competing implementations for mixtures of experts: grouped products, their input gradients, and whole layers.
+"""Competing implementations of a layer of experts, as in vLLM's fused kernels: routing, both products, SiLU, the sum.
 
-    grouped_linear           y = x W_e^T with each row's expert e, from BF16 rows sorted by expert, for gate_up and for
-                             down. 8-bit schemes quantize the rows in the same call
-    grouped_input_gradient   dX = dY W_e
-    experts                  the whole layer, as in vLLM's fused kernels: routing, both products, SiLU, the sum
-
-`m` counts tokens, and each token has `top_k` rows. On GPUs the BF16 baseline is `torch.nn.functional.grouped_mm`. On
-CPUs it is one product per expert, and vLLM's operator for BF16 experts is measured too. The first and last rows (or
-tokens) of a result are compared with a float64 computation from the same quantized input and weights.
+`m` counts tokens. On GPUs the BF16 baseline is `torch.nn.functional.grouped_mm`. On CPUs it is one product per expert,
+and vLLM's operator for BF16 experts is measured too. The first and last tokens of a result are compared with a float64
+computation from the same quantized input and weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 
-from qarl.bench.kernels.arguments import Arguments
-from qarl.bench.kernels.competitor import FP8_ERROR, PRODUCT_ERROR, Competitor, ends, error_of, random_rows
+from qarl.bench.kernels import Arguments
+from qarl.bench.products import Competitor, Group, ends, error_of, random_rows
 from qarl.kernels.activations import silu_mul
 from qarl.kernels.experts import grouped
-from qarl.kernels.experts.fused import BF16_KERNELS, EXPERTS_KERNELS, ExpertsKernel, ReferenceExperts, TritonExperts
+from qarl.kernels.experts.fused import BF16_KERNELS, EXPERTS_KERNELS, ExpertsKernel, ReferenceExperts
 from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, route, scheme_of
-from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
 
@@ -86,41 +81,8 @@ class ExpertLayer:
         return weights / weights.sum(1, keepdim=True), ids.to(torch.int32)
 
 
-def grouped_linear(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
-    """Return the competitors for y = x W_e^T over the rows of each expert."""
-    way, weight = route(layer.topk(tokens, routing)[1], layer.shape.experts), layer.weights[part]
-    x = random_rows(len(way.order), weight.shape[2], weight)
-    flop, moved = _cost(way, weight)
-    found = _bf16(x, weight, way, flop, moved(weight.nbytes))
-    for scheme, parts in layer.quantized.items():
-        tensors, kernel = parts[part], _ours(scheme, x.device)
-        quantizer = partial(kernel.quantize, scheme) if scheme != "w4a16" else None
-        call = partial(_product, quantizer, x, tensors, way.ends)
-        rounded = _as_read(kernel, scheme)
-        expected = _by_expert(rounded(ends(x)), _exact_weight(tensors), way)
-        allowed = FP8_ERROR if scheme == "fp8" else PRODUCT_ERROR
-        size = moved(_nbytes(tensors))
-        found.append(Competitor(scheme, kernel.name, call, error_of(call, expected), allowed, size, flop))
-    return found
-
-
-def grouped_input_gradient(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
-    """Return the competitors for dX = dY W_e."""
-    way, weight = route(layer.topk(tokens, routing)[1], layer.shape.experts), layer.weights[part]
-    grad = random_rows(len(way.order), weight.shape[1], weight)
-    flop, moved = _cost(way, weight)
-    found = _bf16(grad, weight.mT, way, flop, moved(weight.nbytes))
-    for scheme, parts in layer.quantized.items():
-        tensors, kernel = parts[part], _ours(scheme, grad.device)
-        call = partial(grouped.input_gradient, grad, tensors, way.ends)
-        expected = _by_expert(ends(grad).double(), grouped.dequantized(tensors).mT, way)
-        size = moved(_nbytes(tensors))
-        found.append(Competitor(scheme, kernel.name, call, error_of(call, expected), PRODUCT_ERROR, size, flop))
-    return found
-
-
-def experts(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
-    """Return the competitors for the whole layer. `part` is ignored: only single products need it."""
+def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
+    """Return the competitors for the whole layer."""
     weights, ids = layer.topk(tokens, routing)
     gate_up, down = layer.weights["gate_up"], layer.weights["down"]
     x, way = random_rows(tokens, layer.shape.hidden, down), route(ids, layer.shape.experts)
@@ -146,46 +108,20 @@ def experts(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Co
     return found
 
 
-BUILDERS: dict[str, Callable[[ExpertLayer, str, int, str], list[Competitor]]] = {
-    "grouped_linear": grouped_linear,
-    "grouped_input_gradient": grouped_input_gradient,
-    "experts": experts,
-}
-
-
-def _ours(scheme: str, device: torch.device) -> type[TritonExperts] | type[ReferenceExperts]:
-    """Return TritonExperts if `grouped.product` runs Triton kernels on `device`, else ReferenceExperts."""
-    return TritonExperts if triton_unavailable(scheme, device) is None else ReferenceExperts
-
-
-def _product(
-    quantizer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
-    x: torch.Tensor,
-    tensors: Tensors,
-    until: torch.Tensor,
-) -> torch.Tensor:
-    values, scale = quantizer(x) if quantizer else (x, None)
-    return grouped.product(values, scale, tensors, until)
-
-
-def _cost(way: Routing, weight: torch.Tensor) -> tuple[int, Callable[[int], int]]:
-    """Return the FLOP, and a function. Given the size of all weights in bytes, the function returns how many bytes
-    the product must read or write: the activations, and the weights of the experts that have rows."""
-    rows, share = len(way.order), _share(way)
-    activations = 2 * rows * (weight.shape[1] + weight.shape[2])
-    return 2 * rows * weight[0].numel(), lambda nbytes: activations + int(share * nbytes)
+def groups(arguments: Arguments, device: torch.device, not_measured: dict[str, str]) -> Iterator[Group]:
+    """Yield the groups of expert layers. `n` and `k` are the hidden size."""
+    for model, numbers in arguments.expert_layers():
+        layer = ExpertLayer(ExpertsShape(*numbers), arguments, device)
+        hidden = layer.shape.hidden
+        for tokens, routing in itertools.product(arguments.m, ROUTINGS):
+            keys = {"operation": "experts", "model": model, "layer": f"experts_layer, {routing}"}
+            yield Group(keys | {"n": hidden, "k": hidden, "m": tokens}, experts(layer, tokens, routing))
+        not_measured |= {f"{model} experts: {name}": why for name, why in layer.failures.items()}
 
 
 def _share(way: Routing) -> float:
     """Return the share of experts that have rows."""
     return float((way.ends.diff(prepend=way.ends.new_zeros(1)) > 0).float().mean())
-
-
-def _bf16(x: torch.Tensor, weight: torch.Tensor, way: Routing, flop: int, moved: int) -> list[Competitor]:
-    """Return the BF16 baseline for x [M, K] and weight [E, N, K]."""
-    call = partial(grouped.product, x, None, {"weight": weight}, way.ends)
-    return [Competitor("bf16", "bf16", call, error_of(call, _by_expert(ends(x).double(), weight, way)), PRODUCT_ERROR,
-                       moved, flop)]  # fmt: skip
 
 
 def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
@@ -204,13 +140,6 @@ def _exact_weight(tensors: Tensors) -> torch.Tensor:
 
 def _exact(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return values.double() * scale.double()
-
-
-def _by_expert(x: torch.Tensor, weight: torch.Tensor, way: Routing) -> torch.Tensor:
-    """Return x W_e^T in float64, with each row's expert e. `x`: the first and last of the rows that `way` sorted."""
-    places = ends(torch.arange(len(way.order), device=x.device)).to(torch.int32)
-    owners = torch.searchsorted(way.ends, places, right=True).tolist()
-    return torch.cat([x[i : i + 1] @ weight[owner].double().t() for i, owner in enumerate(owners)])
 
 
 def _exact_layer(

@@ -1,20 +1,19 @@
-"""Watch a run while it is logged: report warning signs, and recommend a width for TBPO's bands.
+"""Report the warning signs of a run, and recommend a width for TBPO's bands.
 
 Each warning sign (`qarl.metrics.warning_signs`) is printed and written as a line to warnings.jsonl in the run folder.
 A line has the keys of `WarningSign`: sign, step, since_step, text, remedy. Bands that leave out too many responses are
-such a sign, too. When a run resumes, the state and the file
-are rebuilt from the metrics of the steps before the resume.
+such a sign, too. When a run resumes, the state and the file are rebuilt from the metrics of the steps before it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from qarl.checkpoint.json_file import append_lines
 from qarl.checkpoint.storage import writing
 from qarl.metrics.bands import how_to_set
 from qarl.metrics.warning_signs import SignFinder, WarningSign
@@ -29,7 +28,7 @@ _ADVISED, _FACTOR = "actor/band_p95_after_first", "actor/band_factor_p95_after_f
 _OUTSIDE = "actor/inside_band_frac_after_first"
 
 
-class RunWatch:
+class WarningLog:
     """`after` takes the metrics of each step and returns the messages to print."""
 
     def __init__(
@@ -46,10 +45,8 @@ class RunWatch:
         self._bands: list[tuple[float, float, float]] = []
         before = [warning for entry in history for warning in self._add(int(entry["step"]), entry)]
         with writing(self._path):
-            if before:
-                self._path.write_text("".join(map(_line, before)), encoding="utf-8")
-            else:
-                self._path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
+        self._write(before)
 
     def after(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         """Return new messages after this step: warning signs and, once per run, advice about bands.
@@ -58,12 +55,14 @@ class RunWatch:
         known = len(self._bands)
         found = self._add(step, metrics)
         advised = known < len(self._bands) == ADVICE_AFTER
-        if found:
-            with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.writelines(map(_line, found))
+        self._write(found)
         if advised and not any(sign.sign == NARROW for sign in found):
             return [*map(str, found), band_advice(self._bands, self._actor)[0]]
         return [*map(str, found)]
+
+    def _write(self, warnings: Sequence[WarningSign]) -> None:
+        if warnings:
+            append_lines(self._path, map(asdict, warnings))
 
     def _add(self, step: int, metrics: Mapping[str, Any]) -> list[WarningSign]:
         found = self._signs.add(step, metrics)
@@ -88,7 +87,3 @@ def band_advice(steps: Sequence[tuple[float, float, float]], actor: Mapping[str,
         f"mini-batch, median of {len(steps)} steps); bands {factor:.2g} times as wide would leave 5% outside"
     )
     return text, how_to_set(actor, factor, at_reference) if 1 - inside > MOST_OUTSIDE else ""
-
-
-def _line(warning: WarningSign) -> str:
-    return json.dumps(asdict(warning), ensure_ascii=False) + "\n"

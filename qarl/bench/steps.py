@@ -1,0 +1,295 @@
+"""`qarl bench steps`, `rollout`, `trainer` and `publish`: their keys, their launches, their tables.
+
+python -m qarl.bench steps                                  all schemes; on a CPU with a model of 135M parameters
+python -m qarl.bench steps model=Qwen3-8B layers=4 schemes=bf16,fp8 json=FILE.json
+python -m qarl.bench rollout batch=1,16,64 response_length=32,128
+python -m qarl.bench trainer                                old log-probs and update, without an engine
+python -m qarl.bench publish                                quantize and publish, part by part
+
+A case is a scheme at a level. A turn launches every case once, and there are `launches` turns. Because cases take
+turns, a change in the machine's speed affects all of them equally. Each turn starts with a different case. A launch is
+a process, and only one runs at a time. If a case fails or has wrong numbers in any launch, it gets no figures, and the
+exit code is 1. The file is written after every launch, so Ctrl-C loses only the current launch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qarl.bench import report
+from qarl.bench.arguments import DEVICES, as_json, check_device, check_divides, device_of, read
+from qarl.bench.sources import Source, default_group_size, find_model, write_model
+from qarl.checkpoint.json_file import write_json
+from qarl.config.quant import ROLLOUT_SCHEMES
+from qarl.errors import UserError
+
+LEVELS = ("off", "linears", "model", "exact")
+
+
+class Case(NamedTuple):
+    """The scheme and level that a launch measures. For `rollout` and `publish`, `level` is empty."""
+
+    scheme: str
+    level: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, level {self.level}" if self.level else self.scheme
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """
+    model            a name from qarl/bench/models, or a folder; by default SmolLM2-135M on a CPU, Qwen3-8B on a GPU
+    layers           number of decoder layers to keep; all by default
+    schemes          bf16,w8a8,fp8,w4a16; all ratios are relative to bf16
+    levels           off,linears,model,exact; all but exact by default; bf16 has no `linears`
+    prompts, n       prompts per step, and responses per prompt
+    prompt_length    number of random tokens in a prompt
+    response_length  exact number of tokens in a response; `rollout` takes several, with commas
+    batch            only for `rollout`: sequences at a time, several with commas; prompts * n by default
+    mini_batches     optimizer steps per training step
+    micro_batch      sequences per forward and backward; all of a mini-batch by default
+    launches         processes for each scheme and level; they take turns, and figures are medians over launches
+    rounds           measured rounds per launch; the figure of a launch is their median
+    warmup           rounds before the measured ones
+    threads          number of threads on a CPU
+    gpu_memory_utilization   the engine's share of a GPU's memory
+    device           cuda or cpu; by default cuda if there is a GPU
+    json             the file to write"""
+
+    part: str
+    device: str
+    model: str
+    layers: int | None = None
+    schemes: tuple[str, ...] = ROLLOUT_SCHEMES
+    levels: tuple[str, ...] = LEVELS[:3]
+    prompts: int = 8
+    n: int = 4
+    prompt_length: int = 8
+    response_length: tuple[int, ...] = (16,)
+    batch: tuple[int, ...] = ()
+    mini_batches: int = 1
+    micro_batch: int | None = None
+    launches: int = 3
+    rounds: int = 1
+    warmup: int = 2
+    threads: int = 1
+    gpu_memory_utilization: float = 0.5
+    json: Path | None = None
+
+    @classmethod
+    def parse(cls, part: str, given: Sequence[str]) -> Arguments:
+        """Read the arguments. Raise UserError if one is invalid, or if they do not fit together."""
+        device = device_of(given)
+        defaults = [f"device={device}", f"model={'SmolLM2-135M' if device == 'cpu' else 'Qwen3-8B'}"]
+        choices = {"device": DEVICES, "schemes": ROLLOUT_SCHEMES, "levels": LEVELS}
+        arguments = read(cls, [*defaults, *given], choices, part=part)
+        _check(arguments)
+        return arguments
+
+    @property
+    def source(self) -> Source:
+        return find_model(self.model)
+
+    @property
+    def depth(self) -> int:
+        return self.layers or self.source.layers
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.n
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return self.batch or (self.sequences,)
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.micro_batch or self.sequences // self.mini_batches
+
+    @property
+    def weight_group(self) -> int:
+        return default_group_size(self.source.size)
+
+    def cases(self) -> list[Case]:
+        """Return the cases in order, BF16 first. BF16 has no case `linears`, which would be the same as `off`."""
+        schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
+        if self.part in ("rollout", "publish"):
+            return [Case(scheme, "") for scheme in schemes]
+        levels = sorted(set(self.levels), key=LEVELS.index)
+        return [Case(s, level) for s in schemes for level in levels if (s, level) != ("bf16", "linears")]
+
+
+def _check(arguments: Arguments) -> None:
+    source, where = arguments.source, f"qarl.bench {arguments.part}"
+    if arguments.n < 2:
+        raise UserError("n must be 2 or more", where=where, why="advantages compare the responses to one prompt")
+    if min(arguments.response_length) < 2:
+        raise UserError("response_length must be 2 or more", where=where, why="the first token comes from the prefill")
+    if arguments.depth > source.layers:
+        raise UserError(f"layers={arguments.layers}, but {source.name} has only {source.layers}", where=where)
+    positions = source.config.get("max_position_embeddings")
+    wanted = arguments.prompt_length + max(arguments.response_length)
+    if positions and wanted > positions:
+        what = f"prompt_length + response_length = {wanted}, but the model has only {positions} positions"
+        raise UserError(what, where=where)
+    check_divides(arguments, "mini_batches", "prompts")
+    if arguments.part != "rollout" and (len(arguments.response_length) > 1 or arguments.batch):
+        raise UserError("only rollout takes batch or several response lengths", where=where,
+                        fix="python -m qarl.bench rollout batch=... response_length=...")  # fmt: skip
+    if source.size.experts:
+        raise UserError(
+            f"{source.name} is a mixture of experts", where=where, why="this benchmark supports only dense models",
+            fix=f"run kernels model={source.name} for its layers, or plan model={source.name} for a step",
+        )  # fmt: skip
+
+
+KEYS = Arguments
+
+
+WORKLOAD = ("prompts", "n", "prompt_length", "sequences", "mini_batches", "micro_batch_size", "threads")
+
+
+class LaunchFailed(Exception):
+    """A launch could not be measured, or its numbers are wrong."""
+
+
+def run(arguments: Arguments) -> int:
+    """Measure, write, print, and return the exit code."""
+    from qarl.bench.workload import config_of
+
+    check_device(arguments.device)
+    for case in arguments.cases():
+        config_of(arguments, case, "model")  # so that an invalid config is rejected before any work
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = write_model(arguments.source, arguments.depth, Path(folder) / "model")
+        measured = Measured(arguments, parameters)
+        interrupted = measured.take(Path(folder) / "model")
+    if not measured.results and interrupted:
+        raise KeyboardInterrupt
+    print(report.step_tables(measured.document()))
+    for name, why in measured.failures.items():
+        print(f"no figures: {name}: {why}", file=sys.stderr)
+    if interrupted:
+        print("interrupted: the figures are those of the finished launches", file=sys.stderr)
+        return 130
+    return 1 if measured.failures else 0
+
+
+class Measured:
+    """`results`: for each case, batch and length, the samples of all launches, one list of rounds per launch."""
+
+    def __init__(self, arguments: Arguments, parameters: int) -> None:
+        self.arguments, self.parameters = arguments, parameters
+        self.results: dict[tuple[Case, tuple[int, int]], dict[str, Any]] = {}
+        self.failures: dict[str, str] = {}
+
+    def take(self, folder: Path) -> bool:
+        """Run all launches. Return whether they were interrupted."""
+        cases, launches = self.arguments.cases(), self.arguments.launches
+        try:
+            for number in range(launches):
+                for case in turned(cases, number):
+                    if str(case) in self.failures:
+                        continue
+                    print(f"launch {number + 1} of {launches}: {case}", file=sys.stderr, flush=True)
+                    self._launch(case, folder)
+                    if self.arguments.json:
+                        write_json(self.arguments.json, self.document())
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def _launch(self, case: Case, folder: Path) -> None:
+        try:
+            self._keep(case, launch(self.arguments, case, folder))
+        except LaunchFailed as error:
+            self.failures[str(case)] = str(error)
+            self.results = {key: result for key, result in self.results.items() if key[0] != case}
+
+    def _keep(self, case: Case, found: dict[str, Any]) -> None:
+        for key in found["rounds"][0]:
+            result = self.results.setdefault(
+                (case, key),
+                {
+                    "scheme": case.scheme,
+                    "level": case.level or None,
+                    **{name: found[name] for name in ("level_applied", "kernels")},
+                    "layers": self.arguments.depth,
+                    **({"batch": key[0], "response_length": key[1]} if key[0] else {}),
+                    "phases": {},
+                    "peak_bytes": {"step": 0},
+                },
+            )
+            for name in found["rounds"][0][key]:
+                samples = result["phases"].setdefault(name, {"samples": []})["samples"]
+                samples.append([one[key][name] for one in found["rounds"]])
+                result["phases"][name] |= report.summary(samples)
+            result["peak_bytes"]["step"] = max(result["peak_bytes"]["step"], found["peak_bytes"])
+
+    def document(self) -> dict[str, Any]:
+        import torch
+
+        arguments = self.arguments
+        source = arguments.source
+        device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
+        order = [(case, key) for case in arguments.cases() for one, key in self.results if one == case]
+        return report.facts(device) | {
+            "kind": arguments.part,
+            "arguments": as_json(arguments) | {"model": source.name},
+            "model": {
+                "name": source.name,
+                "weights": "random" if source.folder is None else "of the folder",
+                "parameters": [self.parameters],
+                "layers": [arguments.depth],
+                **{key: value for key, value in source.config.items() if key[0] != "_"},
+            },
+            "workload": {
+                **{name: getattr(arguments, name) for name in WORKLOAD},
+                "response_length": arguments.response_length[0],
+                "group_size": arguments.weight_group,
+            },
+            "results": [self.results[key] for key in order],
+            "failures": self.failures,
+        }
+
+
+def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
+    """Run one process and return its answer, or raise LaunchFailed if it sends none.
+    The process has always ended when this function returns or raises, even on Ctrl-C."""
+    from qarl.bench.launch import answer
+
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=answer, args=(theirs, arguments, case, str(folder)))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so the child ignores Ctrl-C; we end it
+    process.start()
+    signal.signal(signal.SIGINT, handler)
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv()
+        process.join(20)
+    except (EOFError, OSError) as error:
+        process.join()
+        raise LaunchFailed(f"its process ended with exit code {process.exitcode}") from error
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+        ours.close()
+    if "error" in found:
+        raise LaunchFailed(found["error"])
+    return found
+
+
+def turned(cases: list[Case], number: int) -> list[Case]:
+    """Rotate `cases` so that each turn starts with a different case."""
+    start = number % max(len(cases), 1)
+    return cases[start:] + cases[:start]

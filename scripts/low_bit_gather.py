@@ -169,8 +169,8 @@ def count_in_cpu_time() -> None:
 
     phases: Any = module
     phases.time = SimpleNamespace(perf_counter=time.thread_time)
-    if prepare := getattr(experts, "prepare_gathered", None):
-        experts.prepare_gathered = phases.phase("prepare")(prepare)
+    on_use: Any = experts._PreparedOnUse
+    on_use.__getitem__ = phases.phase("prepare")(on_use.__getitem__)
 
 
 def cost(kind: str, scheme: str, *, former: bool) -> dict[str, Any]:

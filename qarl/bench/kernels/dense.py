@@ -19,7 +19,6 @@ from qarl.bench.kernels.competitor import FP8_ERROR, PRODUCT_ERROR, Competitor, 
 from qarl.bench.kernels.layer import Layer
 from qarl.bench.kernels.quantizers import QUANTIZERS, quantize_activations, quantize_weight
 from qarl.kernels.int4 import unpack_int4
-from qarl.kernels.registry import own_backward_input
 from qarl.quant.tensor import QuantizedTensor
 
 
@@ -59,7 +58,7 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
     for scheme, quantized in layer.quantized.items():
         dequantized = quantized.dequantize(torch.bfloat16)
         for kernel in layer.kernels(scheme):
-            own = own_backward_input(kernel)
+            own = kernel.backward_input
             if own is not None and not kernel.name.startswith("vllm"):  # vLLM's kernels use the Triton kernels' dX
                 call = partial(own, grad, kernel.prepare(quantized.tensors))
                 calls.append((scheme, kernel.name, call, dequantized, quantized.nbytes))

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from qarl.bench.kernels.arguments import Arguments
+from qarl.kernels.base import LinearKernel
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
-from qarl.kernels.registry import LINEAR_KERNELS, LinearKernel
+from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import get_scheme
 from qarl.quant.tensor import QuantizedTensor
@@ -36,7 +37,7 @@ class Layer:
     def kernels(self, scheme: str) -> Iterator[type[LinearKernel]]:
         """Yield the registry's kernels that support this layer, except float64 references on GPUs, which are slow."""
         for kernel in LINEAR_KERNELS[scheme]:
-            sizes = getattr(kernel, "group_sizes", None)
+            sizes = kernel.group_sizes
             fits = sizes is None or not get_scheme(scheme).group_size or self.arguments.group_size in sizes
             slow = kernel.name == "reference" and self.weight.is_cuda and scheme != "w4a16"  # float64 products
             if fits and not slow and self._serves(kernel, scheme):

@@ -3,9 +3,10 @@
     python scripts/guard_models.py --json benchmarks/results/guard_models_cpu.json
 
 Each wrong model is a config, or a buffer, that QaRL refuses by name. Here the refusal is switched off in this process,
-so only the measured mismatch can stop the run (`qarl.trainer.probe`). Healthy are all families that can be trained, at
-`off`, `linears` and, where it exists, `model`, in W4A16, the quickstart in the other schemes, and Falcon's ALiBi, which
-is refused because it was never compared in all its combinations. Each family is healthy with responses of 1,000 tokens,
+so only the measured mismatch can stop the run (`qarl.trainer.mismatch_watch`). Healthy are all families that can be
+trained, at `off`, `linears` and, where it exists, `model`, in W4A16, the quickstart in the other schemes, and Falcon's
+ALiBi, which is refused because it was never compared in all its combinations. Each family is healthy with responses of
+1,000 tokens,
 too: there the probe's limit of 64 tokens is raised. The exit code is 1 if the check is wrong about a model.
 """
 
@@ -35,8 +36,8 @@ from qarl.config import load_config
 from qarl.metrics.guard import MismatchError, noise_limit, resolve_limit
 from qarl.metrics.tracker import cpu
 from qarl.trainer.local import LocalTrainer
+from qarl.trainer.mismatch_watch import check, compare
 from qarl.trainer.policy import Policy
-from qarl.trainer.probe import check, compare
 from qarl.trainer.setup import prepare_run
 
 MULTIPLIERS = {
@@ -138,7 +139,7 @@ def refusals_off(model: Model) -> Iterator[None]:
         for name, function in off.items() if model.wrong or "alibi" in model.changes else ():
             stack.enter_context(mock.patch(name, function))
         if model.length:
-            stack.enter_context(mock.patch("qarl.trainer.probe.PROBE_TOKENS", model.length))
+            stack.enter_context(mock.patch("qarl.trainer.mismatch_watch.PROBE_TOKENS", model.length))
         if model.cast:
             stack.enter_context(mock.patch.object(Policy, "load", cast_after(Policy.load)))
         yield

@@ -31,8 +31,7 @@ from qarl.kernels.cpu import attention as vllm_attention
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.tbpo import TBPOConfig, tbpo_loss
-from qarl.trainer.batch import Batch, Rows, make_batch
-from qarl.trainer.packing import micro_batches
+from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches
 from qarl.trainer.policy import Policy
 
 LEVELS, SCHEMES = ("off", "linears", "model", "exact"), ("w4a16", "w8a8", "fp8", "bf16")

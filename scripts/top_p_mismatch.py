@@ -81,7 +81,7 @@ def measure(trainer: LocalTrainer, kind: str) -> dict[str, Any]:
         with torch.no_grad():
             rows = batch.micro_batches(40)
             again = torch.cat([trainer.policy.response_log_probs(batch, one, temperature=temperature) for one in rows])
-            everything = replace(batch, kept=None)
+            everything = replace(batch, sampling_mask=None)
             plain = torch.cat(
                 [trainer.policy.response_log_probs(everything, one, temperature=temperature) for one in rows]
             )
@@ -89,7 +89,7 @@ def measure(trainer: LocalTrainer, kind: str) -> dict[str, Any]:
         trainer.config = config
     mask, length = batch.response_mask, float(batch.response_mask.sum(1).float().mean())
     metrics = mismatch_metrics(old, batch.rollout_log_probs, mask)
-    kept = batch.kept
+    kept = batch.sampling_mask
     return {
         "tokens": int(mask.sum()),
         "mean": metrics["mismatch/abs_mean"],

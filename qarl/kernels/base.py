@@ -1,20 +1,34 @@
-"""What a kernel for linears, or for layers of experts, offers. Kernels are classes that are never instantiated.
+"""What a kernel for linears offers. Kernels are classes that are never instantiated.
 
-`qarl.kernels.registry` and `qarl.kernels.experts.fused` choose among them.
+`qarl.kernels.registry` chooses among them. Those for layers of experts are in `qarl.kernels.experts.grouped`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-if TYPE_CHECKING:
-    from qarl.kernels.experts.grouped import ExpertsShape
-    from qarl.kernels.layouts import Layout
-
 Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of `weight_packed` and `weight_scale`, of a weight [N, K] or a stack [E, N, K].
+
+    If a weight is split along its first dimension into parts that fit, the layouts of the parts, one after another, are
+    that of the weight.
+
+    `codes`: name of the tensor with the codes. `fits`: whether a part of this shape has the layout. `convert`: makes
+    the layout from wire tensors that fit, with the same first dimension. `restore`: its inverse.
+    """
+
+    codes: str
+    fits: Callable[[tuple[int, ...]], bool]
+    convert: Callable[[Tensors], dict[str, torch.Tensor]]
+    restore: Callable[[Tensors], dict[str, torch.Tensor]]
 
 
 class Kernel:
@@ -22,29 +36,36 @@ class Kernel:
 
     name: ClassVar[str]
     layout: ClassVar[Layout | None] = None
-    prepare: ClassVar[Callable[..., Any]]
-    """Convert wire tensors to what the kernel reads. This runs once per optimizer step."""
-
-    @classmethod
-    def prepare_gathered(cls, *tensors: Tensors) -> Any:
-        """Do the same as `prepare` for weights that FSDP2 gathers in every forward. Some kernels have a cheaper way."""
-        return cls.prepare(*tensors)
 
 
 class LinearKernel(Kernel):
     """A kernel that computes y = x Q(W)^T + b. By default it multiplies unquantized activations.
 
-    group_sizes      the supported group sizes, or None if all are supported
-    backward_input   (grad BF16 [M, N] of any strides, wire tensors) -> dX BF16 [M, K]. None: dX is the product with the
-                     dequantized weight
+    group_sizes              the supported group sizes, or None if all are supported
+    computes_input_gradient  whether `backward_input` exists. If not, dX is the product with the dequantized weight
     """
 
     group_sizes: ClassVar[tuple[int, ...] | None] = None
-    backward_input: ClassVar[Callable[[torch.Tensor, Tensors], torch.Tensor] | None] = None
+    computes_input_gradient: ClassVar[bool] = False
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         """Return why this kernel does not support the scheme on weights of `shape` [N, K] here, or None if it does."""
+        raise NotImplementedError
+
+    @staticmethod
+    def prepare(tensors: Tensors) -> Any:
+        """Convert the wire tensors of one weight to what `linear` reads. This runs once per optimizer step."""
+        raise NotImplementedError
+
+    @classmethod
+    def prepare_gathered(cls, tensors: Tensors) -> Any:
+        """Do the same for a weight that FSDP2 gathers in every forward. Some kernels have a cheaper way."""
+        return cls.prepare(tensors)
+
+    @classmethod
+    def backward_input(cls, grad: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """Return dX BF16 [M, K] from grad BF16 [M, N], any strides, and the wire tensors."""
         raise NotImplementedError
 
     @classmethod
@@ -61,27 +82,3 @@ class LinearKernel(Kernel):
     def dequantized_weight(prepared: Any) -> torch.Tensor | None:
         """Return the BF16 weight [N, K] for the backward, if `prepared` contains it, or None."""
         return None
-
-
-class ExpertsKernel(Kernel):
-    """A kernel for layers of experts. `prepare` takes the stacked wire tensors of gate_up and down."""
-
-    @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
-        """Return why this kernel cannot be used for experts of this scheme and shape here, or None if it can."""
-        raise NotImplementedError
-
-    @classmethod
-    def forward(
-        cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Any
-    ) -> torch.Tensor:
-        """x [T, H] BF16, FP32 weights and int32 ids [T, k] -> [T, H] BF16, a new tensor."""
-        raise NotImplementedError
-
-    @staticmethod
-    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize x BF16 [M, K] as this kernel does for an 8-bit scheme.
-
-        Return values [M, K] and FP32 scales [M, 1].
-        """
-        raise NotImplementedError

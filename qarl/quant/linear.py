@@ -122,8 +122,9 @@ class QuantLinear(nn.Linear):
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. Some kernels compute it from the low-bit tensors."""
-        own = self.kernel.backward_input
-        return grad @ self.dequantized if own is None else own(grad, self.quantized().tensors)
+        if self.kernel.computes_input_gradient:
+            return self.kernel.backward_input(grad, self.quantized().tensors)
+        return grad @ self.dequantized
 
     @property
     def dequantized(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -23,11 +23,10 @@ from qarl.metrics.guard import NOISE_LIMITS, check_mismatch, check_noise, times_
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.quant.published import published_forward
 from qarl.quant.stacks import stacked_experts
+from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch, request_seed
 from qarl.trainer.policy import Policy
-
-if TYPE_CHECKING:
-    from qarl.trainer.local import LocalTrainer
+from qarl.trainer.setup import RunParts
 
 PROBE_RESPONSES = 16
 PROBE_TOKENS = 64
@@ -35,6 +34,19 @@ PROBE_TOKENS = 64
 `quant.align=off`, where a single token can differ by several nats."""
 PROBE_STEP = -1
 """Training step in the seeds of the probe's requests. No real step has this number."""
+
+
+class Trainer(Protocol):
+    """What the probe uses of a `qarl.trainer.local.LocalTrainer`."""
+
+    config: Config
+    policy: Policy
+    parts: RunParts
+    engine: RolloutEngine
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> RolloutBatch: ...
+
+    def old_log_probs(self, batch: Batch) -> torch.Tensor: ...
 
 
 @dataclasses.dataclass
@@ -53,7 +65,7 @@ class Comparison:
     tokens: float
 
 
-def probe(trainer: LocalTrainer) -> str:
+def probe(trainer: Trainer) -> str:
     """Sample responses to a few training prompts, and compare the log-probs of trainer and engine. Return one line.
 
     The state of the global random generators is restored. Raises MismatchError if |δ| is over one of its limits."""
@@ -66,7 +78,7 @@ def probe(trainer: LocalTrainer) -> str:
     return f"{line}; with the published weights, {ratio}"
 
 
-def check(trainer: LocalTrainer, comparison: Comparison) -> None:
+def check(trainer: Trainer, comparison: Comparison) -> None:
     """Raise MismatchError if the |δ| of a comparison is over one of its limits."""
     level, batch, metrics = trainer.policy.limit_level, comparison.batch, comparison.metrics
     check_batch(trainer.config, level, batch, metrics, before_first_update=True)
@@ -74,7 +86,7 @@ def check(trainer: LocalTrainer, comparison: Comparison) -> None:
         check_noise(comparison.times, level=comparison.level, tokens=comparison.tokens)
 
 
-def compare(trainer: LocalTrainer) -> Comparison:
+def compare(trainer: Trainer) -> Comparison:
     """Sample responses to a few training prompts, and compare the log-probs of trainer and engine.
 
     The noise is measured unless `quant.mismatch_limit` is set, which replaces its limit, or the level has none."""

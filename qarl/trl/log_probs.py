@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from qarl.kernels.logprob import LogitsInBlocks, WholeLogits, log_probs_and_entropies
+from qarl.kernels.logprob import LogitsInBlocks, log_probs_and_entropies
 from qarl.trainer.batch import Batch, lay_out
 from qarl.trainer.policy import Policy
 
@@ -50,10 +50,11 @@ def log_probs_of_rows(
     with policy.routing(batch, rows, layout):
         logits = policy.logits(batch, rows, layout)
     log_probs, _ = logits.log_probs(tokens, temperature=temperature)
-    entropy = None
-    if entropies and isinstance(logits, LogitsInBlocks):
+    if not entropies:
+        entropy = None
+    elif isinstance(logits, LogitsInBlocks):
         entropy = log_probs_and_entropies(logits.hidden, logits.weight, tokens, temperature=temperature)[1]
-    if entropies and isinstance(logits, WholeLogits):
+    else:
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = entropies_of_logits(logits.logits, temperature=temperature)
     zeros = torch.zeros(mask.shape, device=mask.device)

@@ -107,8 +107,8 @@ def test_kernels_with_their_own_input_gradient_hold_no_dequantized_weights() -> 
 
 def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
     kernels = [kernel for kernels in LINEAR_KERNELS.values() for kernel in kernels]
-    assert {kernel.name for kernel in kernels if kernel.backward_input} == OWN_INPUT_GRADIENT
-    assert {kernel.name for kernel in kernels if not kernel.backward_input}.isdisjoint(OWN_INPUT_GRADIENT)
+    assert {kernel.name for kernel in kernels if kernel.computes_input_gradient} == OWN_INPUT_GRADIENT
+    assert {kernel.name for kernel in kernels if not kernel.computes_input_gradient}.isdisjoint(OWN_INPUT_GRADIENT)
 
 
 @pytest.mark.parametrize(

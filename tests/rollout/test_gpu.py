@@ -312,7 +312,8 @@ def test_the_reference_is_loaded_before_the_engine_takes_its_share(monkeypatch: 
     monkeypatch.setattr(local.LocalTrainer, "replace_policy", lambda self, policy: setattr(self, "policy", policy))
     policy = SimpleNamespace(device=torch.device("cuda"), model=None, align="linears")
     parts: Any = SimpleNamespace(tokenizer=None, policy=policy)
-    local.LocalTrainer(SimpleNamespace(model=SimpleNamespace(dtype="bf16")), parts)  # type: ignore[arg-type]  # a stand-in
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(rebuild_on_failure=False))
+    local.LocalTrainer(config, parts)
     assert calls == ["reference", "engine"]
 
 

@@ -15,10 +15,10 @@ from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 
 FOUR = (
-    "data.train_batch_size=2", "rollout.n=2", "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=2",
+    "data.train_batch_size=2", "rollout.n=2", "actor.ppo_micro_batch_size_per_gpu=2",
     "actor.log_prob_micro_batch_size_per_gpu=4",
 )  # fmt: skip
-"""Config keys for which `four_responses` are a batch of one mini-batch."""
+"""Config keys for which `four_responses` are a batch."""
 
 
 def updating_trainer(settings: Config, policy: Policy | None = None) -> Any:

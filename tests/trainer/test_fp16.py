@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
 
 
 def trainer_for(folder: Path, tmp_path: Path) -> Any:
-    keys = (*FP16, *FOUR, f"model.path={folder}", "optim.lr=1e-3", "actor.grad_clip=1e9")
+    keys = (*FP16, *FOUR, f"model.path={folder}", "optim.lr=1e-3", "actor.grad_clip=1e9", "actor.ppo_mini_batch_size=2")
     return updating_trainer(config(tmp_path, *keys))
 
 

@@ -60,8 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer_for(folder: Path, tmp_path: Path, *keys: str) -> Any:
-    linears = ("quant.scheme=w8a8", "quant.align=linears", f"model.path={folder}", "optim.lr=1e-3")
-    trainer = updating_trainer(config(tmp_path, *FOUR, *linears, *keys))
+    linears = ("quant.scheme=w8a8", "quant.align=linears", "actor.ppo_mini_batch_size=2")
+    trainer = updating_trainer(config(tmp_path, *FOUR, *linears, f"model.path={folder}", "optim.lr=1e-3", *keys))
     if trainer.objective.kl_loss_coef is not None:
         trainer.reference = Policy.load(trainer.config).freeze()
     return trainer

@@ -105,10 +105,11 @@ def test_the_loss_and_the_gradient_do_not_depend_on_the_micro_batches(folders, f
     batch = made_batch()
     old = log_probs(make_policy(folders[family], "model"), batch, [list(range(len(batch)))]) + 0.01
     results = {}
-    dynamic = "actor.use_dynamic_bsz=true"
+    rows = ("actor.ppo_micro_batch_size_per_gpu=null", "actor.log_prob_micro_batch_size_per_gpu=null")
+    dynamic = (*rows, "actor.use_dynamic_bsz=true")
     for name, packed, keys in (
-        ("all", True, (dynamic, "actor.ppo_max_token_len_per_gpu=10000")),
-        ("few", True, (dynamic, "actor.ppo_max_token_len_per_gpu=230")),
+        ("all", True, (*dynamic, "actor.ppo_max_token_len_per_gpu=10000")),
+        ("few", True, (*dynamic, "actor.ppo_max_token_len_per_gpu=230")),
         ("rows", True, ("actor.ppo_micro_batch_size_per_gpu=2",)),
         ("padded", False, ("actor.ppo_micro_batch_size_per_gpu=2",)),
     ):

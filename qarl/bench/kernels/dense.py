@@ -58,9 +58,9 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
     for scheme, quantized in layer.quantized.items():
         dequantized = quantized.dequantize(torch.bfloat16)
         for kernel in layer.kernels(scheme):
-            own = kernel.backward_input
-            if own is not None and not kernel.name.startswith("vllm"):  # vLLM's kernels use the Triton kernels' dX
-                call = partial(own, grad, kernel.prepare(quantized.tensors))
+            # vLLM's kernels use the Triton kernels' dX.
+            if kernel.computes_input_gradient and not kernel.name.startswith("vllm"):
+                call = partial(kernel.backward_input, grad, kernel.prepare(quantized.tensors))
                 calls.append((scheme, kernel.name, call, dequantized, quantized.nbytes))
     return [
         Competitor(scheme, name, call, error_of(call, _product(ends(grad), by.t())), PRODUCT_ERROR,

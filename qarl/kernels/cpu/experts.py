@@ -25,10 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from qarl.kernels.activations import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
-from qarl.kernels.base import ExpertsKernel
 from qarl.kernels.cpu import vllm_ops
 from qarl.kernels.cpu.torch_ops import VllmCpuFP8Linear
-from qarl.kernels.experts.grouped import ExpertsShape, Tensors, route, scheme_of, sizes_of
+from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape, Tensors, route, scheme_of, sizes_of
 from qarl.kernels.layouts import TILES
 
 _LINEARS: dict[str, tuple[Any, ...]] = {

@@ -147,6 +147,8 @@ def _for_cublas(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor
 class _PackedLinear(LinearKernel):
     """Base of the two W4A16 kernels."""
 
+    computes_input_gradient = True
+
     @staticmethod
     def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return TritonW4A16Linear.backward_input(grad, tensors)
@@ -265,7 +267,11 @@ class VllmMarlinLinear(_PackedLinear):
 class _CutlassLinear(LinearKernel):
     """Base of the two 8-bit kernels. `cutlass_scaled_mm` computes (sum * token scale) * weight scale."""
 
-    backward_input = staticmethod(TritonW8A8Linear.backward_input)
+    computes_input_gradient = True
+
+    @staticmethod
+    def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return TritonW8A8Linear.backward_input(grad, tensors)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:

@@ -23,10 +23,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from qarl.kernels.activations import quantize_fp8, quantize_int8, silu_mul
-from qarl.kernels.base import ExpertsKernel
 from qarl.kernels.cpu.experts import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.grouped import (
+    ExpertsKernel,
     ExpertsShape,
     Routing,
     Tensors,

@@ -24,19 +24,16 @@ import importlib
 import os
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from qarl.kernels.base import ExpertsKernel
 from qarl.kernels.cuda.marlin import CODES, SCALES, to_marlin
 from qarl.kernels.cuda.vllm_ops import uint4b8, why_not_here
+from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape
 from qarl.kernels.layouts import MARLIN
 from qarl.vllm_versions.differences import describe_experts, moe_sum
 from qarl.vllm_versions.functions import why_unusable
-
-if TYPE_CHECKING:
-    from qarl.kernels.experts.grouped import ExpertsShape
 
 _OPS = "vllm._custom_ops"
 _UTILS = "vllm.model_executor.layers.quantization.utils"

@@ -57,6 +57,7 @@ def unavailable(scheme_name: str, device: torch.device) -> str | None:
 
 class _TritonLinear(LinearKernel):
     name = "triton"
+    computes_input_gradient = True
     batch_invariant = False
 
     @staticmethod

@@ -176,17 +176,19 @@ def _sampled(trainer: Any, sampling: Row) -> Row:
         old = trainer.old_log_probs(batch)
         update = trainer.update(batch, old)
         again = log_probs(trainer.policy, batch, rows=40, temperature=temperature)
-        plain = log_probs(trainer.policy, replace(batch, kept=None), rows=40, temperature=temperature)
+        plain = log_probs(trainer.policy, replace(batch, sampling_mask=None), rows=40, temperature=temperature)
     finally:
         trainer.config = config
-    mask, kept = batch.response_mask, batch.kept
+    mask, allowed = batch.response_mask, batch.sampling_mask
     metrics, length = mismatch_metrics(old, batch.rollout_log_probs, mask), float(mask.sum(1).float().mean())
     return {
         "tokens": int(mask.sum()),
         "mean": metrics["mismatch/abs_mean"],
         "max": metrics["mismatch/abs_max"],
         "limit": resolve_limit(None, trainer.policy.align, response_length=length, temperature=temperature),
-        "kept_mean": None if kept is None else float(sum((kept[mask] >> i & 1).sum() for i in range(8)) / mask.sum()),
+        "kept_mean": None
+        if allowed is None
+        else float(sum((allowed[mask] >> i & 1).sum() for i in range(8)) / mask.sum()),
         "outside": 0 if batch.outside is None else int(batch.outside.sum()),
         "finite": bool(old.isfinite().all() and again.isfinite().all()),
         "plain_mean": mismatch_metrics(plain, batch.rollout_log_probs, mask)["mismatch/abs_mean"],

@@ -1,7 +1,7 @@
 """The check before the first update: it stops models that trainer and engine compute differently, and no healthy one.
 
 Each wrong model is a config, a buffer or a way to sample that QaRL refuses by name. Here the refusal is switched off,
-so only the measured mismatch can stop the run (`qarl.trainer.probe`).
+so only the measured mismatch can stop the run (`qarl.trainer.mismatch_watch`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from qarl.metrics.mismatch_limit import MismatchError, noise_limit, resolve_limi
 from qarl.process import configure_vllm_process
 from qarl.rollout.publish.writers import WritePlan
 from qarl.trainer.local import LocalTrainer
+from qarl.trainer.mismatch_watch import check, compare
 from qarl.trainer.policy import Policy
-from qarl.trainer.probe import check, compare
 from qarl.trainer.setup import prepare_run
 
 LONG = 1000
@@ -148,7 +148,7 @@ def refusals_off(model: Model) -> Iterator[None]:
         for module in ("rollout.engine", "checks.sampling") if model.sampling else ():
             stack.enter_context(mock.patch(f"qarl.{module}.sampling_params", _sampling(model.sampling)))
         if model.length:
-            stack.enter_context(mock.patch("qarl.trainer.probe.PROBE_TOKENS", model.length))
+            stack.enter_context(mock.patch("qarl.trainer.mismatch_watch.PROBE_TOKENS", model.length))
         if model.cast:
             stack.enter_context(mock.patch.object(Policy, "load", _cast_after(Policy.load)))
         yield

@@ -36,7 +36,6 @@ from qarl.quant.phases import measure_phases
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
-from qarl.trainer.local import publish_metrics
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import engine_config
 
@@ -184,7 +183,7 @@ class PublishBench(Bench):
             with self.timer.phase("publish"):
                 report = self.engine.publish(tensors, version=self.version)
         self.version += 1
-        metrics = publish_metrics(report, quantizing)
+        metrics = report.metrics(quantizing)
         return _phases(self.timer) | {f"publish.{part}": metrics[f"publish/{part}_s"] for part in PUBLISH_PARTS}
 
     def round(self) -> dict[tuple[int, int], Phases]:

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 
 from qarl.bench.kernels import Arguments
 from qarl.kernels.activations import quantize_fp8, quantize_fp8_cuda, quantize_int8, quantize_int8_cuda
+from qarl.kernels.base import LinearKernel
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
-from qarl.kernels.registry import LINEAR_KERNELS, LinearKernel, own_backward_input
+from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
@@ -208,7 +209,7 @@ class Layer:
     def kernels(self, scheme: str) -> Iterator[type[LinearKernel]]:
         """Yield the registry's kernels that support this layer, except float64 references on GPUs, which are slow."""
         for kernel in LINEAR_KERNELS[scheme]:
-            sizes = getattr(kernel, "group_sizes", None)
+            sizes = kernel.group_sizes
             fits = sizes is None or not get_scheme(scheme).group_size or self.arguments.group_size in sizes
             slow = kernel.name == "reference" and self.weight.is_cuda and scheme != "w4a16"  # float64 products
             if fits and not slow and self._serves(kernel, scheme):
@@ -249,9 +250,9 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
     for scheme, quantized in layer.quantized.items():
         dequantized = quantized.dequantize(torch.bfloat16)
         for kernel in layer.kernels(scheme):
-            own = own_backward_input(kernel)
-            if own is not None and not kernel.name.startswith("vllm"):  # vLLM's kernels use the Triton kernels' dX
-                call = partial(own, grad, kernel.prepare(quantized.tensors))
+            # vLLM's kernels use the Triton kernels' dX.
+            if kernel.computes_input_gradient and not kernel.name.startswith("vllm"):
+                call = partial(kernel.backward_input, grad, kernel.prepare(quantized.tensors))
                 calls.append((scheme, kernel.name, call, dequantized, quantized.nbytes))
     return [
         Competitor(scheme, name, call, error_of(call, _product(ends(grad), by.t())), PRODUCT_ERROR,

@@ -92,7 +92,7 @@ def make_shard(shape: tuple[int, ...], scheme: Scheme, kernel: Any, ranks: int) 
     mesh = SimpleNamespace(ndim=1, size=lambda dim=0: ranks)
     master = torch.empty(-(-shape[0] // ranks), *shape[1:], device="meta")
     parameter: Any = SimpleNamespace(placements=(Shard(0),), device_mesh=mesh, _version=0, _local_tensor=master)
-    shard = WeightShard("weight", scheme, shape, layout=getattr(kernel, "layout", None))
+    shard = WeightShard("weight", scheme, shape, layout=kernel.layout if kernel else None)
     shard.attach(parameter)
     return shard
 

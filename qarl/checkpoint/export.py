@@ -54,7 +54,7 @@ def export(request: ExportRequest) -> str:
     import torch
 
     from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, packed_bytes, write_model
-    from qarl.checkpoint.sources import find_checkpoint, open_source, reading
+    from qarl.checkpoint.open import find_checkpoint, open_source, reading
     from qarl.checkpoint.storage import recover, whole_folder
     from qarl.quant.scheme import get_scheme
 
@@ -94,7 +94,7 @@ def export(request: ExportRequest) -> str:
 
 
 def _read(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    from qarl.checkpoint.sources import reading
+    from qarl.checkpoint.open import reading
 
     with reading(folder):
         yield from tensors

@@ -7,8 +7,7 @@ first renamed to `NAME.old-PID`. `recover` cleans up after killed processes.
 If the disk refuses to write (full, quota, file size limit, read-only), a `StorageError` is raised and no partial folder
 is left.
 
-Replacing a link replaces its target. Removing a link also removes a target of the same name, because somebody has
-probably moved the folder there. A target that is a checkpoint of a different run stays.
+Replacing a link replaces its target. Removing a link leaves its target alone.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from qarl.errors import UserError
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<kind>partial|old)-(?P<pid>\d+)")
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds the checkpoints."""
-_CLOCK_ERROR = 2.0
-"""Tolerance in seconds for a process's start time, because the boot time is known only to the second."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -111,18 +108,14 @@ def remove_folder(folder: Path) -> None:
     """
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     folder.rename(partial)
-    _remove(partial, folder.name)
+    _remove(partial)
 
 
-def _remove(folder: Path, name: str) -> None:
-    """Remove a folder, file or link. If it is a link to a folder called `name`, remove that folder too."""
-    if not folder.is_symlink():
-        shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
-        return
-    target = folder.resolve()
-    if target.name == name and target.parent.name != CHECKPOINTS and target.is_dir():
-        shutil.rmtree(target)
-    folder.unlink()
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> list[str]:
@@ -131,14 +124,15 @@ def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> li
     Half-written folders are removed. A folder that was moved aside and not replaced is moved back.
 
     `name`: clean up only after writes to the folder with this name. `alone`: a lock guarantees that no other process
-    works in `parent`. If it is False, folders that a running process may have made are not changed.
+    works in `parent`. If it is False, the folders of running processes are not changed.
     """
     done = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
         match = _TEMPORARY.fullmatch(path.name)
         if match is None or name not in (None, match["name"]):
             continue
-        if not alone and _in_use(path, int(match["pid"])):
+        pid = int(match["pid"])
+        if not alone and pid != os.getpid() and psutil.pid_exists(pid):
             continue
         if match["kind"] == "old" and not (parent / match["name"]).exists():
             with writing(path):
@@ -146,7 +140,7 @@ def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> li
             done.append(f"restored {parent / match['name']}, whose replacement a killed process did not finish")
             continue
         try:
-            _remove(path, match["name"])
+            _remove(path)
             done.append(f"removed {path}, which a killed process left incomplete")
         except OSError as error:
             done.append(f"{path}, which a killed process left incomplete, cannot be removed: {error.strerror}")
@@ -180,32 +174,6 @@ def write_text(path: Path, text: str) -> None:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _in_use(path: Path, pid: int) -> bool:
-    """Return whether `path` may belong to a running process other than this one.
-
-    This is true if process `pid` runs and started before `path` was last changed. If it started later, it did not make
-    `path` but reuses the process number, as is common in containers.
-    """
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # the process belongs to a different user
-        pass
-    started = _started(pid)
-    return started is None or path.lstat().st_ctime > started - _CLOCK_ERROR
-
-
-def _started(pid: int) -> float | None:
-    """Return when a process started, in seconds since 1970, or None if the system does not report it."""
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
-        return None
 
 
 def _sync_tree(folder: Path) -> None:

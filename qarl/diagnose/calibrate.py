@@ -44,7 +44,7 @@ from qarl.diagnose.gradients import Closeness, Spread, closeness, objective_grad
 from qarl.errors import UserError
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.tracker import write_versions
-from qarl.objectives import library
+from qarl.objectives import verl_losses
 from qarl.objectives.settings import Settings, objective_settings
 from qarl.trainer.batch import Batch
 from qarl.trainer.checkpoints import forward_weights
@@ -112,7 +112,7 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
     have a gradient."""
     if config.model.dtype == "fp16":
         raise _fp16()
-    library.require(Settings(loss="grpo"))
+    verl_losses.require(Settings(loss="grpo"))
     without_kl = config.actor.use_kl_loss
     config = with_keys(config, {"quant.align": "exact", "optim.lr_warmup_steps": 0, "actor.use_kl_loss": False})
     check_memory(config, batches)

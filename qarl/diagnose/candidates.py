@@ -16,7 +16,7 @@ import torch
 from qarl.config import Config
 from qarl.config.objectives import RolloutCorrectionConfig
 from qarl.metrics.bands import bands_in_force
-from qarl.objectives.corrections import weights
+from qarl.objectives.loss import correction_weights
 from qarl.objectives.settings import Correction, Settings, objective_settings
 
 QUANTILES = (0.8, 0.95, 0.99)
@@ -163,7 +163,7 @@ def clipped_share(settings: Settings, log_ratio: torch.Tensor, mask: torch.Tenso
     if settings.loss == "tbpo" and upper == 1:
         return 0.0  # there is no weight
     free = Correction(rollout_is=level, rollout_is_threshold=_NO_BOUND)
-    raw = weights(log_ratio, torch.zeros_like(log_ratio), mask, free)
+    raw = correction_weights(log_ratio, torch.zeros_like(log_ratio), mask, free)
     assert raw is not None
     return float(((raw > upper) | (raw < lower))[mask].double().mean())
 

@@ -27,9 +27,8 @@ from qarl.checks.sampling import truncation
 from qarl.config import Config
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.tracker import write_versions
-from qarl.trainer.batch import Batch
+from qarl.trainer.batch import Batch, micro_batches
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.packing import micro_batches
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run
 

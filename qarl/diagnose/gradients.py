@@ -16,8 +16,7 @@ import torch
 from qarl.config import Config
 from qarl.objectives.loss import batch_weights, objective_loss
 from qarl.objectives.settings import Settings
-from qarl.trainer.batch import Batch
-from qarl.trainer.packing import micro_batches
+from qarl.trainer.batch import Batch, micro_batches
 from qarl.trainer.policy import Policy
 
 

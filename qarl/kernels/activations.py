@@ -64,11 +64,3 @@ def quantize_fp8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Round silu(gate) to BF16, then multiply by up, as vLLM's `silu_and_mul` does. All tensors are BF16 [M, K]."""
     return F.silu(gate) * up
-
-
-class BF16Activations:
-    """Base of linear kernels that do not quantize the activations."""
-
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return x

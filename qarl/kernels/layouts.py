@@ -6,32 +6,11 @@ shard is converted once per optimizer step (`qarl.quant.shards`). The backward a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 import torch
 
+from qarl.kernels.base import Layout, Tensors
 from qarl.kernels.cpu.tiles import TILE_ROWS, from_tiles, to_tiles
 from qarl.kernels.cuda import marlin
-
-Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A layout of `weight_packed` and `weight_scale`, of a weight [N, K] or a stack [E, N, K].
-
-    If a weight is split along its first dimension into parts that fit, the layouts of the parts, one after another, are
-    that of the weight.
-
-    `codes`: name of the tensor with the codes. `fits`: whether a part of this shape has the layout. `convert`: makes
-    the layout from wire tensors that fit, with the same first dimension. `restore`: its inverse.
-    """
-
-    codes: str
-    fits: Callable[[tuple[int, ...]], bool]
-    convert: Callable[[Tensors], dict[str, torch.Tensor]]
-    restore: Callable[[Tensors], dict[str, torch.Tensor]]
 
 
 def _to_tiles(tensors: Tensors) -> dict[str, torch.Tensor]:

@@ -5,11 +5,13 @@ Rows are processed in blocks:
     logits = bf16(hidden @ weight.T)      the engine, too, samples from BF16 logits
     y = log_softmax(fp32(logits) / temperature)[token]
 
-If the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`).
+If the engine sampled by top-k or top-p, the softmax is over the tokens that it sampled from
+(`qarl.kernels.sampling_mask`).
 
 `log_probs_of_logits` does the same with all logits at once. Its results are the same bit for bit if the BF16 product of
 a row does not depend on other rows, as in PyTorch on CPU from 17 rows on. Only the gradient of `weight` can differ in
-the last BF16 bit. It is summed over blocks in FP32 and rounded once.
+the last BF16 bit. It is summed over blocks in FP32 and rounded once. A policy's forward returns `WholeLogits` or
+`LogitsInBlocks`.
 
 Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, and 18
 in the backward (with a single block 14; entropies need 8). If there are several blocks, a gradient of `weight` needs 4
@@ -25,13 +27,14 @@ Existing functions do not fit (Liger-Kernel at ead96b6, verl 0.9.1):
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from qarl.kernels.kept import Truncation, find_kept, packed_width, unpack
+from qarl.kernels.sampling_mask import Truncation, packed_sampling_mask, packed_width, unpack
 
 LOGITS_AT_A_TIME = 2**27
 """Number of logits in a block. The backward of a block needs 2.3 GiB for them."""
@@ -51,7 +54,7 @@ def chosen_log_probs(
     *,
     temperature: float,
     rows: int | None = None,
-    kept: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP32 log-probs [T] of `tokens`, and the likeliest token at each place as int64 [T] (no gradient).
 
@@ -60,10 +63,10 @@ def chosen_log_probs(
         weight: lm_head's weight [V, H].
         tokens: int64 [T].
         rows: number of rows in a block; by default `rows_at_a_time(V)`.
-        kept: packed masks of the tokens in the softmax, uint8 [T, packed_width(V)]; None for all tokens.
+        mask: packed masks of the tokens in the softmax, uint8 [T, packed_width(V)]; None for all tokens.
     """
     chosen: tuple[torch.Tensor, torch.Tensor] = _ChosenLogProbs.apply(
-        hidden, weight, tokens, temperature, rows or rows_at_a_time(weight.shape[0]), kept
+        hidden, weight, tokens, temperature, rows or rows_at_a_time(weight.shape[0]), mask
     )
     return chosen
 
@@ -86,27 +89,63 @@ def log_probs_and_entropies(
     return log_probs, entropies
 
 
-@torch.no_grad()
-def chosen_kept(
-    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call `find_kept` on the logits of hidden states [T, H] and lm_head [V, H], one block of rows at a time."""
-    packed = hidden.new_empty(len(hidden), packed_width(weight.shape[0]), dtype=torch.uint8)
-    outside = torch.empty_like(tokens, dtype=torch.bool)
-    for block in _blocks(len(hidden), rows_at_a_time(weight.shape[0])):
-        logits = F.linear(hidden[block], weight)
-        packed[block], outside[block] = find_kept(logits, tokens[block], truncation, temperature=temperature)
-    return packed, outside
-
-
 def log_probs_of_logits(
-    logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, kept: torch.Tensor | None = None
+    logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do the same as `chosen_log_probs`, from logits [T, V] of any float dtype."""
     scaled = logits.float() / temperature
-    if kept is not None:
-        scaled = scaled.masked_fill(~unpack(kept, scaled.shape[1]), -torch.inf)
+    if mask is not None:
+        scaled = scaled.masked_fill(~unpack(mask, scaled.shape[1]), -torch.inf)
     return scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0], scaled.argmax(-1)
+
+
+@dataclass(frozen=True)
+class WholeLogits:
+    """The logits before a number of tokens, [T, V], of any float dtype."""
+
+    logits: torch.Tensor
+
+    def log_probs(
+        self, tokens: torch.Tensor, *, temperature: float, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probs and the likeliest tokens (`log_probs_of_logits`)."""
+        return log_probs_of_logits(self.logits, tokens, temperature=temperature, mask=mask)
+
+    def sampling_mask(
+        self, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `packed_sampling_mask` of the logits."""
+        return packed_sampling_mask(self.logits, tokens, truncation, temperature=temperature)
+
+
+@dataclass(frozen=True)
+class LogitsInBlocks:
+    """The logits before a number of tokens, as hidden states [T, H] and lm_head's weight [V, H].
+
+    They are computed from these one block of rows at a time, in the forward and again in the backward."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+
+    def log_probs(
+        self, tokens: torch.Tensor, *, temperature: float, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probs and the likeliest tokens (`chosen_log_probs`)."""
+        return chosen_log_probs(self.hidden, self.weight, tokens, temperature=temperature, mask=mask)
+
+    @torch.no_grad()
+    def sampling_mask(
+        self, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `packed_sampling_mask` of the logits."""
+        packed = self.hidden.new_empty(len(self.hidden), packed_width(len(self.weight)), dtype=torch.uint8)
+        outside = torch.empty_like(tokens, dtype=torch.bool)
+        for block in _blocks(len(self.hidden), rows_at_a_time(len(self.weight))):
+            logits = F.linear(self.hidden[block], self.weight)
+            packed[block], outside[block] = packed_sampling_mask(
+                logits, tokens[block], truncation, temperature=temperature
+            )
+        return packed, outside
 
 
 class _ChosenLogProbs(torch.autograd.Function):
@@ -118,16 +157,16 @@ class _ChosenLogProbs(torch.autograd.Function):
         tokens: torch.Tensor,
         temperature: float,
         rows: int,
-        kept: torch.Tensor | None,
+        mask: torch.Tensor | None,
     ) -> Any:
         ctx.save_for_backward(hidden, weight, tokens)
-        ctx.temperature, ctx.rows, ctx.kept = temperature, rows, kept
+        ctx.temperature, ctx.rows, ctx.mask = temperature, rows, mask
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
         top = torch.empty_like(tokens)
         for block in _blocks(len(hidden), rows):
             logits = F.linear(hidden[block], weight)
             log_probs[block], top[block] = log_probs_of_logits(
-                logits, tokens[block], temperature=temperature, kept=None if kept is None else kept[block]
+                logits, tokens[block], temperature=temperature, mask=None if mask is None else mask[block]
             )
         ctx.mark_non_differentiable(top)
         return log_probs, top
@@ -143,9 +182,9 @@ class _ChosenLogProbs(torch.autograd.Function):
         grad_weight = None
         for block in blocks:
             logits = F.linear(hidden[block], weight).requires_grad_()
-            kept = None if ctx.kept is None else ctx.kept[block]
+            mask = None if ctx.mask is None else ctx.mask[block]
             with torch.enable_grad():
-                log_probs, _ = log_probs_of_logits(logits, tokens[block], temperature=ctx.temperature, kept=kept)
+                log_probs, _ = log_probs_of_logits(logits, tokens[block], temperature=ctx.temperature, mask=mask)
             (grad,) = torch.autograd.grad(log_probs, logits, grad_outputs[0][block])
             del logits, log_probs
             if grad_hidden is not None:

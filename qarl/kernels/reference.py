@@ -14,11 +14,12 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import BF16Activations, dequantize, quantize_fp8, quantize_int8
+from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8
+from qarl.kernels.base import LinearKernel
 from qarl.kernels.int4 import dequantize_int4
 
 
-class _Reference:
+class _Reference(LinearKernel):
     name = "reference"
 
     @staticmethod
@@ -26,7 +27,7 @@ class _Reference:
         return None
 
 
-class ReferenceW4A16Linear(_Reference, BF16Activations):
+class ReferenceW4A16Linear(_Reference):
     """Dequantize once, then call `torch.nn.functional.linear` in the activations' dtype."""
 
     @staticmethod

@@ -10,56 +10,22 @@ plugin also gives to the engine (`qarl.rollout.vllm_plugin.linears`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from qarl.errors import UserError
 from qarl.kernels import reference
+from qarl.kernels.base import Kernel, LinearKernel
 from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
 from qarl.kernels.cuda.vllm_ops import VllmCutlassFP8Linear, VllmCutlassInt8Linear, VllmMacheteLinear, VllmMarlinLinear
 from qarl.kernels.triton import linears as triton
 
-
-class NamedKernel(Protocol):
-    name: str
-
-
-Kernel = TypeVar("Kernel", bound=NamedKernel)
-
-
-class LinearKernel(NamedKernel, Protocol):
-    """A kernel that computes y = x Q(W)^T + b. `prepare` runs once per optimizer step, `linear` in every forward.
-
-    Optional attributes:
-
-        group_sizes                      the supported group sizes. Without it all are supported
-        backward_input(grad, tensors)    dX BF16 [M, K] from grad BF16 [M, N], any strides, and the wire tensors
-        prepare_gathered(tensors)        a cheaper `prepare`, for weights that FSDP2 gathers in every forward
-        dequantized_weight(prepared)     the BF16 weight [N, K] within what `prepare` returned, for the backward
-        layout                           a `qarl.kernels.layouts.Layout` of int4 weights, which `prepare` also accepts
-    """
-
-    @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        """Return why this kernel does not support the scheme on weights of `shape` [N, K] here, or None if it does."""
-
-    @staticmethod
-    def prepare(tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Convert the wire tensors of one weight to the layout that `linear` reads."""
-
-    @staticmethod
-    def linear(x: torch.Tensor, prepared: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """x BF16 [M, K], rows may be strided -> BF16 [M, N], a new tensor."""
-
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the activations BF16 [M, K] that `linear` multiplies for this x. This is x itself if unquantized."""
-
+AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
 LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
     "w4a16": (
@@ -111,26 +77,11 @@ def kernels_of(kernels: str, scheme_name: str) -> tuple[type[LinearKernel], ...]
     return () if own is None else (own,)
 
 
-def prepare_gathered(kernel: type[LinearKernel], tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Prepare a weight that was gathered for one forward."""
-    return getattr(kernel, "prepare_gathered", kernel.prepare)(tensors)
-
-
-def own_backward_input(
-    kernel: type[LinearKernel],
-) -> Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None:
-    """Return the kernel's `backward_input`, or None if it has none.
-
-    dX is then the product with the dequantized weight.
-    """
-    return getattr(kernel, "backward_input", None)
-
-
 @dataclass(frozen=True)
-class Choice(Generic[Kernel]):
+class Choice(Generic[AnyKernel]):
     """The chosen kernel, and a line of text about each kernel that was skipped, with the reason."""
 
-    kernel: type[Kernel]
+    kernel: type[AnyKernel]
     passed_over: tuple[str, ...]
 
     @property
@@ -139,13 +90,13 @@ class Choice(Generic[Kernel]):
 
 
 def first_available(
-    kernels: Sequence[type[Kernel]],
-    unavailable: Callable[[type[Kernel]], str | None],
+    kernels: Sequence[type[AnyKernel]],
+    unavailable: Callable[[type[AnyKernel]], str | None],
     *,
     force: str | None,
     refusal: str,
     served: str,
-) -> Choice[Kernel]:
+) -> Choice[AnyKernel]:
     """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only kernel to try.
 
     If there is none, raise UserError(`refusal`) with all reasons. `served`: the error's words for the weights.
@@ -193,7 +144,7 @@ def choose_linear_kernel(
 
 
 def _wrong_group(kernel: type[LinearKernel], group_size: int | None) -> str | None:
-    sizes: tuple[int, ...] | None = getattr(kernel, "group_sizes", None)
+    sizes = kernel.group_sizes
     if sizes is None or group_size is None or group_size in sizes:
         return None
     return f"supports group sizes {', '.join(map(str, sizes))}, not {group_size}"

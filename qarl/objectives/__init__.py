@@ -1,5 +1,5 @@
 """The objectives of `actor.loss` and the corrections of the section `rollout_correction`. Both backends use this code.
 
-Read `settings.py` first (the settings of an objective), then `loss.py` (the objectives). `corrections.py` contains
-weights and rejections. `library.py` calls verl's functions.
+Read `settings.py` first (the settings of an objective), then `loss.py` (objectives, weights and rejections).
+`verl_losses.py` calls verl's functions.
 """

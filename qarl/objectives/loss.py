@@ -22,16 +22,35 @@ Every loss except TBPO is verl's function. verl's `vanilla` always applies dual 
 The sum over a mini-batch is divided by the number of its non-empty responses (of its tokens with token-mean). They are
 counted before rejection. So a rejected response has no gradient but stays in the denominator (arXiv 2605.14220,
 equations 7 to 11). verl divides by ppo_mini_batch_size * rollout.n, which also counts empty responses.
+
+The section `rollout_correction` corrects the mismatch between trainer and rollout engine with weights and rejections:
+
+    r_corr = exp(old_log_prob - rollout_log_prob)      the mismatch alone
+    r_ppo  = exp(log_prob - rollout_log_prob)          the mismatch and the updates since the rollout
+
+- A weight multiplies a token's loss by r_corr, or by the product or geometric mean of r_corr over the response. The
+  weight is bounded (arXiv 2605.14220, equation 6; IcePop: arXiv 2510.18855).
+- A rejection leaves out tokens or responses whose divergence is above a threshold (equations 7 to 11 of the same
+  paper). The paper sums its divergences over the tokens of a response, as `seq_sum_k1` and `seq_sum_k3` do here.
+- A veto leaves out a response if one of its tokens has almost no probability (Miles' notes on the mismatch, "Veto
+  Mechanism").
+
+verl's `rollout_corr_helper` computes token weights, sequence weights and rejections. verl 0.9.1 lacks the geometric
+weight, the mode `clip` and the veto, so this module implements them. Log-ratios are clipped to 20 before an
+exponential, as in verl.
+
+Legend: B responses, T token positions.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from qarl.objectives import library
-from qarl.objectives.corrections import kept, sequence_mis_weights, weights
+from qarl.objectives import verl_losses
 from qarl.objectives.metrics import correction_statistics, loss_statistics
-from qarl.objectives.settings import Settings
+from qarl.objectives.settings import Correction, Settings
 from qarl.tbpo import tbpo_loss
 
 _VERL_NAMES = {
@@ -43,6 +62,10 @@ _VERL_NAMES = {
     "sapo": "sapo",
     "reinforce": "reinforce",
 }
+
+
+SAFETY_BOUND = 20.0
+"""verl's bound on log-ratios."""
 
 
 def objective_loss(
@@ -72,51 +95,78 @@ def objective_loss(
     Raise ValueError as `tbpo_loss` does. Raise UserError if the loss needs verl, but verl is not installed.
     """
     correction = settings.correction
-    if settings.loss == "tbpo" and not correction.rejects:
-        return tbpo_loss(
+    accepted = response_mask
+    if correction.rejects:
+        accepted = accepted_tokens(log_prob, old_log_prob, rollout_log_prob, response_mask != 0, correction)
+    if settings.loss == "tbpo":
+        loss, statistics = tbpo_loss(
             log_prob,
             old_log_prob,
             rollout_log_prob,
             advantages,
-            response_mask,
+            accepted,
             settings.tbpo,
             global_batch_size=max(responses, 1),
         )
-    mask = response_mask != 0
-    keep = kept(log_prob, old_log_prob, rollout_log_prob, mask, correction)
-    if settings.loss == "tbpo":
-        bands, count = settings.tbpo, max(responses, 1)
-        loss, statistics = tbpo_loss(
-            log_prob, old_log_prob, rollout_log_prob, advantages, keep, bands, global_batch_size=count
+        weight = None  # TBPO has its own
+    else:
+        if settings.loss == "mis_gspo":
+            mask, cap = response_mask != 0, settings.mis_imp_ratio_cap
+            weight = sequence_mis_weights(old_log_prob, rollout_log_prob, mask, cap)
+        elif weight is None:
+            weight = correction_weights(old_log_prob, rollout_log_prob, response_mask != 0, correction)
+        loss, statistics = _verl_loss(
+            log_prob,
+            old_log_prob,
+            rollout_log_prob,
+            advantages,
+            accepted != 0,
+            settings,
+            weight,
+            responses=responses,
+            tokens=tokens,
         )
-        return loss, statistics | correction_statistics(mask, keep, None)
-    if settings.loss == "mis_gspo":
-        weight = sequence_mis_weights(old_log_prob, rollout_log_prob, mask, settings.mis_imp_ratio_cap)
-    elif weight is None:
-        weight = weights(old_log_prob, rollout_log_prob, mask, correction)
+    if correction.rejects or weight is not None:
+        statistics |= correction_statistics(response_mask != 0, accepted != 0, weight)
+    return loss, statistics
+
+
+def _verl_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    accepted: torch.Tensor,
+    settings: Settings,
+    weight: torch.Tensor | None,
+    *,
+    responses: int,
+    tokens: int,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the loss and the statistics of an objective that is verl's function. `accepted`: bool [B, T].
+
+    verl's functions read every position, so those outside of `accepted` become 0."""
     new, old, rollout = (
-        torch.where(keep, values, 0.0).float()
+        torch.where(accepted, values, 0.0).float()
         for values in (log_prob, old_log_prob.detach(), rollout_log_prob.detach())
     )
     per_token = advantages.detach().float() if advantages.dim() == 2 else advantages.detach().float()[:, None]
-    per_token = torch.where(keep, per_token, 0.0)
-    against = rollout if correction.bypass_mode else old
+    per_token = torch.where(accepted, per_token, 0.0)
+    against = rollout if settings.correction.bypass_mode else old
     uses_ratio = settings.loss != "reinforce"
-    loss, found = library.policy_loss(
+    loss, verl_metrics = verl_losses.policy_loss(
         _VERL_NAMES[settings.loss],
         settings,
         responses=responses,
         tokens=tokens,
         log_prob=new,
         advantages=per_token.clamp(min=0.0) if settings.loss == "positive_only" else per_token,
-        response_mask=keep,
+        response_mask=accepted,
         rollout_is_weights=weight,
         **{"old_log_prob" if uses_ratio else "rollout_log_prob": against},
     )
-    advantage = per_token.gather(1, keep.int().argmax(dim=-1, keepdim=True)).squeeze(1)
-    statistics = loss_statistics(new, old, against, rollout, advantage, keep, found, uses_ratio=uses_ratio)
-    if correction.rejects or weight is not None:
-        statistics |= correction_statistics(mask, keep, weight)
+    advantage = per_token.gather(1, accepted.int().argmax(dim=-1, keepdim=True)).squeeze(1)
+    statistics = loss_statistics(new, old, against, rollout, advantage, accepted, verl_metrics, uses_ratio=uses_ratio)
     return loss, statistics
 
 
@@ -124,4 +174,84 @@ def batch_weights(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, settings: Settings
 ) -> torch.Tensor | None:
     """Return the correction's weights for the whole batch of a step, FP32 [B, T], or None if none is configured."""
-    return weights(old_log_prob, rollout_log_prob, response_mask != 0, settings.correction)
+    return correction_weights(old_log_prob, rollout_log_prob, response_mask != 0, settings.correction)
+
+
+def correction_weights(
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor, correction: Correction
+) -> torch.Tensor | None:
+    """Return the weight of every token, FP32 [B, T], 0 outside `mask`. Return None if the correction has no weight.
+
+    All tensors are [B, T]; `mask` is bool. With `rollout_is_batch_normalize`, pass the rows of a whole batch, because
+    the weights are divided by their mean over these rows."""
+    if correction.rollout_is is None:
+        return None
+    log_ratio = torch.where(mask, old_log_prob.detach().float() - rollout_log_prob.detach().float(), 0.0)
+    if not mask.any():  # verl's function needs a token
+        return torch.zeros_like(log_ratio)
+    if correction.in_verl:
+        return verl_losses.correction_weights(log_ratio, mask, correction)
+    weight = _bounded(_ratio(log_ratio, mask, correction.rollout_is), correction) * mask
+    if correction.rollout_is_batch_normalize:
+        weight = weight / _mean(weight, mask, per_token=correction.rollout_is == "token").clamp(min=1e-8)
+    return weight
+
+
+def sequence_mis_weights(
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor, cap: float
+) -> torch.Tensor | None:
+    """Return masked importance weights, [B, T]: the product of r_corr over the response, or 0 if it is above `cap`.
+
+    Source: "When Speed Kills Stability" (Liu et al. 2025, https://richardli.xyz/rl-collapse), sequence-level MIS."""
+    mis = Correction(rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=cap)
+    return correction_weights(old_log_prob, rollout_log_prob, mask, mis)
+
+
+def accepted_tokens(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    mask: torch.Tensor,
+    correction: Correction,
+) -> torch.Tensor:
+    """Return `mask` without the rejected tokens, bool [B, T]. Each row is judged alone. All tensors are [B, T]."""
+    if not mask.any():
+        return mask
+    accepted = mask
+    if correction.rollout_rs:
+        policy = log_prob if correction.rollout_rs_ratio == "ppo" else old_log_prob
+        log_ratio = torch.where(mask, policy.detach().float() - rollout_log_prob.detach().float(), 0.0)
+        accepted = verl_losses.rejection_mask(log_ratio, mask, correction)
+    if correction.veto_threshold is not None:
+        vetoed = mask & (old_log_prob.detach().float() < math.log(correction.veto_threshold))
+        accepted = accepted & ~vetoed.any(dim=-1, keepdim=True)
+    return accepted
+
+
+def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
+    """Return r_corr, [B, T], at `level`: of each token, or as a product or mean over the response."""
+    if level != "token":
+        log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(log_ratio)
+    if level == "geometric":
+        log_ratio = log_ratio / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+
+
+def _bounded(weight: torch.Tensor, correction: Correction) -> torch.Tensor:
+    """Return the weights within the bounds of `rollout_is_mode`."""
+    upper, lower = correction.rollout_is_threshold, correction.lower
+    if correction.rollout_is_mode == "truncate":
+        return weight.clamp(max=upper)
+    if correction.rollout_is_mode == "clip":
+        return weight.clamp(lower, upper)
+    outside = weight > upper
+    if correction.rollout_is_mode == "icepop":
+        outside = outside | (weight < lower)
+    return weight.masked_fill(outside, 0.0)
+
+
+def _mean(weight: torch.Tensor, mask: torch.Tensor, *, per_token: bool) -> torch.Tensor:
+    """Return the mean weight, a scalar. The mean is over tokens if `per_token`, otherwise over responses."""
+    if per_token:
+        return weight.sum() / mask.sum()
+    return weight.amax(dim=-1).sum() / mask.any(dim=-1).sum()

@@ -7,7 +7,7 @@ and ranks. `qarl.tbpo.loss` uses the same keys, and `qarl.tbpo.reduce_metrics` c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -157,6 +157,19 @@ def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float
         return tbpo.after_first_metrics(later)
     clipped = {name: value for name, value in reduce_metrics(later).items() if "/pg_clipfrac" in name}
     return {f"{name}_after_first": value for name, value in clipped.items()} | token_metrics(combine(later))
+
+
+def update_metrics(mini_batches: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]:
+    """Return the metrics of a local update from the statistics of each mini-batch's micro-batches.
+
+    Besides the statistics of a loss, these contain `sum/loss` and, with a reference policy, `sum/kl_loss`."""
+    every = [statistics for mini_batch in mini_batches for statistics in mini_batch]
+    later = [statistics for mini_batch in mini_batches[1:] for statistics in mini_batch]
+    metrics = reduce_metrics(every) | after_first_metrics(later)
+    for metric, name in (("actor/pg_loss", "sum/loss"), ("actor/kl_loss", "sum/kl_loss")):
+        if name in every[0]:
+            metrics[metric] = sum(statistics[name] for statistics in every) / len(mini_batches)
+    return metrics
 
 
 def _as_numbers(values: dict[str, torch.Tensor]) -> dict[str, float]:

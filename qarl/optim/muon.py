@@ -1,4 +1,6 @@
-"""Muon's update of a matrix, as in the `muon-optimizer` package, in two functions that can run on different ranks.
+"""Muon's update of matrices, as in the `muon-optimizer` package, also of matrices that FSDP2 has sharded by rows.
+
+Two functions can run on different ranks:
 
     direction        Nesterov momentum. Elements are independent, so a rank computes it on its shard.
     orthogonalized   five Newton-Schulz steps by the package's `zeropower_via_newtonschulz5`. They need a whole matrix.
@@ -13,12 +15,26 @@ N / K)). So an update with learning rate lr (`optim.muon_lr`) has
     root mean square    lr / sqrt(K) * (0.8 to 0.95) over the elements, for every N
 
 docs/paper_runs.md compares this lr with the paper's 1e-6.
+
+Under FSDP2 each rank orthogonalizes some of the matrices. With R ranks, R matrices are handled at a time. Each rank
+receives the rows of one matrix from all ranks, orthogonalizes it, and sends every rank its rows of the update. Both
+exchanges are all-to-alls in BF16. This loses nothing, because Newton-Schulz starts by rounding to BF16 and its result
+is BF16. So the result is the same as on a single device. Experts [E, N, K] are sharded by experts. Each rank
+orthogonalizes its own in one batch, and nothing is sent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from muon import zeropower_via_newtonschulz5
+from torch.distributed.tensor import DTensor, Shard
+
+from qarl.errors import UserError
+from qarl.optim.rounding import Region
 
 _STEPS = 5
 
@@ -49,3 +65,121 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
         return matrices.to(torch.bfloat16)
     update: torch.Tensor = zeropower_via_newtonschulz5(matrices, steps=_STEPS)
     return update.mul_(max(1, rows / columns) ** 0.5)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, sharing its memory. Return a plain tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_axis(tensor: torch.Tensor) -> int | None:
+    """Return the dimension of the tensor's device mesh over which it is sharded, or None if every rank has all of it.
+
+    Raises:
+        UserError: it is sharded over several dimensions of the mesh.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    axes = [axis for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
+    if len(axes) > 1 or any(not isinstance(tensor.placements[axis], Shard) for axis in axes):
+        raise UserError(
+            f"QaRL's optimizer cannot update a parameter of shape {list(tensor.shape)} that is spread over ranks in "
+            "several ways",
+            where="actor_rollout_ref.actor: strategy, fsdp_config",
+            why=f"it supports only parameters that FSDP2 has cut once, and this one has the placements "
+            f"{tensor.placements} (torch.distributed.tensor)",
+            fix="set actor_rollout_ref.actor.strategy=fsdp2, and train without tensor, sequence or expert parallelism",
+        )
+    return axes[0] if axes and tensor.device_mesh.size(axes[0]) > 1 else None
+
+
+def bounds(length: int, parts: int) -> list[tuple[int, int]]:
+    """Return start and stop of each rank's part of a dimension. FSDP2 cuts it like torch.chunk."""
+    size = -(-length // parts)
+    return [(min(rank * size, length), min((rank + 1) * size, length)) for rank in range(parts)]
+
+
+def region(tensor: torch.Tensor) -> Region:
+    """Return the part of the whole tensor that this rank holds."""
+    axis = shard_axis(tensor)
+    if axis is None:
+        return Region.whole(tuple(tensor.shape))
+    assert isinstance(tensor, DTensor)
+    place, mesh = tensor.placements[axis], tensor.device_mesh
+    assert isinstance(place, Shard)
+    start, stop = bounds(tensor.shape[place.dim], mesh.size(axis))[mesh.get_local_rank(axis)]
+    return Region(tuple(tensor.shape), place.dim, start, stop)
+
+
+def rounds(parameters: Sequence[torch.nn.Parameter], ranks: int) -> list[list[torch.nn.Parameter]]:
+    """Return groups of parameters, one parameter for each rank. The matrices of a group have about the same size.
+
+    All ranks get the same order.
+    """
+    ordered = sorted(parameters, key=lambda p: (p.numel(), tuple(p.shape)), reverse=True)
+    return [ordered[i : i + ranks] for i in range(0, len(ordered), ranks)]
+
+
+def updates(
+    parameters: Sequence[torch.nn.Parameter], directions: Any
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Yield each parameter with this rank's part of its Muon update, in BF16. All ranks must call this together.
+
+    Args:
+        parameters: plain tensors or DTensors, [N, K] or [experts, N, K].
+        directions: a function from a parameter to its direction (`direction`) on this rank.
+
+    Raises:
+        UserError: a parameter is sharded along a dimension other than the first.
+    """
+    spread = [p for p in parameters if p.ndim == 2 and shard_axis(p) is not None]
+    for parameter in parameters:
+        _check_rows(parameter)
+        if parameter.ndim != 2 or shard_axis(parameter) is None:
+            yield parameter, orthogonalized(directions(parameter))
+    groups: dict[Any, list[torch.nn.Parameter]] = {}
+    for parameter in spread:
+        groups.setdefault(_group(parameter), []).append(parameter)
+    for group, members in groups.items():
+        for matrices in rounds(members, dist.get_world_size(group)):
+            parts = [directions(parameter) for parameter in matrices]
+            yield from zip(matrices, _exchange(matrices, parts, group), strict=True)
+
+
+def _group(parameter: torch.Tensor) -> Any:
+    axis = shard_axis(parameter)
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh.get_group(axis)
+
+
+def _check_rows(parameter: torch.Tensor) -> None:
+    found = region(parameter)
+    if found.dim != 0:
+        raise UserError(
+            f"Muon cannot update a parameter of shape {list(parameter.shape)} that is sharded along dimension "
+            f"{found.dim}",
+            where="optim.name=muon",
+            why="it needs whole matrices: it gathers the rows of a matrix, which FSDP2 cuts along dimension 0, and "
+            "takes each expert of a stack as it is",
+            fix="do not change the dimension that FSDP2 cuts (its default is 0), or set optim.name=adamw",
+        )
+
+
+def _exchange(matrices: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
+    """Return this rank's rows of the updates of `matrices`. Rank i of the group orthogonalizes matrix i.
+
+    `parts`: this rank's rows of the directions, FP32.
+    """
+    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    held = [part.numel() for part in parts] + [0] * (ranks - len(parts))
+    rows = columns = 0
+    if me < len(matrices):
+        rows, columns = matrices[me].shape
+    collected = [(stop - start) * columns for start, stop in bounds(rows, ranks)]
+    sent = torch.cat([part.reshape(-1).to(torch.bfloat16) for part in parts])
+    whole = sent.new_empty(rows * columns)
+    dist.all_to_all_single(whole, sent, collected, held, group=group)
+    update = orthogonalized(whole.view(rows, columns)).reshape(-1) if rows else whole
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, update, held, collected, group=group)
+    return [mine.view(part.shape) for part, mine in zip(parts, received.split(held[: len(parts)]), strict=True)]

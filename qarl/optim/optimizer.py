@@ -6,7 +6,7 @@ The arithmetic is that of `SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` 
     AdamW    the package's `adam_update`, with decoupled weight decay
 
 Under FSDP2 each rank updates its shards and keeps their momentum and moments, as DTensors. Only Muon communicates
-(`qarl.optim.shards`). BF16 parameters are updated in FP32 and rounded back stochastically, one parameter at a time
+(`qarl.optim.muon`). BF16 parameters are updated in FP32 and rounded back stochastically, one parameter at a time
 (`qarl.optim.rounding`). The state is always FP32.
 """
 
@@ -19,9 +19,8 @@ import torch
 from muon import adam_update
 
 from qarl.errors import UserError
-from qarl.optim.muon import direction, use_muon
+from qarl.optim.muon import direction, local_part, region, updates, use_muon
 from qarl.optim.rounding import rounding_key, stochastic_round
-from qarl.optim.shards import local_part, region, updates
 
 
 class MuonAdamW(torch.optim.Optimizer):

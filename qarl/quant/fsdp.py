@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from qarl.errors import UserError
 from qarl.kernels.experts.fused import ExpertsKernel, ExpertsWeights
 from qarl.kernels.layouts import wire_tensors
-from qarl.kernels.registry import prepare_gathered
 from qarl.quant import convert
 from qarl.quant.experts import QuantExperts, QuantizedStack
 from qarl.quant.gathered import GatheredWeight
@@ -90,7 +89,7 @@ class ShardedQuantLinear(_Sharded, QuantLinear):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         with phase("prepare"):
-            prepared = prepare_gathered(self.kernel, _gathered(self, "weight"))
+            prepared = self.kernel.prepare_gathered(_gathered(self, "weight"))
         return self.kernel.linear(x, prepared, bias)
 
     @property
@@ -127,8 +126,7 @@ class GatheredExperts(NamedTuple):
     @property
     def prepared(self) -> Any:
         with phase("prepare"):
-            prepare = getattr(self.kernel, "prepare_gathered", self.kernel.prepare)
-            return prepare(self.gathered_gate_up, self.gathered_down)
+            return self.kernel.prepare_gathered(self.gathered_gate_up, self.gathered_down)
 
     @property
     def gate_up(self) -> Mapping[str, torch.Tensor]:
@@ -142,7 +140,7 @@ class GatheredExperts(NamedTuple):
 
 
 def _shard(layer: QuantLinear | QuantExperts, leaf: str) -> WeightShard:
-    layout = getattr(layer.kernel, "layout", None)
+    layout = layer.kernel.layout
     shape = tuple(layer.get_parameter(leaf).shape)
     return WeightShard(f"{layer.qualified_name}.{leaf}", layer.scheme, shape, layout=layout)
 

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.registry import Choice, LinearKernel, choose_linear_kernel, own_backward_input
+from qarl.kernels.base import LinearKernel
+from qarl.kernels.registry import Choice, choose_linear_kernel
 from qarl.quant.marks import Mark
 from qarl.quant.phases import phase
 from qarl.quant.quantize import quantize
@@ -121,16 +122,17 @@ class QuantLinear(nn.Linear):
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. Some kernels compute it from the low-bit tensors."""
-        own = own_backward_input(self.kernel)
-        return grad @ self.dequantized if own is None else own(grad, self.quantized().tensors)
+        if self.kernel.computes_input_gradient:
+            return self.kernel.backward_input(grad, self.quantized().tensors)
+        return grad @ self.dequantized
 
     @property
     def dequantized(self) -> torch.Tensor:
         """Ŵ [N, K] in BF16, for kernels that do not compute dX. It is made in the first backward after an update."""
         if self._dequantized is None:
             quantized = self.quantized()
-            held = getattr(self.kernel, "dequantized_weight", None)
-            self._dequantized = held(self.prepared) if held else quantized.dequantize(torch.bfloat16)
+            weight = self.kernel.dequantized_weight(self.prepared)
+            self._dequantized = quantized.dequantize(torch.bfloat16) if weight is None else weight
         return self._dequantized
 
     def invalidate(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.objectives import library
+from qarl.objectives import verl_losses
 
 
 def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -31,9 +31,9 @@ def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int
     norm = algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator == "grpo"
     found = grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm)
     if config.actor.loss == "reinforce":
-        return library.outcome_advantages("reinforce_plus_plus", rewards, group_ids, torch.tensor(lengths))
+        return verl_losses.outcome_advantages("reinforce_plus_plus", rewards, group_ids, torch.tensor(lengths))
     if algorithm.adv_estimator == "rloo":
-        return library.outcome_advantages("rloo", rewards, group_ids, torch.tensor(lengths))
+        return verl_losses.outcome_advantages("rloo", rewards, group_ids, torch.tensor(lengths))
     return found
 
 

@@ -1,21 +1,47 @@
-"""The tensors of one training step, made from a rollout.
+"""The tensors of a training step, its micro-batches, and the layout of a micro-batch in a forward.
 
 B: responses. T: tokens of the longest prompt plus response. R: tokens of the longest response.
+
+A micro-batch has either a fixed number of rows (`actor.ppo_micro_batch_size_per_gpu`) or, if `actor.use_dynamic_bsz`
+is set, a limit on its tokens (`actor.ppo_max_token_len_per_gpu`). These keys mean the same as in verl. The rows of a
+micro-batch are packed into one forward [1, tokens] without padding. Positions start at 0 in each row, and attention
+stays within the row (`qarl.align.rows`). So the cost of a forward depends on its tokens, not on its longest row.
+
+With a limit on tokens, a batch is split into as few micro-batches as possible, with nearly equal numbers of tokens.
+Like verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py) this uses the differencing method of Karmarkar
+and Karp. verl balances an estimate of the work, with a term for the square of a row's length. QaRL balances tokens.
+
+With `model.use_remove_padding=false`, rows are padded to the longest row of the batch instead. This is for debugging.
+The log-probs of a row are the same in both layouts.
 """
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.sampled import refuse_changed
 
+if TYPE_CHECKING:
+    from qarl.config import ActorConfig
+
 Rows = slice | torch.Tensor
 """Rows of a batch: a slice, or their numbers as int64 [rows]."""
+FEWEST_TOKENS = 32
+"""A pack with fewer tokens is filled up. PyTorch may compute a BF16 product of fewer than 17 rows in another order."""
+
+
+def request_seed(seed: int, step: int, index: int) -> int:
+    """Return a sampling seed that depends only on the run's seed, the step and the request's index in the batch."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
 
 
 @dataclass
@@ -29,13 +55,13 @@ class Batch:
     rollout_log_probs            FP32 [B, R]
     rewards, advantages          FP32 [B]
     rollout_top_tokens           int64 [B, R] or None; the engine's likeliest token at each position
-    kept                         uint8 [B, R, packed_width(V)] or None; packed masks of the tokens that top-k and
-                                 top-p kept in the pass for the old log-probs (`qarl.kernels.kept`)
-    outside                      bool [B, R] or None; True if the token is not one of those that the trainer's top-k
-                                 and top-p kept
+    sampling_mask                uint8 [B, R, packed_width(V)] or None; packed masks of the tokens that top-k and top-p
+                                 left in the pass for the old log-probs (`qarl.kernels.sampling_mask`)
+    outside                      bool [B, R] or None; True if the trainer's top-k and top-p did not leave this token
     routed_experts               int16 [B, T, layers, k] or None; the experts of each token in the rollout, -1 if
                                  unknown (only in a mixture of experts)
     weights                      FP32 [B, R] or None; the weights of `rollout_correction.rollout_is`
+    reference_log_probs          FP32 [B, R] or None; those of the reference policy of the KL term
     other_experts                bool [B, T] or None; True if, in the pass for the old log-probs, the trainer's own
                                  routers chose different experts for the token than the rollout
     finish_reasons               why each response ended, in vLLM's words, or None
@@ -50,11 +76,12 @@ class Batch:
     advantages: torch.Tensor
     weight_version: int
     rollout_top_tokens: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
+    sampling_mask: torch.Tensor | None = None
     outside: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
     other_experts: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    reference_log_probs: torch.Tensor | None = None
     finish_reasons: list[str | None] | None = None
 
     def to(self, device: torch.device) -> Batch:
@@ -72,15 +99,15 @@ class Batch:
         """int64 [B]: tokens of prompt and response of each row."""
         return self.prompt_lengths + self.response_mask.sum(1)
 
-    def keep(self, rows: Rows, kept: torch.Tensor, outside: torch.Tensor) -> None:
-        """Set the fields `kept` and `outside` at the response tokens of `rows`. The arguments have a row per token."""
-        if self.kept is None or self.outside is None:
-            self.kept = kept.new_zeros(*self.responses.shape, kept.shape[1])
+    def set_sampling_mask(self, rows: Rows, packed: torch.Tensor, outside: torch.Tensor) -> None:
+        """Set `sampling_mask` and `outside` at the response tokens of `rows`. The arguments have a row per token."""
+        if self.sampling_mask is None or self.outside is None:
+            self.sampling_mask = packed.new_zeros(*self.responses.shape, packed.shape[1])
             self.outside = outside.new_zeros(self.responses.shape)
         mask = self.response_mask[rows]
-        for stored, found in ((self.kept, kept), (self.outside, outside)):
+        for stored, values in ((self.sampling_mask, packed), (self.outside, outside)):
             padded = stored[rows].clone()
-            padded[mask] = found
+            padded[mask] = values
             stored[rows] = padded
 
     def note_routing(self, rows: Rows, differing: torch.Tensor) -> None:
@@ -97,7 +124,7 @@ class Batch:
 
 def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int) -> Batch:
     """Return the batch of a rollout. Its tensors are padded on the right; a forward packs their rows
-    (`qarl.trainer.packing`). Raise UserError if a response was changed after it was sampled."""
+    (`lay_out`). Raise UserError if a response was changed after it was sampled."""
     if rollout.sampled is not None:
         refuse_changed(rollout.prompt_token_ids, rollout.response_token_ids, rollout.rollout_log_probs, rollout.sampled)
     sequences = [
@@ -130,3 +157,127 @@ def _pad(rows: Sequence[Sequence[float] | torch.Tensor], width: int, value: floa
     for i, row in enumerate(tensors):
         padded[i, : len(row)] = row
     return padded
+
+
+def micro_batches(
+    batch: Batch,
+    actor: ActorConfig,
+    *,
+    log_probs: bool = False,
+    start: int = 0,
+    stop: int | None = None,
+    only: torch.Tensor | None = None,
+) -> list[Rows]:
+    """Return the micro-batches that together cover the rows from `start` to `stop`, each row once.
+
+    `log_probs`: whether they are for the old log-probs, whose micro-batches have separate config keys. `only`: cover
+    these rows instead, int64 [rows].
+    """
+    stop = len(batch) if stop is None else stop
+    if not actor.use_dynamic_bsz:
+        size = actor.log_prob_micro_batch_size_per_gpu if log_probs else actor.ppo_micro_batch_size_per_gpu
+        assert size is not None  # the config was checked
+        if only is not None:
+            return [*only.split(size)]
+        return [*batch.micro_batches(size, start=start, stop=stop)]
+    limit = actor.ppo_max_token_len_per_gpu
+    if log_probs:
+        limit = actor.log_prob_max_token_len_per_gpu or limit
+    assert limit is not None
+    if only is None:
+        only = torch.arange(start, stop, device=batch.input_ids.device)
+    return [only[rows] for rows in fill(batch.lengths[only].tolist(), limit)]
+
+
+def fill(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Distribute rows over packs of at most `limit` tokens. Use the fewest packs for which `balanced` keeps the limit.
+
+    Return the row numbers of each pack in ascending order. The packs are ordered by their first row. The same `lengths`
+    always give the same packs.
+
+    Raises:
+        ValueError: a row has more than `limit` tokens.
+    """
+    if lengths and max(lengths) > limit:
+        raise ValueError(f"a row of {max(lengths)} tokens does not fit into a micro-batch of {limit} tokens")
+    for count in range(-(-sum(lengths) // limit), len(lengths) + 1):
+        packs = balanced(lengths, count)
+        if all(sum(lengths[row] for row in pack) <= limit for pack in packs):
+            return packs
+    return []
+
+
+def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Split rows into `count` sets of nearly equal sums by the differencing method of Karmarkar and Karp.
+
+    Each row starts as a partition into `count` sets, one with the row and the others empty. In each step, the two most
+    uneven partitions are joined: the largest set of one with the smallest set of the other, and so on.
+    """
+    Sets = list[tuple[int, list[int]]]
+    heap: list[tuple[int, int, Sets]] = []
+    for row, length in enumerate(lengths):
+        heapq.heappush(heap, (-length, row, [(length, [row]), *((0, []) for _ in range(count - 1))]))
+    while len(heap) > 1:
+        _, first, one = heapq.heappop(heap)
+        _, second, other = heapq.heappop(heap)
+        joined = [(a + b, rows + more) for (a, rows), (b, more) in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda item: (-item[0], item[1]))
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
+    return sorted(sorted(rows) for _, rows in heap[0][2] if rows) if heap else []
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of a micro-batch in a forward. A place is an index into the flattened `input_ids`.
+
+    inputs      the model's keyword arguments; `input_ids` is [1, tokens] packed or [rows, T] padded
+    valid       bool [rows, T]; whether the batch has a token here, and not padding
+    places      int64 [valid tokens]; the place of each of these tokens
+    predictors  int64 [response tokens]; the place whose logits predict each response token
+    """
+
+    inputs: dict[str, Any]
+    valid: torch.Tensor
+    places: torch.Tensor
+    predictors: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        """The number of places."""
+        return int(self.inputs["input_ids"].numel())
+
+    def flatten(self, tokens: torch.Tensor, fill_value: int) -> torch.Tensor:
+        """Return [places, ...] from `tokens` [rows, T, ...]. Places without a token hold `fill_value`."""
+        flat = tokens.new_full((self.size, *tokens.shape[2:]), fill_value)
+        flat[self.places] = tokens[self.valid]
+        return flat
+
+    def unflatten(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return [rows, T, ...] from `flat` [places, ...], with 0 where a row has no token."""
+        tokens = flat.new_zeros((*self.valid.shape, *flat.shape[1:]))
+        tokens[self.valid] = flat[self.places]
+        return tokens
+
+
+def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
+    """Return the layout of `batch[rows]`, packed or padded."""
+    input_ids, lengths = batch.input_ids[rows], batch.lengths[rows]
+    count, width = input_ids.shape
+    valid = torch.arange(width, device=lengths.device)[None, :] < lengths[:, None]
+    row_lengths: tuple[int, ...] = tuple(lengths.tolist())
+    if packed:
+        tokens, starts = input_ids[valid], lengths.cumsum(0) - lengths
+        positions = torch.arange(len(tokens), device=lengths.device) - starts.repeat_interleave(lengths)
+        places = torch.arange(len(tokens), device=lengths.device)
+        missing = max(FEWEST_TOKENS - len(tokens), 0)
+        if missing:  # a row of its own
+            row_lengths = (*row_lengths, missing)
+            positions = torch.cat([positions, torch.arange(missing, device=positions.device)])
+        inputs = {"input_ids": F.pad(tokens, (0, missing))[None], "position_ids": positions[None]}
+    else:
+        starts, places = torch.arange(count, device=lengths.device) * width, valid.flatten().nonzero()[:, 0]
+        inputs = {"input_ids": input_ids}
+    mask = batch.response_mask[rows]
+    offsets = torch.arange(mask.shape[1], device=mask.device)
+    predictors = (starts[:, None] + batch.prompt_lengths[rows, None] - 1 + offsets)[mask]
+    return Layout(inputs | {"row_lengths": row_lengths}, valid, places, predictors)

@@ -184,7 +184,7 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
         "config": trainer.config.model_dump(mode="json"),
         "versions": _versions(trainer),
         "sampler": trainer.parts.sampler.state_dict(),
-        **({"loss_scale": trainer.loss_scale.state_dict()} if trainer.loss_scale.active else {}),
+        **({"loss_scale": trainer.optimizer.loss_scale.state_dict()} if trainer.optimizer.loss_scale.active else {}),
         **({_AUTO: trainer.source.skipping.state_dict()} if trainer.config.actor.old_log_probs == "auto" else {}),
         "train_prompts": prompts_digest(trainer.parts.train_prompts),
         "weights": tensors_digest(forward_weights(policy)),
@@ -215,9 +215,9 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
         raise damaged(checkpoint.folder, "the restored weights differ from the saved ones")
     with checkpoint.using(f"{STATE_FILE}, sampler,"):
         trainer.parts.sampler.load_state_dict(state["sampler"])
-    if trainer.loss_scale.active:
+    if trainer.optimizer.loss_scale.active:
         with checkpoint.using(f"{STATE_FILE}, loss_scale,"):
-            trainer.loss_scale.load_state_dict(state["loss_scale"])
+            trainer.optimizer.loss_scale.load_state_dict(state["loss_scale"])
     if trainer.config.actor.old_log_probs == "auto" and _AUTO in state:
         with checkpoint.using(f"{STATE_FILE}, {_AUTO},"):
             trainer.source.skipping.load_state_dict(state[_AUTO])

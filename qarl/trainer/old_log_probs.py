@@ -12,8 +12,8 @@ bit. Before a skipped step changes any weight, it makes two checks:
 - The old log-probs of a random sample of the other rows are computed. If d of M rows differ, a sample of k rows
   contains at least one of them with probability 1 - C(M-d, k) / C(M, k) (`find_probability`).
 
-At the first difference, the step drops its gradients, recomputes all old log-probs, and starts the update again. This
-is a fallback. After each fallback, `auto` requires twice as many recomputed steps without a difference before it skips
+If they differ, the step drops its gradients, recomputes all old log-probs, and starts the update again. This is a
+fallback. After each fallback, `auto` requires twice as many recomputed steps without a difference before it skips
 again, but at most `MOST_PATIENCE`. So even a run with frequent differences wastes few forwards. The first step, also
 after a resume, always recomputes. A checkpoint keeps both counts, so a resumed run is as patient as before.
 
@@ -38,10 +38,6 @@ MOST_PATIENCE = 32
 
 Compute = Callable[[Batch, torch.Tensor | None], torch.Tensor]
 """A function that returns the trainer's log-probs, FP32 [B, R], of the given rows (int64). None means all rows."""
-
-
-class RolloutDiffers(Exception):
-    """The trainer's log-probs of the first mini-batch differ from the rollout's, in a step that relies on them."""
 
 
 def find_probability(rows: int, sampled: int, differing: int = 1) -> float:
@@ -89,85 +85,60 @@ class Skipping:
 
 @dataclass
 class Measured:
-    """The trainer's own log-probs that this step has computed before its first optimizer step.
+    """The trainer's own log-probs that this step has computed before its first optimizer step, FP32 [B, R].
 
-    log_probs   FP32 [B, R]
-    known       bool [B]; the rows of `log_probs` that have been computed
-    first       number of rows of the first mini-batch, which is the start of the batch
-    strict      whether a difference in the first mini-batch raises RolloutDiffers
-    """
+    `known`: bool [B]; the rows of `log_probs` that have been computed."""
 
     log_probs: torch.Tensor
     known: torch.Tensor
-    first: int
-    strict: bool
-
-    def see(self, batch: Batch, rows: Rows, log_prob: torch.Tensor) -> None:
-        """Store the log-probs of a forward of the update, [rows, R], if they are from the weights that sampled.
-
-        These are only the log-probs of the first pass over the first mini-batch. Others are ignored. Raise
-        RolloutDiffers if `strict` is true and they differ from the rollout's."""
-        numbers = torch.arange(len(self.known), device=self.known.device)[rows]
-        if bool((numbers >= self.first).any() | self.known[numbers].all()):
-            return
-        self.log_probs[rows], self.known[rows] = log_prob.detach(), True
-        if self.strict and differing_tokens(log_prob, batch.rollout_log_probs[rows], batch.response_mask[rows]):
-            raise RolloutDiffers
 
 
 class OldLogProbs:
-    """The old log-probs of a local run. `measured`: the trainer's log-probs of this step. `messages`: the log lines of
-    this step."""
+    """The old log-probs of a local run. In each step, call `begin` before the update and `confirm` within it.
 
-    def __init__(self, config: Config) -> None:
+    measured  the trainer's log-probs of this step
+    messages  the log lines of this step
+    """
+
+    def __init__(self, config: Config, compute: Compute) -> None:
+        """`compute`: runs the policy's forward (`LocalTrainer.old_log_probs`)."""
         self.mode, self.fraction = config.actor.old_log_probs, config.actor.old_log_probs_sample
         self.mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
+        self.compute = compute
         self.skipping, self.started = Skipping(), False
-        self.measured: Measured | None = None
         self.messages: list[str] = []
-        self.found: dict[str, float] = {}
+        self.values: dict[str, float] = {}
 
-    @property
-    def recomputed(self) -> bool:
-        """Whether the old log-probs of all rows of this step were recomputed in one pass over the batch."""
-        return bool(self.found["old_log_probs/recomputed"])
-
-    def begin(self, batch: Batch, compute: Compute, *, seed: int) -> torch.Tensor:
+    def begin(self, batch: Batch, *, seed: int) -> torch.Tensor:
         """Return the old log-probs of a step, FP32 [B, R]. `seed`: seed of the random sample of rows to check."""
+        rollout = batch.rollout_log_probs
         skips = self.started and (self.skipping.skips if self.mode == "auto" else self.mode == "rollout")
         self.started, self.messages = True, []
-        self.found = dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 0.0)
-        self.found["old_log_probs/from_rollout"] = float(skips or self.mode == "rollout")
+        self.values = dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 0.0)
+        self.values["old_log_probs/from_rollout"] = float(skips or self.mode == "rollout")
         if not skips:
-            own = self._recompute(batch, compute)
-            return batch.rollout_log_probs if self.mode == "rollout" else own
-        rollout = batch.rollout_log_probs
+            own = self._recompute(batch)
+            return rollout if self.mode == "rollout" else own
         known = torch.zeros(len(batch), dtype=torch.bool, device=rollout.device)
-        first = min(self.mini_batch, len(batch))
-        self.measured = Measured(torch.zeros_like(rollout), known, first, strict=self.mode == "auto")
-        if self.mode == "auto" and self._sample_differs(batch, compute, seed):
-            return self.fall_back(batch, compute)
+        self.measured = Measured(torch.zeros_like(rollout), known)
+        if self.mode == "auto" and self._sample_differs(batch, seed):
+            return self._fall_back(batch)
         return rollout
 
-    def fall_back(self, batch: Batch, compute: Compute) -> torch.Tensor:
-        """Recompute all old log-probs, because a check of this step found a difference. Return them."""
-        self.skipping.fell_back()
-        self.found |= {"old_log_probs/fallback": 1.0, "old_log_probs/from_rollout": 0.0}
-        self.messages.append(
-            "the trainer's log-probs differ from the rollout's, so this step recomputes the old log-probs "
-            f"(actor.old_log_probs=auto); the next {self.skipping.patience} steps do so, too"
-        )
-        return self._recompute(batch, compute)
+    def confirm(self, batch: Batch, old_log_probs: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+        """Return the old log-probs of this step: `old_log_probs`, or recomputed ones if a check of `auto` failed.
 
-    def see(self, batch: Batch, rows: Rows, log_prob: torch.Tensor) -> None:
-        """Store the log-probs of a forward of the update (`Measured.see`). Raise RolloutDiffers if this step skipped
-        the pass and these log-probs differ from the rollout's."""
-        if self.measured is not None:
-            self.measured.see(batch, rows, log_prob)
+        `log_probs`: those of the first mini-batch in the update, FP32 [rows, R], before any weight has changed."""
+        first = slice(0, len(log_probs))
+        if self.measured.known[first].all():
+            return old_log_probs
+        self.measured.log_probs[first], self.measured.known[first] = log_probs, True
+        if self.mode == "auto" and self._differs(batch, first):
+            return self._fall_back(batch)
+        return old_log_probs
 
     def mismatch(self, batch: Batch) -> dict[str, float]:
         """Return `mismatch_metrics` over the rows that have been measured."""
-        assert self.measured is not None  # `begin` comes first
         return mismatch_metrics(
             self.measured.log_probs, batch.rollout_log_probs, batch.response_mask & self.measured.known[:, None]
         )
@@ -183,16 +154,15 @@ class OldLogProbs:
         old_log_probs/find_prob     only if rows were sampled: the probability that the sample contains a differing row,
                                     if only one row outside the first mini-batch differs
         """
-        assert self.measured is not None  # `begin` comes first
-        return self.found | {"old_log_probs/checked_frac": float(self.measured.known.float().mean())}
+        return self.values | {"old_log_probs/checked_frac": float(self.measured.known.float().mean())}
 
-    def _recompute(self, batch: Batch, compute: Compute) -> torch.Tensor:
-        own = compute(batch, None)
-        known = torch.ones(len(batch), dtype=torch.bool, device=own.device)
-        self.measured = Measured(own, known, 0, strict=False)
+    def _recompute(self, batch: Batch) -> torch.Tensor:
+        """Compute all rows, and count this for the next steps. Return the trainer's log-probs."""
+        own = self.compute(batch, None)
+        self.measured = Measured(own, torch.ones(len(batch), dtype=torch.bool, device=own.device))
         before = self.skipping.skips
         self.skipping.recomputed(differing_tokens(own, batch.rollout_log_probs, batch.response_mask))
-        self.found["old_log_probs/recomputed"] = 1.0
+        self.values["old_log_probs/recomputed"] = 1.0
         if self.mode == "auto" and self.skipping.skips and not before:
             self.messages.append(
                 "the trainer's log-probs equal the rollout's on every token, so the next step does not recompute the "
@@ -200,19 +170,32 @@ class OldLogProbs:
             )
         return own
 
-    def _sample_differs(self, batch: Batch, compute: Compute, seed: int) -> bool:
+    def _fall_back(self, batch: Batch) -> torch.Tensor:
+        """Recompute all old log-probs, because a check of this step found a difference. Return them."""
+        self.skipping.fell_back()
+        self.values |= {"old_log_probs/fallback": 1.0, "old_log_probs/from_rollout": 0.0}
+        self.messages.append(
+            "the trainer's log-probs differ from the rollout's, so this step recomputes the old log-probs "
+            f"(actor.old_log_probs=auto); the next {self.skipping.patience} steps do so, too"
+        )
+        return self._recompute(batch)
+
+    def _sample_differs(self, batch: Batch, seed: int) -> bool:
         """Compute a random sample of the rows outside the first mini-batch. Return whether any token has δ != 0."""
-        assert self.measured is not None
         filled = batch.response_mask.any(1)
-        filled[: self.measured.first] = False
+        filled[: self.mini_batch] = False
         others = filled.nonzero()[:, 0]
         count = sample_size(len(others), self.fraction)
         if not count:
             return False
         drawn = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))[:count]
         rows = others[drawn.to(others.device).sort().values]
-        own = compute(batch, rows)
+        own = self.compute(batch, rows)
         batch.other_experts = None  # only these rows have been counted
         self.measured.log_probs[rows], self.measured.known[rows] = own[rows], True
-        self.found["old_log_probs/find_prob"] = find_probability(len(others), count)
-        return differing_tokens(own[rows], batch.rollout_log_probs[rows], batch.response_mask[rows]) > 0
+        self.values["old_log_probs/find_prob"] = find_probability(len(others), count)
+        return self._differs(batch, rows)
+
+    def _differs(self, batch: Batch, rows: Rows) -> bool:
+        measured, rollout = self.measured.log_probs[rows], batch.rollout_log_probs[rows]
+        return differing_tokens(measured, rollout, batch.response_mask[rows]) > 0

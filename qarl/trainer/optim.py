@@ -20,12 +20,13 @@ its minimum after `total_training_steps`. verl's rises again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qarl.errors import UserError
+from qarl.optim.loss_scale import LossScale
 from qarl.optim.optimizer import MuonAdamW, write
 
 if TYPE_CHECKING:
@@ -47,9 +48,8 @@ def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps
 class MasterOptimizer:
     """AdamW or Muon in FP32 for parameters of lower precision, with FP32 gradient sums and a learning-rate schedule.
 
-    Call `accumulate()` after the `backward()` of each micro-batch. After the last one of a mini-batch, call
-    `clip_grad_norm()`, then `step()` (or `zero_grad()` if the norm is not finite). Call `scheduler_step()` once per
-    training step.
+    Multiply the loss of each micro-batch by `loss_scale.scale`, and call `accumulate()` after its `backward()`. After
+    the last one of a mini-batch, call `clip_and_step()`. Call `scheduler_step()` once per training step.
     """
 
     def __init__(
@@ -59,14 +59,17 @@ class MasterOptimizer:
         *,
         seed: int,
         total_training_steps: int,
+        scale_loss: bool = False,
     ) -> None:
         """Store the trainable parameters. They must be on one device. With `master_dtype=bf16` they must be BF16.
 
-        `seed`: for stochastic rounding. `total_training_steps`: length of the cosine schedule.
+        `seed`: for stochastic rounding. `total_training_steps`: length of the cosine schedule. `scale_loss`: whether
+        the losses need a factor, as in FP16 (`qarl.optim.loss_scale`).
         """
         self.config = optim_config
         self.total_training_steps = total_training_steps
         self.training_step = 0
+        self.loss_scale = LossScale(active=scale_loss)
         named = list(named_parameters)
         if any(isinstance(entry, torch.Tensor) for entry in named):
             raise UserError("the parameters have no names", fix="give model.named_parameters(), not model.parameters()")
@@ -143,20 +146,43 @@ class MasterOptimizer:
             parameter.grad = None
 
     @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float, *, loss_scale: float = 1.0) -> float:
-        """Divide the gradient sums by `loss_scale`, the factor of the loss, and scale them to a global L2 norm of at
-        most `max_norm`. Return the norm before that scaling.
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Divide the gradient sums by the factor of the loss, and scale them to a global L2 norm of at most `max_norm`.
+        Return the norm before that scaling.
 
         If the norm is not finite, nothing is scaled, and the caller should call `zero_grad()` instead of `step()`.
         """
         gradients = list(self.gradients.values())
-        if loss_scale != 1.0:
-            torch._foreach_mul_(gradients, 1.0 / loss_scale)
+        if self.loss_scale.scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm) and norm > max_norm:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
             torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
         return norm
+
+    def clip_and_step(self, max_norm: float) -> float:
+        """Call `clip_grad_norm()`, then `step()`, or only drop the gradients if their norm is not finite. Return it."""
+        norm = self.clip_grad_norm(max_norm)
+        self.loss_scale.updated(overflow=not math.isfinite(norm))
+        if math.isfinite(norm):
+            self.step()
+        self.zero_grad()
+        return norm
+
+    def metrics(self, norms: Sequence[float]) -> dict[str, float]:
+        """Return the metrics of an update. `norms`: the norms that `clip_and_step` returned."""
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        metrics = {"actor/lr": self.lr, "actor/skipped_steps": len(norms) - len(finite)}
+        # An overflow in FP16 is expected and says nothing about the gradient. In BF16 the metric shows the fault.
+        shown = finite if self.loss_scale.active else norms
+        if shown:
+            metrics["actor/grad_norm"] = sum(shown) / len(shown)
+        if self.loss_scale.active:
+            metrics |= {"actor/loss_scale": self.loss_scale.scale, "actor/overflows": self.loss_scale.overflows}
+        if self.muon_lr is not None:
+            metrics["actor/muon_lr"] = self.muon_lr
+        return metrics
 
     @torch.no_grad()
     def step(self) -> None:

@@ -1,7 +1,7 @@
 """The trainer's policy: a Hugging Face causal LM in BF16 with quantized linears, aligned with the engine.
 
 A row is a prompt followed by its response. The rows of a micro-batch are packed into one forward
-(`qarl.trainer.packing`), and causal attention stays within each row. So no attention mask is needed, and a row's
+(`qarl.trainer.batch`), and causal attention stays within each row. So no attention mask is needed, and a row's
 log-probs do not depend on the other rows of its batch. If they did, the differences could be wider than TBPO's bands.
 """
 
@@ -25,15 +25,14 @@ from qarl.checks.head import PLAIN_HEADS, no_fp32_head
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.weight_files import cannot_load, lacks_tensors
 from qarl.errors import UserError
-from qarl.kernels.kept import Truncation, find_kept
-from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_kept, chosen_log_probs, log_probs_of_logits
+from qarl.kernels.logprob import LOGITS_AT_A_TIME, LogitsInBlocks, WholeLogits
+from qarl.kernels.sampling_mask import Truncation
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.trainer.batch import Batch, Rows
-from qarl.trainer.packing import FEWEST_TOKENS, Layout, lay_out
+from qarl.trainer.batch import FEWEST_TOKENS, Batch, Layout, Rows, lay_out, micro_batches
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -156,13 +155,25 @@ class Policy:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @torch.no_grad()
+    def batch_log_probs(
+        self, batch: Batch, config: Config, *, truncation: Truncation | None = None, only: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the log-probs of all response tokens of a batch, FP32 [B, R], without gradients.
+
+        `only`: int64 [rows]; rows to compute, while all others are 0. `truncation`: see `response_log_probs`."""
+        log_probs, temperature = torch.zeros_like(batch.rollout_log_probs), config.rollout.temperature
+        for rows in micro_batches(batch, config.actor, log_probs=True, only=only):
+            log_probs[rows] = self.response_log_probs(batch, rows, temperature=temperature, truncation=truncation)
+        return log_probs
+
     def response_log_probs(
         self, batch: Batch, rows: Rows, *, temperature: float, truncation: Truncation | None = None
     ) -> torch.Tensor:
         """Return log-probs of the response tokens of `batch[rows]`, FP32 [rows, response_length]; 0 on padding.
 
         `truncation`: top-p and top-k. Pass it only to compute the old log-probs. It stores the tokens that top-p and
-        top-k keep in `batch.kept`. If `batch.kept` is set, each softmax is over the kept tokens only.
+        top-k leave in `batch.sampling_mask`. If that is set, each softmax is over these tokens only.
         """
         return self.response_log_probs_and_top(batch, rows, temperature=temperature, truncation=truncation)[0]
 
@@ -172,28 +183,17 @@ class Policy:
         """Return `response_log_probs` and the likeliest token at each position (int64; 0 on padding).
 
         The logits are BF16 or FP32, like the engine's (`model.head_dtype`). They are converted to FP32 before the
-        temperature and the softmax. If there are more than `LOGITS_AT_A_TIME` logits, or if they are FP32, they are
-        computed in blocks of response tokens.
+        temperature and the softmax.
         """
         mask = batch.response_mask[rows]
         tokens = batch.responses[rows][mask]
         layout = lay_out(batch, rows, packed=self.packed)
         with self.routing(batch, rows, layout):
-            states, in_blocks = self.before_tokens(batch, rows, layout)
-        weight = self.model.get_output_embeddings().weight
-        if self.fp32_head:  # as in vLLM's LogitsProcessor, both operands are cast
-            states, weight = states.float(), weight.float()
+            logits = self.logits(batch, rows, layout)
         if truncation is not None and truncation.active:
-            if in_blocks:
-                found = chosen_kept(states, weight, tokens, truncation, temperature=temperature)
-            else:
-                found = find_kept(states, tokens, truncation, temperature=temperature)
-            batch.keep(rows, *found)
-        kept = None if batch.kept is None else batch.kept[rows][mask]
-        if in_blocks:
-            log_probs, top = chosen_log_probs(states, weight, tokens, temperature=temperature, kept=kept)
-        else:
-            log_probs, top = log_probs_of_logits(states, tokens, temperature=temperature, kept=kept)
+            batch.set_sampling_mask(rows, *logits.sampling_mask(tokens, truncation, temperature=temperature))
+        sampled_from = None if batch.sampling_mask is None else batch.sampling_mask[rows][mask]
+        log_probs, top = logits.log_probs(tokens, temperature=temperature, mask=sampled_from)
         zeros = torch.zeros(mask.shape, device=mask.device)
         return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, top)
 
@@ -206,28 +206,27 @@ class Policy:
         forward in the backward.
         """
         self.end_replay()
-        given = batch.routed_experts
-        if given is None:
+        if batch.routed_experts is None:
             yield
             return
-        given = layout.flatten(given[rows], -1)
+        sampled = layout.flatten(batch.routed_experts[rows], -1)
         if self.replays:
-            self._routing.enter_context(replayed_routing(self.model, given))
+            self._routing.enter_context(replayed_routing(self.model, sampled))
         if torch.is_grad_enabled():
             yield
             return
         with self._routing, recorded_routing(self.model) as record:
             yield
-        batch.note_routing(rows, layout.unflatten(differing_tokens(record.experts(), given)))
+        batch.note_routing(rows, layout.unflatten(differing_tokens(record.experts(), sampled)))
 
     def end_replay(self) -> None:
         """Let the routers choose experts again. Call this after the backward if the forward replayed."""
         self._routing.close()
 
-    def before_tokens(self, batch: Batch, rows: Rows, layout: Layout) -> tuple[torch.Tensor, bool]:
-        """Return (logits, False): the logits that predict the response tokens of `batch[rows]`, one row per token.
+    def logits(self, batch: Batch, rows: Rows, layout: Layout) -> WholeLogits | LogitsInBlocks:
+        """Run the forward of `batch[rows]`, and return the logits that predict its response tokens, one row per token.
 
-        If `logits_in_blocks`, return (hidden states, True). The caller then computes the logits block by block."""
+        If there are more than `LOGITS_AT_A_TIME` logits, or if they are FP32, they are computed in blocks of tokens."""
         inputs, places = dict(layout.inputs), layout.predictors
         if self.align == "exact":
             # The engine's attention sums in different orders in the prefill of a prompt and in decoding.
@@ -235,12 +234,15 @@ class Policy:
             prompts = batch.prompt_lengths[rows]
             inputs["prompt_lengths"] = torch.cat([prompts, prompts.new_tensor(filler)])
         if self.logits_in_blocks(len(places) if self.packed else layout.size):
-            hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state
-            return hidden.flatten(0, 1)[places], True
+            hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state.flatten(0, 1)[places]
+            weight = self.model.get_output_embeddings().weight
+            if self.fp32_head:  # as in vLLM's LogitsProcessor, both operands are cast
+                return LogitsInBlocks(hidden.float(), weight.float())
+            return LogitsInBlocks(hidden, weight)
         if not self.packed:
-            return self.called(use_cache=False, **inputs).logits.flatten(0, 1)[places], False
-        kept = F.pad(places, (0, max(FEWEST_TOKENS - len(places), 0)))
-        return self.called(use_cache=False, logits_to_keep=kept, **inputs).logits[0, : len(places)], False
+            return WholeLogits(self.called(use_cache=False, **inputs).logits.flatten(0, 1)[places])
+        to_keep = F.pad(places, (0, max(FEWEST_TOKENS - len(places), 0)))
+        return WholeLogits(self.called(use_cache=False, logits_to_keep=to_keep, **inputs).logits[0, : len(places)])
 
     def logits_in_blocks(self, positions: int) -> bool:
         """Return whether to compute the logits of `positions` positions in blocks.
@@ -259,6 +261,11 @@ class Policy:
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors to publish. The forward of quantized layers uses these tensors."""
         return list(self.packed_state_dict(stacks=True))
+
+    def freeze(self) -> Policy:
+        """Stop training this policy, and return it. The reference policy of the KL term is frozen from the start."""
+        self.model.requires_grad_(False).eval()
+        return self
 
     def packed_state_dict(self, *, stacks: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         scheme = self.scheme if self.align == "off" else None

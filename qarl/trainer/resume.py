@@ -30,7 +30,6 @@ from qarl.config.types import as_dotted
 from qarl.config.unread import unread
 from qarl.console import note, say
 from qarl.errors import UserError
-from qarl.rollout.gpu import eager
 
 # Keys that a resume may change without a note, because they only set the length and the output of the run.
 _FREE = frozenset(
@@ -45,8 +44,6 @@ _FREE = frozenset(
     *("quant.mismatch_limit", "reward.timeout_s", "model.trust_remote_code"),
 }
 _LENGTH = "trainer.total_training_steps"
-_KERNELS = "quant.kernels"
-_EAGER = "rollout.enforce_eager"
 # Keys that limit memory or set threads. If they change, the training is the same, but the rounding differs.
 _ROUNDING = frozenset(
     {
@@ -224,7 +221,7 @@ def _descendant(config: Config, origin: Path) -> Start | None:
     if checkpoint is None or is_finished(run_dir):
         return None
     began = checkpoint.config["trainer"].get("resume_from_path")
-    if not isinstance(began, str) or "\0" in began or Path(began).resolve() != origin.resolve():
+    if began is None or Path(began).resolve() != origin.resolve():
         return None
     return Start(checkpoint, tuple(problems))
 
@@ -273,14 +270,10 @@ def check_changes(
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
     """Return dotted key -> (value in the checkpoint, value now) for each changed key that is in both configs.
 
-    Values of `rollout.enforce_eager` that mean the same on this machine are equal. A key of the checkpoint that had no
-    effect there does not count."""
+    A key of the checkpoint that had no effect there does not count."""
     before, now = as_dotted(saved), as_dotted(config.model_dump(mode="json"))
     for key, _ in list(unread(before, default_values())):
         del before[key]
-    before.setdefault(_KERNELS, "engine")  # earlier checkpoints have no such key
-    if before.get(_EAGER, "missing") in (None, True, False):
-        before[_EAGER], now[_EAGER] = eager(before[_EAGER]), eager(now[_EAGER])
     return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
 
 

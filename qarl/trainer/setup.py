@@ -18,7 +18,7 @@ from qarl.config import Config
 from qarl.console import stage
 from qarl.data import PromptDataset, PromptSampler
 from qarl.data.rewards import RewardFn
-from qarl.objectives import library
+from qarl.objectives import verl_losses
 from qarl.objectives.settings import objective_settings
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import EngineConfig
@@ -38,7 +38,7 @@ class RunParts:
 
 def prepare_run(config: Config) -> RunParts:
     """Run all checks (`qarl.checks.run`), then load the weights. Raise UserError for the first check that fails."""
-    library.require(objective_settings(config), advantages=config.algorithm.adv_estimator == "rloo")
+    verl_losses.require(objective_settings(config), advantages=config.algorithm.adv_estimator == "rloo")
     with stage("checking data, model and machine"):
         run = check_run(config)
     tokenizer = run.tokenizer

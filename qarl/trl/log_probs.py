@@ -2,16 +2,15 @@
 
 TRL pads prompts on the left and responses on the right, passes no positions, and multiplies by lm_head in its own
 fused function. Each of these changes the bits of the log-probs. So QaRL removes the padding and packs the rows
-(`qarl.trainer.packing`).
+(`qarl.trainer.batch`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from qarl.kernels.logprob import chosen_log_probs, log_probs_and_entropies, log_probs_of_logits
-from qarl.trainer.batch import Batch
-from qarl.trainer.packing import lay_out
+from qarl.kernels.logprob import LogitsInBlocks, log_probs_and_entropies
+from qarl.trainer.batch import Batch, lay_out
 from qarl.trainer.policy import Policy
 
 
@@ -49,18 +48,15 @@ def log_probs_of_rows(
     tokens = batch.responses[rows][mask]
     layout = lay_out(batch, rows, packed=policy.packed)
     with policy.routing(batch, rows, layout):
-        states, in_blocks = policy.before_tokens(batch, rows, layout)
-    entropy = None
-    if in_blocks:
-        weight = policy.model.get_output_embeddings().weight
-        log_probs, _ = chosen_log_probs(states, weight, tokens, temperature=temperature)
-        if entropies:
-            entropy = log_probs_and_entropies(states, weight, tokens, temperature=temperature)[1]
+        logits = policy.logits(batch, rows, layout)
+    log_probs, _ = logits.log_probs(tokens, temperature=temperature)
+    if not entropies:
+        entropy = None
+    elif isinstance(logits, LogitsInBlocks):
+        entropy = log_probs_and_entropies(logits.hidden, logits.weight, tokens, temperature=temperature)[1]
     else:
-        log_probs, _ = log_probs_of_logits(states, tokens, temperature=temperature)
-        if entropies:
-            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-                entropy = entropies_of_logits(states, temperature=temperature)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = entropies_of_logits(logits.logits, temperature=temperature)
     zeros = torch.zeros(mask.shape, device=mask.device)
     return zeros.masked_scatter(mask, log_probs), None if entropy is None else zeros.masked_scatter(mask, entropy)
 

@@ -19,8 +19,8 @@ from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.tbpo import reduce_metrics
+from qarl.trainer.mismatch_watch import PROBE_RESPONSES, compare_with_noise
 from qarl.trainer.policy import Policy
-from qarl.trainer.probe import PROBE_RESPONSES, compare_with_noise
 from qarl.trl.config import in_trls_words, trls_words
 from qarl.trl.log_probs import as_batch
 

@@ -22,7 +22,7 @@ from qarl.config import ActorConfig, Config, write_resolved
 from qarl.console import note, stage
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
-from qarl.trainer.ending import Ending
+from qarl.trainer.finish import Ending
 from qarl.verl import checks
 from qarl.verl.batches import refuse_partial_batches
 from qarl.verl.checks import PLUGIN

@@ -20,7 +20,7 @@ from qarl.errors import UserError
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import Choice
 from qarl.quant import QuantLinear, quantize_model
-from qarl.trainer.packing import lay_out
+from qarl.trainer.batch import lay_out
 from qarl.trainer.policy import Policy
 
 LEVELS = ["model", pytest.param("exact", marks=needs_engine_attention)]
@@ -118,15 +118,16 @@ def test_the_policy_tells_attention_the_rows_and_at_exact_the_prompts(level, pac
     forward.base_model = forward
 
     policy = SimpleNamespace(
-        align=level, model=forward, called=forward, logits_in_blocks=lambda _: in_blocks, packed=packed
+        align=level, model=forward, called=forward, logits_in_blocks=lambda _: in_blocks, packed=packed, fp32_head=False
     )
+    forward.get_output_embeddings = lambda: SimpleNamespace(weight=torch.zeros(8, 8))
     batch: Any = SimpleNamespace(
         input_ids=torch.zeros(3, 5, dtype=torch.int64),
         response_mask=torch.ones(3, 2, dtype=torch.bool),
         prompt_lengths=torch.tensor([2, 3, 2]),
         lengths=torch.tensor([4, 5, 4]),
     )
-    Policy.before_tokens(policy, batch, slice(1, 3), lay_out(batch, slice(1, 3), packed=packed))
+    Policy.logits(policy, batch, slice(1, 3), lay_out(batch, slice(1, 3), packed=packed))
     (given,) = asked
     assert given["row_lengths"] == ((5, 4, 23) if packed else (5, 4))
     prompts = given.get("prompt_lengths")

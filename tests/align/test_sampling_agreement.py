@@ -27,10 +27,9 @@ from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, sampling_params
 from qarl.trainer import setup
 from qarl.trainer.batch import Batch
-from qarl.trainer.guard import watch
 from qarl.trainer.local import LocalTrainer
+from qarl.trainer.mismatch_watch import check_batch, probe, watch
 from qarl.trainer.policy import Policy
-from qarl.trainer.probe import probe
 from qarl.trainer.setup import prepare_run
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
@@ -120,7 +119,7 @@ def test_a_kept_set_stays_when_the_weights_move(trainer, sampled):
     """Every sampled token stays finite and gets a gradient though the nucleus of the new weights may lack it."""
     batch, _ = sampled(top_p=0.3)
     trainer.old_log_probs(batch)
-    kept = batch.kept.clone()
+    kept = batch.sampling_mask.clone()
     weight = trainer.policy.model.get_output_embeddings().weight
     before = weight.detach().clone()
     try:
@@ -130,20 +129,13 @@ def test_a_kept_set_stays_when_the_weights_move(trainer, sampled):
     finally:
         with torch.no_grad():
             weight.copy_(before)
-    assert log_probs.isfinite().all() and torch.equal(batch.kept, kept)
+    assert log_probs.isfinite().all() and torch.equal(batch.sampling_mask, kept)
     fresh, _ = sampled(top_p=0.3)
     fresh.responses = torch.where(fresh.response_mask, 7, fresh.responses)  # not what was sampled
     log_probs = trainer.old_log_probs(fresh)
     assert log_probs.isfinite().all() and fresh.outside.any()
     metrics = {"mismatch/abs_mean": 0.0, "rollout/preemptions": 0.0}
-    found, warnings = watch(
-        trainer.config,
-        trainer.policy.align,
-        fresh,
-        metrics,
-        before_first_update=not trainer.updated,
-        on_gpu=False,
-    )
+    found, warnings = watch(trainer.config, trainer.policy, fresh, metrics)
     assert found["mismatch/outside_kept"] == float(fresh.outside.sum())
     assert [text for text in warnings if "sampled tokens are outside" in text]
 
@@ -204,14 +196,16 @@ def test_preemptions_are_counted(trainer, tmp_path):
 
 def test_preemptions_name_the_keys_that_help():
     batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None, routed_experts=None)
-    run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None), rollout=SimpleNamespace(temperature=1.0))
+    run = SimpleNamespace(
+        quant=SimpleNamespace(mismatch_limit=None, kernels="engine"), rollout=SimpleNamespace(temperature=1.0)
+    )
     for device, key in (("cpu", "rollout.cpu_kvcache_space_gib"), ("cuda", "rollout.gpu_memory_utilization")):
-        where = {"before_first_update": True, "on_gpu": device == "cuda"}
-        _, warnings = watch(run, "model", batch, {"mismatch/abs_mean": 0.0, "rollout/preemptions": 3.0}, **where)
+        policy = SimpleNamespace(limit_level="model", device=torch.device(device))
+        _, warnings = watch(run, policy, batch, {"mismatch/abs_mean": 0.0, "rollout/preemptions": 3.0})
         (text,) = warnings
         assert "computed it again 3 times" in text and key in text and "rollout.max_num_seqs" in text
         healthy = {"mismatch/abs_mean": 0.0, "rollout/preemptions": 0.0}
-        assert watch(run, "model", batch, healthy, **where)[1] == []
+        assert watch(run, policy, batch, healthy)[1] == []
 
 
 @pytest.mark.parametrize("name", ["temperature", "val_temperature"])
@@ -316,8 +310,11 @@ def test_a_run_passes_on_that_its_level_is_unconfirmed(tmp_path, monkeypatch):
 
 def test_a_mismatch_is_an_error_before_the_first_update_and_a_warning_later():
     batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None, routed_experts=None)
-    run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None), rollout=SimpleNamespace(temperature=1.0))
+    run = SimpleNamespace(
+        quant=SimpleNamespace(mismatch_limit=None, kernels="engine"), rollout=SimpleNamespace(temperature=1.0)
+    )
     metrics = {"mismatch/abs_mean": 0.5, "rollout/preemptions": 0.0}
     with pytest.raises(MismatchError):
-        watch(run, "model", batch, metrics, before_first_update=True, on_gpu=False)
-    assert watch(run, "model", batch, metrics, before_first_update=False, on_gpu=False)[1]
+        check_batch(run, "model", batch, metrics, before_first_update=True)
+    policy = SimpleNamespace(limit_level="model", device=torch.device("cpu"))
+    assert watch(run, policy, batch, metrics)[1]

@@ -20,7 +20,6 @@ from checkout import ROOT
 from checkpoint_state import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl.checkpoint import storage
 from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.folder import (
     CheckpointError,
@@ -86,12 +85,6 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "state edited":
         path = folder / "state.json"
         path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
-    elif kind == "state a list":
-        (folder / "state.json").write_text("[]")
-    elif kind == "state unreadable":
-        # Root may read a file of any mode, but not this one: it gives an I/O error.
-        (folder / "state.json").unlink()
-        (folder / "state.json").symlink_to("/proc/self/mem")
 
 
 DAMAGE = {
@@ -100,8 +93,6 @@ DAMAGE = {
     "missing": "tokenizer.json is missing",
     "state cut": "state.json is cut short",
     "state edited": "state.json has changed since it was written",
-    "state a list": "state.json is cut short or not JSON",
-    "state unreadable": "cannot be read",
 }
 
 
@@ -170,15 +161,6 @@ def test_too_little_room_is_refused_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_exception_keeps_what_was_there(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "old").touch()
-    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "model") as partial:
-        (partial / "new").touch()
-        raise ZeroDivisionError
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["model", "model/old"]
-
-
 @pytest.mark.parametrize("replaces", [False, True])
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, replaces):
     """A rename may reach the disk before the bytes of a file that nobody forced there."""
@@ -220,27 +202,8 @@ def test_what_killed_processes_left_is_put_in_order(tmp_path):
     assert len(recover(tmp_path, "a")) == 1
     assert len(recover(tmp_path)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c", f"d.partial-{running}"]
-
-
-def test_what_a_later_process_of_the_same_number_did_not_make_is_put_in_order(tmp_path, monkeypatch):
-    running = os.getppid()
-    left_over = tmp_path / f"a.partial-{running}"
-    left_over.mkdir()
-    assert recover(tmp_path) == [] and left_over.exists()
-    monkeypatch.setattr(storage, "_started", lambda pid: time.time() + 60)
-    assert len(recover(tmp_path)) == 1 and not left_over.exists()
-    monkeypatch.undo()
-    left_over.mkdir()
-    assert len(recover(tmp_path, alone=True)) == 1 and not left_over.exists()
-
-
-def test_when_a_process_started_is_known():
-    before = time.time()
-    with subprocess.Popen(["sleep", "60"]) as process:
-        started = storage._started(process.pid)
-        process.kill()
-    assert started is not None and abs(started - before) < storage._CLOCK_ERROR
-    assert storage._started(2**22 + 1) is None
+    assert len(recover(tmp_path, alone=True)) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c"]
 
 
 def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path):
@@ -310,9 +273,3 @@ def test_digests_tell_bytes_dtype_shape_and_name_apart():
     assert tensor_digest(torch.arange(6).view(2, 3).t()) == tensor_digest(torch.arange(6).view(2, 3).t().contiguous())
     a, b = ("a", zeros), ("b", zeros + 1)
     assert tensors_digest([a, b]) == tensors_digest([b, a]) != tensors_digest([("a", b[1]), ("b", a[1])])
-
-
-def test_state_json_is_plain_json_without_nan(pristine_model, tmp_path):
-    save(pristine_model, tmp_path / "step_3")
-    text = (tmp_path / "step_3" / "state.json").read_text()
-    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["step"] == 3

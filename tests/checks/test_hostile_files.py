@@ -16,8 +16,8 @@ from bad_runs import edit_model_config
 from checkpoint_state import CONFIG
 
 from qarl.checkpoint.export import ExportRequest, export
+from qarl.checkpoint.open import open_source, read_config
 from qarl.checkpoint.run_folder import METRICS_FILE
-from qarl.checkpoint.sources import open_source, read_config
 from qarl.checkpoint.verl_shards import Rank, VerlWeights, whole_and_torn
 from qarl.checks import weight_files
 from qarl.checks.model_folder import load_tokenizer

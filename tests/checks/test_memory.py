@@ -28,7 +28,7 @@ from qarl.checks.memory_terms import (
 )
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
-from qarl.kernels.registry import LINEAR_KERNELS, own_backward_input
+from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import get_scheme
 
@@ -107,8 +107,8 @@ def test_kernels_with_their_own_input_gradient_hold_no_dequantized_weights() -> 
 
 def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
     kernels = [kernel for kernels in LINEAR_KERNELS.values() for kernel in kernels]
-    assert {kernel.name for kernel in kernels if own_backward_input(kernel)} == OWN_INPUT_GRADIENT
-    assert {kernel.name for kernel in kernels if not own_backward_input(kernel)}.isdisjoint(OWN_INPUT_GRADIENT)
+    assert {kernel.name for kernel in kernels if kernel.computes_input_gradient} == OWN_INPUT_GRADIENT
+    assert {kernel.name for kernel in kernels if not kernel.computes_input_gradient}.isdisjoint(OWN_INPUT_GRADIENT)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from qarl.checks.memory_terms import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.doctor import memory as preflight_memory
 from qarl.doctor.findings import Topic
-from qarl.objectives.settings import objective_settings
 from qarl.quant.linear import QuantLinear
-from qarl.trainer.reference import Reference
+from qarl.trainer.policy import Policy
 
 REFERENCE = "reference policy: weights and low-bit tensors"
 
@@ -27,7 +26,7 @@ def test_a_reference_policy_is_as_large_as_what_it_holds(scheme: str, tmp_path: 
     """After a forward: the storages of its parameters, published tensors and tensors in the kernel's layout."""
     folder = save_random_model(tmp_path)
     config = run(actor__use_kl_loss=True, model__path=str(folder), quant__scheme=scheme, quant__align="linears")
-    policy = Reference(config, objective_settings(config)).policy
+    policy = Policy.load(config).freeze()
     with torch.no_grad():
         policy.model(input_ids=torch.zeros(1, 20, dtype=torch.long), use_cache=False)
     tensors = list(policy.model.parameters())

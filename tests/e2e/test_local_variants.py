@@ -107,10 +107,10 @@ def test_a_failure_in_mid_run_keeps_metrics_summary_and_weights(tmp_path, monkey
     settings = config(tmp_path, "name=failing", "trainer.val_max_prompts=16", "trainer.plots=false")
     original = LocalTrainer.update
 
-    def fail_in_the_second_step(self, batch, old_log_probs):
+    def fail_in_the_second_step(self, *arguments):
         if self.step == 1:
             raise FloatingPointError("made to fail")
-        return original(self, batch, old_log_probs)
+        return original(self, *arguments)
 
     monkeypatch.setattr(LocalTrainer, "update", fail_in_the_second_step)
     with pytest.raises(FloatingPointError, match="made to fail"):

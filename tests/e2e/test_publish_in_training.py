@@ -77,7 +77,7 @@ def test_training_survives_a_damaged_publish_and_a_lost_engine(tmp_path, monkeyp
         trainer.engine.llm.llm_engine.engine_core.shutdown()
         with pytest.raises(EngineFailed, match="is lost"):
             trainer.train_step()
-        assert state_digest(trainer) == before and trainer.rebuilds == 0
+        assert state_digest(trainer) == before and trainer.recovery.rebuilds == 0
 
 
 def test_with_rebuild_on_failure_the_run_goes_on(tmp_path, monkeypatch, capfd):

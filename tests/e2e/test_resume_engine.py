@@ -59,11 +59,11 @@ def final_state(settings: Config) -> list:
 def fail_once_in_step(monkeypatch, number: int) -> None:
     original = LocalTrainer.update
 
-    def update(self, batch, old_log_probs):
+    def update(self, *arguments):
         if self.step == number - 1:
             monkeypatch.setattr(LocalTrainer, "update", original)
             raise FloatingPointError("made to fail")
-        return original(self, batch, old_log_probs)
+        return original(self, *arguments)
 
     monkeypatch.setattr(LocalTrainer, "update", update)
 

@@ -9,7 +9,7 @@ from cpu_features import needs_w4a16_cpu
 from qarl.kernels.cpu.tiles import from_tiles, to_tiles
 from qarl.kernels.cpu.torch_ops import upcast_e4m3
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuWNA16Linear
-from qarl.kernels.registry import LINEAR_KERNELS, prepare_gathered
+from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant import get_scheme, quantize
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_int4_from_tiles_is_int4_from_the_wire() -> None:
     tensors = quantize(weight(96, 64), get_scheme("w4a16", 32)).tensors
     tiles = {"weight_tiles": to_tiles(tensors["weight_packed"]), "weight_scale": tensors["weight_scale"]}
     expected = VllmCpuWNA16Linear.prepare(tensors)
-    for found in (prepare_gathered(VllmCpuWNA16Linear, tiles), prepare_gathered(VllmCpuWNA16Linear, tensors)):
+    for found in (VllmCpuWNA16Linear.prepare_gathered(tiles), VllmCpuWNA16Linear.prepare_gathered(tensors)):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -52,7 +52,7 @@ def test_int8_without_a_handler_has_the_same_bits(rows: int, bias: bool) -> None
     tensors = quantize(weight(160, 96), get_scheme("w8a8")).tensors
     x, added = weight(rows, 96), weight(1, 160)[0] if bias else None
     expected = VllmCpuInt8Linear.linear(x, VllmCpuInt8Linear.prepare(tensors), added)
-    assert torch.equal(VllmCpuInt8Linear.linear(x, prepare_gathered(VllmCpuInt8Linear, tensors), added), expected)
+    assert torch.equal(VllmCpuInt8Linear.linear(x, VllmCpuInt8Linear.prepare_gathered(tensors), added), expected)
 
 
 def test_e4m3_is_upcast_exactly() -> None:
@@ -65,4 +65,4 @@ def test_e4m3_is_upcast_exactly() -> None:
 def test_kernels_without_a_cheaper_way_prepare_as_always() -> None:
     reference = LINEAR_KERNELS["w4a8"][-1]
     tensors = quantize(weight(32, 64), get_scheme("w4a8", 32)).tensors
-    assert prepare_gathered(reference, tensors) is tensors
+    assert reference.prepare_gathered(tensors) is tensors

@@ -17,10 +17,11 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.activations import quantize_fp8, quantize_int8
+from qarl.kernels.base import LinearKernel
 from qarl.kernels.cpu import torch_ops as cpu
 from qarl.kernels.cpu import vllm_ops
 from qarl.kernels.reference import ReferenceW4A16Linear
-from qarl.kernels.registry import LINEAR_KERNELS, LinearKernel, choose_linear_kernel
+from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant import QuantizedTensor, get_scheme, quantize
 

@@ -18,7 +18,7 @@ from same_bytes import same_bytes
 from torch.distributed.tensor import Shard
 
 from qarl.errors import UserError
-from qarl.optim import shards
+from qarl.optim import muon
 from qarl.optim.muon import use_muon
 from qarl.optim.rounding import Region
 
@@ -85,7 +85,7 @@ def test_one_process_is_the_package() -> None:
 
 def test_matrices_of_one_size_share_a_round() -> None:
     sizes = [(4, 4), (8, 8), (4, 4), (8, 8), (2, 2)]
-    found = shards.rounds([torch.nn.Parameter(torch.zeros(size)) for size in sizes], 2)
+    found = muon.rounds([torch.nn.Parameter(torch.zeros(size)) for size in sizes], 2)
     assert [[tuple(p.shape) for p in one] for one in found] == [[(8, 8), (8, 8)], [(4, 4), (4, 4)], [(2, 2)]]
 
 
@@ -93,12 +93,12 @@ def test_matrices_of_one_size_share_a_round() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
 def test_bounds_are_torchs(length: int, parts: int) -> None:
     whole = torch.arange(length)
-    found = [whole[start:stop].tolist() for start, stop in shards.bounds(length, parts)]
+    found = [whole[start:stop].tolist() for start, stop in muon.bounds(length, parts)]
     split, _ = Shard(0)._split_tensor(whole, parts, with_padding=False)
     assert found == [part.tolist() for part in split]
 
 
 def test_columns_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "region", lambda tensor: Region(tuple(tensor.shape), 1, 0, 2))
+    monkeypatch.setattr(muon, "region", lambda tensor: Region(tuple(tensor.shape), 1, 0, 2))
     with pytest.raises(UserError, match="sharded along dimension 1"):
-        list(shards.updates([torch.nn.Parameter(torch.zeros(4, 4))], lambda parameter: parameter))
+        list(muon.updates([torch.nn.Parameter(torch.zeros(4, 4))], lambda parameter: parameter))

@@ -268,7 +268,7 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     from qarl.rollout.engine import RolloutBatch
     from qarl.trainer.batch import make_batch
     from qarl.trainer.old_log_probs import Measured
-    from qarl.trainer.report import log_samples
+    from qarl.trainer.sample_log import log_samples
 
     rollout = RolloutBatch(
         [[7, 8], [9]], [[1, 2, 3], [4]], [[-1.0, -2.0, -3.0], [-0.5]], ["length", "stop"], weight_version=0
@@ -279,7 +279,7 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
 
     def log(step: int, report: bool, known: tuple[bool, bool] = (True, True)) -> list[dict[str, Any]]:
         trainer = SimpleNamespace(report=report, total_training_steps=33)
-        measured = Measured(old, torch.tensor(known), 0, strict=False)
+        measured = Measured(old, torch.tensor(known))
         log_samples(SimpleNamespace(trainer=trainer, run_dir=tmp_path), step, batch, measured, tokenizer)  # type: ignore[arg-type]  # a stand-in
         return read_samples(tmp_path)
 

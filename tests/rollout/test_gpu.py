@@ -18,8 +18,8 @@ from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.engine_config import llm_arguments
 from qarl.rollout.gpu import GRAPHS, check_free_memory
-from qarl.trainer import local
-from qarl.trainer import probe as probe_module
+from qarl.rollout.recovery import EngineRecovery
+from qarl.trainer import local, mismatch_watch
 
 
 @pytest.fixture
@@ -230,7 +230,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     trainer.parts = SimpleNamespace(train_prompts=[SimpleNamespace(prompt_token_ids=[1])], sampler=iter([[0]]))
     trainer.step, trainer.timer = 3, PhaseTimer(None)
     trainer.generate = lambda *given: calls.append("generate") or SimpleNamespace(weight_version=2)
-    trainer.engine, trainer.calls = SimpleNamespace(sleep=lambda: calls.append("sleep")), calls
+    engine: Any = SimpleNamespace(sleep=lambda: calls.append("sleep"))
+    trainer.recovery, trainer.calls = EngineRecovery(engine, rebuild_on_failure=True), calls
     return trainer
 
 
@@ -248,7 +249,7 @@ def test_a_failed_sleep_ends_the_step_only_if_the_engine_may_not_be_replaced(
     def fail() -> None:
         raise EngineFailed("the rollout engine is lost", why="no host memory")
 
-    trainer.config.rollout.rebuild_on_failure, trainer.engine.sleep = rebuild, fail
+    trainer.recovery.rebuild_on_failure, trainer.recovery.engine.sleep = rebuild, fail
     with pytest.raises(RuntimeError if rebuild else EngineFailed):
         trainer.rollout()
     assert ("no host memory" in capsys.readouterr().err) is rebuild
@@ -285,7 +286,7 @@ def test_the_probe_puts_the_engine_to_sleep_before_the_trainers_forward(monkeypa
         calls.append("forward")
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(probe_module, "sampling_config", lambda config: SamplingConfig(4))
+    monkeypatch.setattr(mismatch_watch, "sampling_config", lambda config: SamplingConfig(4))
     trainer: Any = SimpleNamespace(
         config=SimpleNamespace(seed=0, data=SimpleNamespace(max_response_length=4)),
         parts=SimpleNamespace(train_prompts=[SimpleNamespace(prompt_token_ids=[1])], pad_token_id=0),
@@ -295,7 +296,7 @@ def test_the_probe_puts_the_engine_to_sleep_before_the_trainers_forward(monkeypa
         old_log_probs=forward,
     )
     with pytest.raises(RuntimeError, match="enough"):
-        probe_module.probe(trainer)
+        mismatch_watch.probe(trainer)
     assert calls == ["generate", "sleep", "forward"]
 
 
@@ -304,14 +305,15 @@ def test_the_reference_is_loaded_before_the_engine_takes_its_share(monkeypatch: 
     monkeypatch.setattr(local, "objective_settings", lambda config: SimpleNamespace(kl_loss_coef=0.1))
     monkeypatch.setattr(local, "stacked_experts", lambda model: [])
     monkeypatch.setattr(local, "engine_config", lambda config, level, routing: None)
-    monkeypatch.setattr(local, "Reference", lambda *given: calls.append("reference"))
+    monkeypatch.setattr(local.Policy, "load", lambda config: SimpleNamespace(freeze=lambda: calls.append("reference")))
     monkeypatch.setattr(local, "RolloutEngine", lambda given: calls.append("engine"))
-    for name in ("OldLogProbs", "LossScale", "PhaseTimer"):
+    for name in ("OldLogProbs", "EngineRecovery", "PhaseTimer"):
         monkeypatch.setattr(local, name, lambda *given, **more: None)
     monkeypatch.setattr(local.LocalTrainer, "replace_policy", lambda self, policy: setattr(self, "policy", policy))
     policy = SimpleNamespace(device=torch.device("cuda"), model=None, align="linears")
     parts: Any = SimpleNamespace(tokenizer=None, policy=policy)
-    local.LocalTrainer(SimpleNamespace(model=SimpleNamespace(dtype="bf16")), parts)  # type: ignore[arg-type]  # a stand-in
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(rebuild_on_failure=False))
+    local.LocalTrainer(config, parts)
     assert calls == ["reference", "engine"]
 
 

@@ -31,7 +31,8 @@ from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES
 from qarl.rollout.engine import RolloutEngine
 from qarl.rollout.publish.manifest import PublishReport, expected_manifest
-from qarl.trainer import local, loop, packing, probe
+from qarl.trainer import batch as trainer_batch
+from qarl.trainer import local, loop, mismatch_watch
 from qarl.trainer.setup import RunParts
 from qarl.vllm_versions import head
 
@@ -260,8 +261,8 @@ def stubbed(**stub: Any) -> Iterator[None]:
         patch.setattr("vllm.LLM", PolicyAsLLM)
         patch.setattr(machine, "vllm_without_device", lambda: None)  # the stand-in needs none
         patch.setattr(head, "installed_version", lambda: "0.29.0")
-        patch.setattr(packing, "FEWEST_TOKENS", 0)  # it would add a row to a small pack
-        patch.setattr(probe, "NOISE_LIMITS", {})  # the stand-in rounds as the policy does, not as vLLM
+        patch.setattr(trainer_batch, "FEWEST_TOKENS", 0)  # it would add a row to a small pack
+        patch.setattr(mismatch_watch, "NOISE_LIMITS", {})  # the stand-in rounds as the policy does, not as vLLM
         patch.setattr(local, "RolloutEngine", Engine)
         patch.setattr(loop, "LocalTrainer", Trainer)
         PolicyAsLLM.made, Trainer.made, Trainer.doing = [], [], ""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gpu_lock import load_libcuda, pretend
 
-from qarl.kernels.kept import Truncation, kept_tokens
+from qarl.kernels.sampling_mask import Truncation, sampling_mask
 from qarl.rollout.engine import _sampled_log_probs, _top_tokens
 
 ROWS, VOCABULARY = 8, 640
@@ -64,7 +64,7 @@ def truncated(logits: torch.Tensor) -> dict[str, Any]:
         k = None if top_k is None else torch.full((ROWS,), top_k, dtype=torch.int32)
         p = None if top_p is None else torch.full((ROWS,), top_p)
         theirs = apply_top_k_top_p_triton(logits.clone(), k, p).isfinite()
-        ours = kept_tokens(logits, Truncation(top_p=1.0 if top_p is None else top_p, top_k=top_k or -1))
+        ours = sampling_mask(logits, Truncation(top_p=1.0 if top_p is None else top_p, top_k=top_k or -1))
         found[f"kept_otherwise top_k={top_k} top_p={top_p}"] = float((probabilities * (theirs != ours)).sum(-1).max())
     return found
 

@@ -15,7 +15,6 @@ from random_models import save_random_model
 from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors
 from qarl.checkpoint.folder import open_checkpoint, save_checkpoint, tensor_digest, tensors_digest
 from qarl.config import OptimConfig
-from qarl.optim.loss_scale import LossScale
 from qarl.quant import get_scheme
 from qarl.quant.stacks import unstacked
 from qarl.trainer.checkpoints import differing_tensors, forward_weights, prompts_digest, restore
@@ -36,7 +35,7 @@ class Run:
         self.policy = Policy(model, get_scheme("w4a16", group_size=32), ("lm_head",), align=align)
         settings = OptimConfig(name=optimizer, lr=1e-3, muon_lr=1e-3, master_dtype=master)
         self.optimizer = MasterOptimizer(model.named_parameters(), settings, seed=0, total_training_steps=9)
-        self.step, self.loss_scale = 0, LossScale(active=False)
+        self.step = 0
         self.config = SimpleNamespace(actor=SimpleNamespace(old_log_probs="recompute"))
         self.parts = SimpleNamespace(train_prompts=[], sampler=SimpleNamespace(load_state_dict=lambda state: None))
 
@@ -106,25 +105,3 @@ def test_the_layers_of_a_policy_are_requantized_with_the_linears(folder: Path) -
     assert all(layer.stale for layer in layers.values())
     run.policy.requantize()
     assert not any(layer.stale for layer in layers.values())
-
-
-def test_muon_orthogonalizes_each_experts_matrices_alone() -> None:
-    """A stack's update is, expert by expert, that of the matrix by itself."""
-    torch.manual_seed(0)
-    start, gradient = torch.randn(3, 32, 16), torch.randn(3, 32, 16)
-    gradient[1] *= 100
-    settings = OptimConfig(name="muon", muon_lr=1e-2, lr=1e-3)
-
-    def updated(named: dict[str, torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        parameters = {name: torch.nn.Parameter(value.clone()) for name, value in named.items()}
-        optimizer = MasterOptimizer(parameters.items(), settings, seed=0, total_training_steps=1)
-        for parameter, grad in zip(parameters.values(), gradients, strict=True):
-            parameter.grad = grad.clone()
-        optimizer.accumulate()
-        optimizer.step()
-        return [parameter.detach() for parameter in parameters.values()]
-
-    (stack,) = updated({"model.layers.0.mlp.experts.down_proj": start}, [gradient])
-    alone = updated({f"model.layers.0.mlp.w{i}": start[i] for i in range(3)}, list(gradient))
-    torch.testing.assert_close(stack, torch.stack(alone), rtol=0, atol=1e-4)
-    assert (stack - start).norm() > 0.01

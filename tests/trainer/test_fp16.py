@@ -12,20 +12,16 @@ import torch
 from engine_helpers import config
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
+from updating_trainer import FOUR, four_responses, updating_trainer
 
 from qarl.checkpoint.folder import Checkpoint
 from qarl.config import ConfigError
 from qarl.errors import UserError
-from qarl.metrics.mismatch import PhaseTimer
-from qarl.objectives.settings import objective_settings
 from qarl.optim.loss_scale import FIRST, INTERVAL, LARGEST, LossScale
-from qarl.rollout.engine import RolloutBatch
-from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.batch import Batch
 from qarl.trainer.checkpoints import restore, training_state
-from qarl.trainer.local import LocalTrainer
 from qarl.trainer.loop import train
-from qarl.trainer.optim import MasterOptimizer
-from qarl.trainer.policy import Policy, check_finite
+from qarl.trainer.policy import check_finite
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 FP16 = ("model.dtype=fp16", "quant.scheme=bf16", "quant.align=off")
@@ -67,47 +63,30 @@ def folder(tmp_path_factory):
     return save_random_model(tmp_path_factory.mktemp("model"))
 
 
-def trainer_for(folder: Path, tmp_path: Path) -> LocalTrainer:
-    """The part of a trainer that updates."""
-    settings = config(
-        tmp_path, *FP16, f"model.path={folder}", "data.train_batch_size=2", "rollout.n=2",
-        "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=2", "optim.lr=1e-3", "actor.grad_clip=1e9",
-    )  # fmt: skip
-    trainer = object.__new__(LocalTrainer)
-    trainer.config, trainer.objective, trainer.timer = settings, objective_settings(settings), PhaseTimer()
-    trainer.policy, trainer.loss_scale = Policy.load(settings), LossScale(active=True)
-    trainer.source = SimpleNamespace(see=lambda *seen: None)
-    trainer.optimizer = MasterOptimizer(
-        trainer.policy.model.named_parameters(), settings.optim, total_training_steps=10, seed=0
-    )
-    return trainer
+def trainer_for(folder: Path, tmp_path: Path) -> Any:
+    keys = (*FP16, *FOUR, f"model.path={folder}", "optim.lr=1e-3", "actor.grad_clip=1e9", "actor.ppo_mini_batch_size=2")
+    return updating_trainer(config(tmp_path, *keys))
 
 
-def four_responses(advantage: float) -> Batch:
-    tokens = [[7, 8, 9], [10, 11], [12], [13, 14]]
-    rollout = RolloutBatch([[5, 6]] * 4, tokens, [[-4.0] * len(one) for one in tokens], ["stop"] * 4, weight_version=0)
-    return make_batch(rollout, torch.zeros(4), torch.tensor([1.0, -1.0, 1.0, -1.0]) * advantage, pad_token_id=0)
-
-
-def gradient(trainer: LocalTrainer, batch: Batch) -> dict[str, torch.Tensor]:
+def gradient(trainer: Any, batch: Batch) -> dict[str, torch.Tensor]:
     """The FP32 sums of a mini-batch, divided by the loss scale."""
     with torch.no_grad():
         old = trainer.policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
     trainer.backward(batch, old, 0, 4)
-    trainer.optimizer.clip_grad_norm(math.inf, loss_scale=trainer.loss_scale.scale)
+    trainer.optimizer.clip_grad_norm(math.inf)
     return {name: value.clone() for name, value in trainer.optimizer.gradients.items()}
 
 
 def test_small_gradients_survive_and_are_those_of_fp32(folder, tmp_path):
     """With advantages of 1e-5, FP16 gradients underflow without a scale. FP32 on the same weights is the truth."""
-    batch, errors = four_responses(1e-5), {}
+    batch, errors = four_responses((1e-5, -1e-5, 1e-5, -1e-5)), {}
     exact = trainer_for(folder, tmp_path)
     exact.policy.model.float()
-    exact.loss_scale.scale = 1.0
+    exact.optimizer.loss_scale.scale = 1.0
     truth = gradient(exact, batch)
     for scale in (1.0, FIRST):
         trainer = trainer_for(folder, tmp_path)
-        trainer.loss_scale.scale = scale
+        trainer.optimizer.loss_scale.scale = scale
         found = gradient(trainer, batch)
         assert found.keys() == truth.keys() and all(value.dtype == torch.float32 for value in found.values())
         difference = sum(float((found[name] - truth[name]).square().sum()) for name in truth)
@@ -116,7 +95,7 @@ def test_small_gradients_survive_and_are_those_of_fp32(folder, tmp_path):
 
 
 def test_an_overflow_skips_the_update_and_halves_the_scale(folder, tmp_path):
-    trainer, batch = trainer_for(folder, tmp_path), four_responses(1e4)
+    trainer, batch = trainer_for(folder, tmp_path), four_responses((1e4, -1e4, 1e4, -1e4))
     before = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
     with torch.no_grad():
         old = trainer.policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
@@ -141,7 +120,7 @@ def test_a_resume_keeps_the_scale(folder, tmp_path, monkeypatch):
     trainer: Any = trainer_for(folder, tmp_path)
     trainer.step, trainer.engine = 3, SimpleNamespace(weight_version=3)
     trainer.parts = SimpleNamespace(train_prompts=[], sampler=SimpleNamespace(state_dict=dict, load_state_dict=print))
-    trainer.loss_scale.load_state_dict({"scale": 512.0, "good": 7, "overflows": 9})
+    trainer.optimizer.loss_scale.load_state_dict({"scale": 512.0, "good": 7, "overflows": 9})
     state = training_state(trainer, {})
     other: Any = trainer_for(folder, tmp_path)
     other.parts = trainer.parts
@@ -151,7 +130,7 @@ def test_a_resume_keeps_the_scale(folder, tmp_path, monkeypatch):
         object.__setattr__(saved, name, value)
     monkeypatch.setattr(Checkpoint, "optimizer", lambda self: trainer.optimizer.state_dict())
     restore(other, saved)
-    assert other.step == 3 and vars(other.loss_scale) == vars(trainer.loss_scale)
+    assert other.step == 3 and vars(other.optimizer.loss_scale) == vars(trainer.optimizer.loss_scale)
 
 
 @pytest.mark.parametrize(

@@ -10,27 +10,21 @@ import errno
 import json
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkout import ROOT
 from engine_helpers import config
 from idle_trainer import Checkpoints, Trainer
 
 from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.checkpoint.storage import StorageError
-from qarl.config import write_resolved
 from qarl.errors import UserError
 from qarl.metrics import tracker as tracking
-from qarl.metrics.tracker import Tracker, read_metrics, write_versions
-from qarl.trainer import ending
-from qarl.trainer.loop import run_and_keep
-from qarl.trainer.stop import Stop
+from qarl.trainer import finish
+from qarl.trainer.loop import Stop, run_and_keep
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe", "git_takes_no_lock")
 
@@ -79,36 +73,6 @@ def summary_of(settings: Any) -> dict[str, Any]:
     return summary
 
 
-def test_a_line_of_metrics_that_the_disk_takes_in_part(tmp_path: Path) -> None:
-    """A real limit: the line is cut off, the error says so, and summary and export are made."""
-    settings = config(tmp_path, *OVERRIDES)
-    metrics = settings.run_dir / METRICS_FILE
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def on_step(step: int) -> None:
-        if step == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.stat().st_size + 9, hard))
-
-    trainer = Saving(settings, on_step)
-    before = ending.write_summary
-
-    def with_room(*arguments: Any) -> Path:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        return before(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ending, "write_summary", with_room)
-        try:
-            with pytest.raises(StorageError, match=r"metrics.jsonl could not be written[\s\S]*File too large"):
-                run(trainer)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [entry["step"] for entry in read_metrics(settings.run_dir)] == [0, 1]
-    assert trainer.saved == 1
-    summary = summary_of(settings)
-    assert summary["finished"] is False and summary["steps"] == 1 and "metrics.jsonl" in summary["failed"]
-
-
 def test_a_disk_that_stays_full_reports_the_metrics_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = config(tmp_path, *OVERRIDES)
     run_dir = settings.run_dir
@@ -129,7 +93,7 @@ def test_a_disk_that_stays_full_reports_the_metrics_first(tmp_path: Path, capsys
 SITES: dict[str, tuple[list[tuple[Any, str]], list[str], bool]] = {
     "metrics, a line": ([(tracking, "append_lines")], [], False),
     "summary": ([(tracking, "write_json")], [], False),
-    "plots": ([(ending, "plot_run")], [], True),
+    "plots": ([(finish, "plot_run")], [], True),
     "tensorboard": ([(tracking._TensorBoard, "log")], ["tensorboard"], True),
     "tensorboard, at the end": ([(tracking._TensorBoard, "close")], ["tensorboard"], True),
     "console": ([(tracking._Console, "log")], ["console"], True),
@@ -167,56 +131,3 @@ def test_every_write_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
         summary = summary_of(settings)
         assert summary["finished"] is (finished and not first)
         assert summary["failed"].startswith("UserError: the first error" if first and "line" not in site else "")
-
-
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("versions.json", lambda run_dir: write_versions(run_dir)),
-        ("summary.json", lambda run_dir: tracking.write_summary(run_dir, {"a": "b" * 100})),
-        ("config.yaml", None),
-        ("metrics.jsonl", lambda run_dir: Tracker(run_dir, [], 3, {}).log({"a": 1.0}, step=1)),
-    ],
-)
-def test_files_of_a_run_on_a_disk_that_takes_ten_bytes(tmp_path: Path, name: str, write: Any) -> None:
-    settings = config(tmp_path)
-    write = write or (lambda run_dir: write_resolved(settings, run_dir / "config.yaml"))
-    settings.run_dir.mkdir(parents=True)
-    with file_size_limit(10), pytest.raises(UserError, match=rf"{name}[\s\S]*File too large"):
-        write(settings.run_dir)
-    assert {path.name for path in settings.run_dir.iterdir()} <= {name}
-
-
-def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for write in (write_versions, lambda folder: Tracker(folder, [], 3, {})):
-        with pytest.raises(StorageError, match="Not a directory"):
-            write(tmp_path / "file" / "run")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_that_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A real limit: TensorBoard writes in a thread, whose error comes out at a later call."""
-    with file_size_limit(2000), Tracker(tmp_path, ["tensorboard"], 50, {}) as tracker:
-        for step in range(20):
-            tracker.log({f"a/{i}": 1.0 for i in range(4)}, step=step)
-            if tracker.problem:
-                break
-    assert isinstance(tracker.problem, StorageError) and "tensorboard" in str(tracker.problem)
-    assert "warning: the logger tensorboard failed" in capsys.readouterr().err
-
-
-_DRY_RUN = ["-m", "qarl.train", "config=quickstart.yaml", "dry_run=true"]
-
-
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_standard_streams_on_a_full_disk(tmp_path: Path, stream: str) -> None:
-    with Path("/dev/full").open("w") as nowhere:
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: nowhere}
-        command = [sys.executable, *_DRY_RUN, f"output_dir={tmp_path}"]
-        done = subprocess.run(command, **streams, text=True, cwd=ROOT, timeout=120)
-    if stream == "stdout":
-        assert done.returncode == 2 and "error: standard output could not be written" in done.stderr
-        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
-    else:
-        assert done.returncode == 0 and "name: quickstart" in done.stdout

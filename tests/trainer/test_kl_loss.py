@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_helpers import config
 from random_models import save_random_model
+from updating_trainer import FOUR, four_responses, updating_trainer
 
-from qarl.metrics.mismatch import PhaseTimer
-from qarl.objectives import library
-from qarl.objectives.settings import Settings, objective_settings
-from qarl.optim.loss_scale import LossScale
-from qarl.rollout.engine import RolloutBatch
-from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.local import LocalTrainer
-from qarl.trainer.old_log_probs import OldLogProbs
-from qarl.trainer.optim import MasterOptimizer
+from qarl.objectives import verl_losses
+from qarl.objectives.settings import Settings
 from qarl.trainer.policy import Policy
-from qarl.trainer.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 LENGTHS = torch.tensor([5, 1, 0, 3])
@@ -49,7 +43,7 @@ def test_value_and_gradient_against_float64(mode: str) -> None:
     settings = Settings(loss_agg_mode=mode, kl_loss_coef=1.0, loss_scale_factor=7)
     counts = {"responses": 3, "tokens": 9}
     parts = [
-        library.kl_term(policy[rows], reference[rows], mask[rows], settings, **counts)
+        verl_losses.kl_term(policy[rows], reference[rows], mask[rows], settings, **counts)
         for rows in (slice(0, 1), slice(1, 4))
     ]
     sum(parts).backward()
@@ -65,37 +59,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("model"))
 
 
-def trainer_for(folder: Path, tmp_path: Path, *keys: str) -> LocalTrainer:
-    """The part of a trainer that updates."""
-    settings = config(
-        tmp_path, f"model.path={folder}", "quant.scheme=w8a8", "quant.align=linears", "data.train_batch_size=2",
-        "rollout.n=2", "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=2",
-        "actor.log_prob_micro_batch_size_per_gpu=4", "optim.lr=1e-3", *keys,
-    )  # fmt: skip
-    trainer = object.__new__(LocalTrainer)
-    trainer.config, trainer.objective, trainer.timer = settings, objective_settings(settings), PhaseTimer()
-    trainer.policy, trainer.loss_scale = Policy.load(settings), LossScale(active=False)
-    trainer.source = OldLogProbs(settings)
-    trainer.optimizer = MasterOptimizer(
-        trainer.policy.model.named_parameters(), settings.optim, total_training_steps=9, seed=0
-    )
+def trainer_for(folder: Path, tmp_path: Path, *keys: str) -> Any:
+    linears = ("quant.scheme=w8a8", "quant.align=linears", "actor.ppo_mini_batch_size=2")
+    trainer = updating_trainer(config(tmp_path, *FOUR, *linears, f"model.path={folder}", "optim.lr=1e-3", *keys))
     if trainer.objective.kl_loss_coef is not None:
-        trainer.reference = Reference(settings, trainer.objective)
+        trainer.reference = Policy.load(trainer.config).freeze()
     return trainer
 
 
-def four_responses() -> Batch:
-    tokens = [[7, 8, 9], [10, 11], [12], [13, 14]]
-    rollout = RolloutBatch([[5, 6]] * 4, tokens, [[-4.0] * len(one) for one in tokens], ["stop"] * 4, weight_version=0)
-    return make_batch(rollout, torch.zeros(4), torch.tensor([1.0, -1.0, 1.0, -1.0]), pad_token_id=0)
-
-
-def updates(trainer: LocalTrainer, count: int) -> list[dict[str, float]]:
+def updates(trainer: Any, count: int) -> list[dict[str, float]]:
     found, batch = [], four_responses()
     for _ in range(count):
         old = trainer.old_log_probs(batch)
         if trainer.reference is not None:
-            trainer.reference.begin(batch)
+            batch.reference_log_probs = trainer.reference.batch_log_probs(batch, trainer.config)
         found.append(trainer.update(batch, old))
     return found
 
@@ -104,12 +81,12 @@ def updates(trainer: LocalTrainer, count: int) -> list[dict[str, float]]:
 def test_the_kl_starts_at_zero_and_the_reference_never_moves(folder: Path, tmp_path: Path) -> None:
     trainer = trainer_for(folder, tmp_path, "actor.use_kl_loss=true")
     reference = trainer.reference
-    assert reference is not None and not any(p.requires_grad for p in reference.policy.model.parameters())
-    before = [p.clone() for p in reference.policy.model.parameters()]
+    assert reference is not None and not any(p.requires_grad for p in reference.model.parameters())
+    before = [p.clone() for p in reference.model.parameters()]
     metrics = updates(trainer, 3)
     assert metrics[0]["actor/kl_loss"] == 0 < metrics[1]["actor/kl_loss"] < metrics[2]["actor/kl_loss"]
-    assert all(torch.equal(p, q) for p, q in zip(before, reference.policy.model.parameters(), strict=True))
-    assert reference.policy.align == trainer.policy.align and reference.policy.scheme == trainer.policy.scheme
+    assert all(torch.equal(p, q) for p, q in zip(before, reference.model.parameters(), strict=True))
+    assert reference.align == trainer.policy.align and reference.scheme == trainer.policy.scheme
 
 
 @pytest.mark.verl

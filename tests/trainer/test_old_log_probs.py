@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from qarl.checkpoint.folder import Checkpoint
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.objectives.settings import objective_settings
-from qarl.optim.loss_scale import LossScale
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.publish.manifest import PublishReport
@@ -34,7 +33,6 @@ from qarl.trainer.old_log_probs import (
     find_probability,
     sample_size,
 )
-from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
@@ -110,10 +108,9 @@ class Steps(LocalTrainer):
     def __init__(self, folder: Any, settings: Any) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         self.config, self.objective, self.timer = settings, objective_settings(settings), PhaseTimer()
-        self.source, self.step, self.rebuilds, self.updated, self.warnings = OldLogProbs(settings), 0, 0, False, []
-        self.policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears")
-        self.optimizer = MasterOptimizer(model.named_parameters(), settings.optim, total_training_steps=10, seed=0)
-        self.loss_scale, self.tokenizer = LossScale(active=False), None
+        self.source, self.step, self.updated, self.warnings = OldLogProbs(settings, self.old_log_probs), 0, False, []
+        self.replace_policy(Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears"))
+        self.recovery, self.tokenizer = SimpleNamespace(rebuilds=0), None
         self.spoil: dict[int, list[int]] = {}
         """Step -> rows whose first rollout log-prob is the next larger FP32 number."""
         self.passes: list[int] = []
@@ -138,7 +135,7 @@ class Steps(LocalTrainer):
         return PublishReport(0, 1, 1000, 0, 0, {})
 
     def state(self) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in self.optimizer.state_dict()["masters"].values()])
+        return torch.cat([master.detach().flatten() for master in self.optimizer._updated.values()])
 
 
 def responses(step: int) -> Batch:
@@ -200,7 +197,7 @@ def test_auto_skips_the_pass_and_trains_the_same_bits(folder, tmp_path, referenc
     assert torch.equal(trainer.state(), whole.state())
 
 
-@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize("row", [0, 3])
 def test_a_difference_in_the_first_mini_batch_is_found_before_any_weight_changes(folder, tmp_path, row):
     """Even one of the last bit, in the last micro-batch, after gradients have been summed."""
     spoil = {2: [row]}
@@ -229,39 +226,6 @@ def test_a_difference_in_another_row_is_found_if_it_is_sampled(folder, tmp_path)
     assert column(metrics, "checked_frac") == [1, 0.5, 0.5, 0.5]
 
 
-def test_the_sample_finds_a_planted_row_as_often_as_stated(tmp_path):
-    """400 steps that skip; in each one of the 48 rows outside the first mini-batch differs, and six are checked."""
-    settings = config(
-        tmp_path, "data.train_batch_size=12", "rollout.n=8", "actor.ppo_mini_batch_size=6", "actor.old_log_probs=auto",
-        "actor.ppo_micro_batch_size_per_gpu=48",
-    )  # fmt: skip
-    tokens = [[7, 8]] * 96
-    rollout = RolloutBatch([[5]] * 96, tokens, [[-1.0, -2.0]] * 96, ["stop"] * 96, weight_version=0)
-    batch = make_batch(rollout, torch.zeros(96), torch.zeros(96), pad_token_id=0)
-    found, checked = 0, set()
-    for seed in range(400):
-        source = OldLogProbs(settings)
-        source.begin(batch, lambda batch, only: batch.rollout_log_probs, seed=seed)
-        planted = 48 + seed % 48
-
-        def own(batch: Batch, only: torch.Tensor | None, planted: int = planted) -> torch.Tensor:
-            exact = batch.rollout_log_probs.clone()
-            exact[planted, 1] += 1e-3
-            return exact
-
-        source.begin(batch, own, seed=seed)
-        metrics = source.metrics()
-        assert metrics["old_log_probs/find_prob"] == 6 / 48
-        found += int(metrics["old_log_probs/fallback"])
-        assert source.measured is not None
-        if not metrics["old_log_probs/fallback"]:
-            rows = source.measured.known.nonzero()[:, 0].tolist()
-            assert len(rows) == 6 and min(rows) >= 48
-            checked |= set(rows)
-    assert checked == set(range(48, 96))
-    assert abs(found / 400 - 0.125) < 4 * (0.125 * 0.875 / 400) ** 0.5
-
-
 @pytest.mark.verl
 def test_rollout_takes_the_rollouts_log_probs_and_measures_them(folder, tmp_path):
     spoil = {step: [0, 7] for step in range(3)}
@@ -273,15 +237,10 @@ def test_rollout_takes_the_rollouts_log_probs_and_measures_them(folder, tmp_path
     assert all(one["mismatch/abs_max"] > 0 for one in metrics)
     batch = responses(0)
     batch.rollout_log_probs[batch.response_mask] = -3.0
+    trainer.source.compute = lambda batch, only: torch.zeros_like(batch.rollout_log_probs)
     for _ in range(2):
-        own = trainer.source.begin(batch, lambda batch, only: torch.zeros_like(batch.rollout_log_probs), seed=0)
+        own = trainer.source.begin(batch, seed=0)
         assert torch.equal(own, batch.rollout_log_probs)
-
-
-def test_auto_recomputes_every_step_while_there_is_a_mismatch(folder, tmp_path):
-    spoil = {step: [5] for step in range(4)}
-    trainer, metrics, said = run(folder, tmp_path, "actor.old_log_probs=auto", spoil=spoil)
-    assert trainer.passes == [8] * 4 and column(metrics, "fallback") == [0] * 4 and not any(said)
 
 
 def test_a_second_epoch_is_not_taken_for_the_old_policy(folder, tmp_path):
@@ -320,10 +279,3 @@ def test_a_resumed_run_is_as_patient_and_first_recomputes(folder, tmp_path, monk
     clean = resumed(other, Steps(folder, trainer.config), monkeypatch, tmp_path)
     assert clean.source.skipping.skips
     assert column([clean.train_step() for _ in range(2)], "recomputed") == [1, 0]
-
-
-def test_a_checkpoint_without_the_counts_is_read(folder, tmp_path, monkeypatch):
-    keys = ("actor.old_log_probs=auto", "actor.old_log_probs_sample=0")
-    plain, _, _ = run(folder, tmp_path, "actor.old_log_probs=recompute", steps=1)
-    other = Steps(folder, config(tmp_path, *KEYS, "optim.lr=1e-3", "optim.master_dtype=fp32", *keys))
-    assert vars(resumed(plain, other, monkeypatch, tmp_path).source.skipping) == {"clean": 0, "patience": 1}

@@ -11,22 +11,19 @@ from typing import Any
 import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
+from engine_helpers import config
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
+from updating_trainer import updating_trainer
 
 from qarl.kernels.cpu import attention as vllm_attention
-from qarl.kernels.kept import Truncation
-from qarl.metrics.mismatch import PhaseTimer
-from qarl.objectives.settings import Settings
-from qarl.optim.loss_scale import LossScale
+from qarl.kernels.sampling_mask import Truncation
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
-from qarl.tbpo import TBPOConfig
-from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.local import LocalTrainer
-from qarl.trainer.optim import MasterOptimizer
-from qarl.trainer.packing import fill, lay_out, micro_batches
+from qarl.trainer.batch import Batch, fill, lay_out, make_batch, micro_batches
 from qarl.trainer.policy import Policy
+
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
 EXACT = pytest.param(
     "exact",
@@ -95,38 +92,28 @@ def test_a_rows_log_probs_are_those_of_the_row_alone(folders, family, level):
     assert torch.equal(log_probs(make_policy(folders[family], level, packed=False), batch, [order]), alone)
 
 
-def update(policy: Policy, batch: Batch, old: torch.Tensor, **actor: Any) -> tuple[float, list[dict], dict]:
+def update(policy: Policy, batch: Batch, old: torch.Tensor, tmp_path: Path, *keys: str) -> tuple[float, list, dict]:
     """The loss of one mini-batch, TBPO's statistics of its micro-batches, and its FP32 gradients."""
-    trainer: Any = object.__new__(LocalTrainer)
-    keys = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": None, "log_prob_max_token_len_per_gpu": None}
-    trainer.config = SimpleNamespace(actor=SimpleNamespace(**keys | actor), rollout=SimpleNamespace(temperature=1.0))
-    trainer.policy, trainer.timer = policy, PhaseTimer()
-    trainer.objective = Settings(tbpo=TBPOConfig(seq_clip_ratio_high=9.0))
-    trainer.source, trainer.loss_scale = SimpleNamespace(see=lambda *seen: None), LossScale(active=False)
-    settings = SimpleNamespace(
-        name="adamw", lr=0.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, lr_warmup_steps=0, min_lr_ratio=0.0,
-        lr_scheduler_type="constant", muon_lr=0.0, muon_momentum=0.9, master_dtype="fp32",
-    )  # fmt: skip
-    trainer.optimizer = MasterOptimizer(policy.model.named_parameters(), settings, total_training_steps=1, seed=0)
-    found = trainer.backward(batch, old, 0, len(batch))
-    gradients = {name: gradient.clone() for name, gradient in trainer.optimizer.gradients.items()}
-    trainer.optimizer.zero_grad()
-    return sum(one["sum/loss"] for one in found), found, gradients
+    trainer = updating_trainer(config(tmp_path, "actor.seq_clip_ratio_high=9", *keys), policy)
+    statistics, _ = trainer.backward(batch, old, 0, len(batch))
+    return sum(values["sum/loss"] for values in statistics), statistics, trainer.optimizer.gradients
 
 
 @needs_w4a16_cpu
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_the_loss_and_the_gradient_do_not_depend_on_the_micro_batches(folders, family):
+def test_the_loss_and_the_gradient_do_not_depend_on_the_micro_batches(folders, family, tmp_path):
     batch = made_batch()
     old = log_probs(make_policy(folders[family], "model"), batch, [list(range(len(batch)))]) + 0.01
     results = {}
-    for name, packed, actor in (
-        ("all", True, {"ppo_max_token_len_per_gpu": 10_000}),
-        ("few", True, {"ppo_max_token_len_per_gpu": 230}),
-        ("rows", True, {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 2}),
-        ("padded", False, {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 2}),
+    rows = ("actor.ppo_micro_batch_size_per_gpu=null", "actor.log_prob_micro_batch_size_per_gpu=null")
+    dynamic = (*rows, "actor.use_dynamic_bsz=true")
+    for name, packed, keys in (
+        ("all", True, (*dynamic, "actor.ppo_max_token_len_per_gpu=10000")),
+        ("few", True, (*dynamic, "actor.ppo_max_token_len_per_gpu=230")),
+        ("rows", True, ("actor.ppo_micro_batch_size_per_gpu=2",)),
+        ("padded", False, ("actor.ppo_micro_batch_size_per_gpu=2",)),
     ):
-        results[name] = update(make_policy(folders[family], "model", packed=packed), batch, old, **actor)
+        results[name] = update(make_policy(folders[family], "model", packed=packed), batch, old, tmp_path, *keys)
     assert len(results["all"][1]) == 1 and len(results["few"][1]) == 3
     assert results["rows"][0] == results["padded"][0]  # the same rows side by side: the same sums
     loss, _, whole = results["all"]
@@ -153,22 +140,6 @@ def test_every_row_is_in_one_pack_and_no_pack_is_over_the_limit():
     assert fill([], 10) == [] and fill([10], 10) == [[0]]
     with pytest.raises(ValueError, match="a row of 11 tokens does not fit into a micro-batch of 10 tokens"):
         fill([3, 11], 10)
-
-
-@pytest.mark.verl
-def test_packs_are_as_few_and_as_even_as_verls():
-    """verl's own partition of the same lengths, by tokens, apart from ties."""
-    seqlen_balancing = pytest.importorskip("verl.utils.seqlen_balancing")
-    chosen = random.Random(1)
-    for _ in range(50):
-        lengths = [min(1000, max(50, int(chosen.lognormvariate(5, 0.7)))) for _ in range(64)]
-        packs = fill(lengths, 2048)
-        sums = [sum(lengths[row] for row in pack) for pack in packs]
-        theirs = seqlen_balancing.get_seqlen_balanced_partitions(lengths, len(packs), equal_size=False)
-        their_sums = [sum(lengths[row] for row in pack) for pack in theirs]
-        assert max(sums) - min(sums) <= max(their_sums) - min(their_sums) + 0.01 * 2048
-        fewer = seqlen_balancing.get_seqlen_balanced_partitions(lengths, max(len(packs) - 1, 1), equal_size=False)
-        assert len(packs) == 1 or max(sum(lengths[row] for row in pack) for pack in fewer) > 2048
 
 
 def test_a_part_of_the_batch_is_split_into_its_own_rows():
@@ -209,5 +180,5 @@ def test_kept_tokens_are_stored_at_their_rows(folders):
     whole = made_batch()
     with torch.no_grad():
         policy.response_log_probs(whole, slice(0, 8), temperature=1.0, truncation=Truncation(top_k=5))
-    assert torch.equal(batch.kept, whole.kept) and batch.kept[6].any()
+    assert torch.equal(batch.sampling_mask, whole.sampling_mask) and batch.sampling_mask[6].any()
     assert torch.equal(batch.outside, whole.outside) and batch.outside[0].any()

@@ -10,7 +10,7 @@ import torch
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
-from qarl.align.routing import recorded_routing, replays
+from qarl.align.routing import recorded_routing
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
@@ -112,18 +112,3 @@ def test_a_checkpointed_backward_replays_too(folder):
     for name, gradient in plain.items():
         assert torch.equal(gradient, checkpointed[name]), name
         assert math.isfinite(float(gradient.float().norm()))
-
-
-@pytest.mark.parametrize(
-    ("asked", "level", "expected"),
-    [
-        ("auto", "off", True),
-        ("auto", "linears", True),
-        ("auto", "model", False),
-        ("auto", "exact", False),
-        *((("on", level, True)) for level in ("off", "linears", "model", "exact")),
-        *((("off", level, False)) for level in ("off", "linears", "model", "exact")),
-    ],
-)
-def test_which_levels_replay(asked, level, expected):
-    assert replays(asked, level) is expected

@@ -16,8 +16,7 @@ from qarl.metrics.mismatch_limit import MismatchError
 from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
 from qarl.trainer import loop
-from qarl.trainer.loop import run_and_keep, run_steps
-from qarl.trainer.stop import Stop
+from qarl.trainer.loop import Stop, run_and_keep, run_steps
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
 

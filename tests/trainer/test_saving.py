@@ -19,9 +19,8 @@ from qarl.checkpoint.folder import open_checkpoint
 from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
 from qarl.trainer.checkpoints import Checkpoints
-from qarl.trainer.loop import run_and_keep, run_steps
+from qarl.trainer.loop import Stop, run_and_keep, run_steps
 from qarl.trainer.resume import open_run
-from qarl.trainer.stop import Stop
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
 QUIET = ["trainer.logger=[]", "trainer.plots=false", "trainer.report=false", "trainer.test_freq=2"]

@@ -13,7 +13,7 @@ from verl_runs import quickstart
 pytest.importorskip("verl")
 
 
-from qarl.checkpoint.sources import find_checkpoint
+from qarl.checkpoint.open import find_checkpoint
 from qarl.checkpoint.verl_shards import VerlWeights, whole_and_torn
 from qarl.dry_run import dry_run
 from qarl.errors import UserError

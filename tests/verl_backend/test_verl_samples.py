@@ -14,7 +14,7 @@ from qarl.report.samples import read_samples
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import make_batch
 from qarl.trainer.old_log_probs import Measured
-from qarl.trainer.report import log_samples as log_local_samples
+from qarl.trainer.sample_log import log_samples as log_local_samples
 from qarl.verl.plugin.samples import FOLDER, log_samples
 
 PROMPTS, RESPONSES = [[7, 8], [9]], [[1, 2, 3], [4]]
@@ -54,7 +54,7 @@ def test_both_backends_write_the_same_samples(tmp_path: Path, monkeypatch: pytes
     trainer = SimpleNamespace(report=True, total_training_steps=33)
     local: Any = SimpleNamespace(trainer=trainer, run_dir=tmp_path / "local")
     old = torch.tensor([OLD[0], [*OLD[1], 5.0, 5.0]])
-    measured = Measured(old, torch.tensor([True, True]), 0, strict=False)
+    measured = Measured(old, torch.tensor([True, True]))
     log_local_samples(local, 20, batch, measured, TOKENIZER)
     (tmp_path / "verl").mkdir()
     monkeypatch.setenv(FOLDER, str(tmp_path / "verl"))

@@ -27,9 +27,8 @@ import torch.nn.functional as F
 from qarl.kernels.activations import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
 from qarl.kernels.cpu import vllm_ops
 from qarl.kernels.cpu.torch_ops import VllmCpuFP8Linear
-from qarl.kernels.experts.grouped import ExpertsShape, Tensors, route, scheme_of, sizes_of
+from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape, Tensors, route, scheme_of, sizes_of
 from qarl.kernels.layouts import TILES
-from qarl.kernels.registry import prepare_gathered
 
 _LINEARS: dict[str, tuple[Any, ...]] = {
     "w4a16": (vllm_ops.VllmCpuWNA16Linear,),
@@ -61,7 +60,7 @@ class _PreparedOnUse(Sequence[Any]):
 
     def __getitem__(self, expert: Any) -> Any:
         mine = {name: tensor[expert] for name, tensor in self._tensors.items()}
-        return prepare_gathered(self._kernel, mine)
+        return self._kernel.prepare_gathered(mine)
 
 
 class PreparedExperts(NamedTuple):
@@ -69,7 +68,7 @@ class PreparedExperts(NamedTuple):
     down: PreparedProduct
 
 
-class VllmCpuExperts:
+class VllmCpuExperts(ExpertsKernel):
     """Low-bit experts, computed one after another with vLLM's dense CPU kernels."""
 
     name = "vllm_cpu"
@@ -159,7 +158,7 @@ class PreparedBf16Experts(NamedTuple):
     isa: str
 
 
-class VllmCpuBf16Experts:
+class VllmCpuBf16Experts(ExpertsKernel):
     """BF16 experts, computed by `cpu_fused_moe` as in vLLM's CPUUnquantizedExperts and X86CPUUnquantizedExperts."""
 
     name = "vllm_cpu_bf16"

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import BF16Activations, dequantize, quantize_int8
+from qarl.kernels.activations import dequantize, quantize_int8
+from qarl.kernels.base import LinearKernel
 from qarl.kernels.cpu.torch_ops import int8_unavailable
 from qarl.kernels.int4 import dequantize_int4, unpack_int4
 
@@ -46,7 +47,7 @@ class PreparedDequantized(NamedTuple):
     scale: torch.Tensor
 
 
-class CpuW4A8Linear:
+class CpuW4A8Linear(LinearKernel):
     """W4A8 with `torch._int_mm`, one product per group."""
 
     name = "qarl_cpu_w4a8"
@@ -86,7 +87,7 @@ class CpuW4A8Linear:
         return dequantize(*quantize_int8(x))
 
 
-class DequantizedW4A16Linear(BF16Activations):
+class DequantizedW4A16Linear(LinearKernel):
     """W4A16 weights, multiplied in BF16. This is no low-bit product: it is for debugging and for small machines."""
 
     name = "dequantized"

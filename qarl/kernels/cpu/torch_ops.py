@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from qarl.kernels.activations import FP8, dequantize, quantize_fp8, quantize_int8
+from qarl.kernels.base import LinearKernel
 
 ROWS_AT_A_TIME = 256
 """Rows scaled at a time, while their FP32 products are cached. At 4096 rows this saves a third of the time."""
@@ -76,7 +77,7 @@ def int_mm(prepared: PreparedScaled) -> Callable[[torch.Tensor, torch.Tensor], N
     return multiply
 
 
-class TorchInt8Linear:
+class TorchInt8Linear(LinearKernel):
     """W8A8 with `torch._int_mm`."""
 
     name = "torch_int8"
@@ -99,7 +100,7 @@ class TorchInt8Linear:
         return dequantize(*quantize_int8(x))
 
 
-class VllmCpuFP8Linear:
+class VllmCpuFP8Linear(LinearKernel):
     """FP8 with the bits of vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel, by an FP32 matmul or by `_scaled_mm`.
 
     The matmul is used if it gives vLLM's bits on this machine.

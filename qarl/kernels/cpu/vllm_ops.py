@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import BF16Activations, dequantize, quantize_int8_cuda
+from qarl.kernels.activations import dequantize, quantize_int8_cuda
+from qarl.kernels.base import LinearKernel
 from qarl.kernels.cpu.tiles import to_tiles
 from qarl.kernels.cpu.torch_ops import PreparedScaled, int8_linear, int8_unavailable, int_mm
 from qarl.kernels.int4 import VALUES_PER_INT32
@@ -73,7 +74,7 @@ def cpu_ops_missing(operator: str) -> str | None:
     return None
 
 
-class VllmCpuWNA16Linear(BF16Activations):
+class VllmCpuWNA16Linear(LinearKernel):
     """W4A16 by `cpu_gemm_wna16`, the operator of vLLM's CPUWNA16LinearKernel."""
 
     name = "vllm_cpu_wna16"
@@ -118,7 +119,7 @@ class VllmCpuWNA16Linear(BF16Activations):
         return output
 
 
-class VllmCpuInt8Linear:
+class VllmCpuInt8Linear(LinearKernel):
     """W8A8 by a oneDNN product, with the bits of vLLM's CPUInt8ScaledMMLinearKernel."""
 
     name = "vllm_cpu_int8"
@@ -163,7 +164,7 @@ class VllmCpuInt8Linear:
         return dequantize(*_quantize_int8(x))
 
 
-class VllmCpuInt8TilesLinear:
+class VllmCpuInt8TilesLinear(LinearKernel):
     """W8A8 by `int8_scaled_mm_with_quant`, the operator of vLLM's CPUInt8ScaledMMLinearKernel on CPUs with AMX."""
 
     name = "vllm_cpu_int8_tiles"

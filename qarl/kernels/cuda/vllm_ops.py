@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import BF16Activations, dequantize
+from qarl.kernels.activations import dequantize
+from qarl.kernels.base import LinearKernel
 from qarl.kernels.triton.linears import ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
 from qarl.kernels.triton.quantize import dequantize_int4
 from qarl.process import configure_vllm_process, vllm_missing
@@ -143,8 +144,10 @@ def _for_cublas(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor
     return None if CUBLAS_FROM_ROWS is None else (packed, scale)
 
 
-class _PackedLinear(BF16Activations):
+class _PackedLinear(LinearKernel):
     """Base of the two W4A16 kernels."""
+
+    computes_input_gradient = True
 
     @staticmethod
     def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -261,10 +264,14 @@ class VllmMarlinLinear(_PackedLinear):
         return y
 
 
-class _CutlassLinear:
+class _CutlassLinear(LinearKernel):
     """Base of the two 8-bit kernels. `cutlass_scaled_mm` computes (sum * token scale) * weight scale."""
 
-    backward_input = staticmethod(TritonW8A8Linear.backward_input)
+    computes_input_gradient = True
+
+    @staticmethod
+    def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return TritonW8A8Linear.backward_input(grad, tensors)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:

@@ -26,6 +26,7 @@ from qarl.kernels.activations import quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.cpu.experts import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.grouped import (
+    ExpertsKernel,
     ExpertsShape,
     Routing,
     Tensors,
@@ -37,40 +38,14 @@ from qarl.kernels.experts.grouped import (
     sizes_of,
 )
 from qarl.kernels.experts.vllm import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
-from qarl.kernels.registry import Choice, NamedKernel, first_available
+from qarl.kernels.registry import Choice, first_available
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 
 _EIGHT_BIT = ("w8a8", "fp8")
 """Schemes whose activations are quantized."""
 
 
-class ExpertsKernel(NamedKernel, Protocol):
-    """A kernel for expert layers. `prepare` runs once per optimizer step, `forward` in every forward.
-
-    The attributes `prepare_gathered` and `layout` are optional, as for a `LinearKernel`.
-    """
-
-    @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
-        """Return why this kernel cannot be used for experts of this scheme and shape here, or None if it can."""
-
-    @staticmethod
-    def prepare(gate_up: Tensors, down: Tensors) -> Any:
-        """Convert the stacked wire tensors to the layout that `forward` reads."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """x [T, H] BF16, FP32 weights and int32 ids [T, k] -> [T, H] BF16, a new tensor."""
-
-    @staticmethod
-    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize x BF16 [M, K] as this kernel does for an 8-bit scheme.
-
-        Return values [M, K] and FP32 scales [M, 1].
-        """
-
-
-class _GroupedExperts:
+class _GroupedExperts(ExpertsKernel):
     """Experts computed by our grouped products. An expert's output is rounded to BF16, weighted, and rounded again."""
 
     @staticmethod

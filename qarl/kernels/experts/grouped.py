@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from qarl.kernels.activations import dequantize
+from qarl.kernels.base import Kernel
 from qarl.kernels.device import is_gpu
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.reference import grouped_linear
@@ -164,3 +165,37 @@ class ExpertsShape(NamedTuple):
     top_k: int
     hidden: int
     intermediate: int
+
+
+class ExpertsKernel(Kernel):
+    """A kernel for layers of experts."""
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+        """Return why this kernel cannot be used for experts of this scheme and shape here, or None if it can."""
+        raise NotImplementedError
+
+    @staticmethod
+    def prepare(gate_up: Tensors, down: Tensors) -> Any:
+        """Convert the stacked wire tensors to what `forward` reads. This runs once per optimizer step."""
+        raise NotImplementedError
+
+    @classmethod
+    def prepare_gathered(cls, gate_up: Tensors, down: Tensors) -> Any:
+        """Do the same for stacks that FSDP2 gathers in every forward. Some kernels have a cheaper way."""
+        return cls.prepare(gate_up, down)
+
+    @classmethod
+    def forward(
+        cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Any
+    ) -> torch.Tensor:
+        """x [T, H] BF16, FP32 weights and int32 ids [T, k] -> [T, H] BF16, a new tensor."""
+        raise NotImplementedError
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize x BF16 [M, K] as this kernel does for an 8-bit scheme.
+
+        Return values [M, K] and FP32 scales [M, 1].
+        """
+        raise NotImplementedError

@@ -24,18 +24,16 @@ import importlib
 import os
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from qarl.kernels.cuda.marlin import CODES, SCALES, to_marlin
 from qarl.kernels.cuda.vllm_ops import uint4b8, why_not_here
+from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape
 from qarl.kernels.layouts import MARLIN
 from qarl.vllm_versions.differences import describe_experts, moe_sum
 from qarl.vllm_versions.functions import why_unusable
-
-if TYPE_CHECKING:
-    from qarl.kernels.experts.grouped import ExpertsShape
 
 _OPS = "vllm._custom_ops"
 _UTILS = "vllm.model_executor.layers.quantization.utils"
@@ -158,7 +156,7 @@ def _silu() -> Any:
     return importlib.import_module(f"{_MOE}.activation").MoEActivation.SILU
 
 
-class VllmMarlinExperts:
+class VllmMarlinExperts(ExpertsKernel):
     """W4A16 by `fused_marlin_moe`. As in MarlinExperts, vLLM's `moe_sum` adds up a token's experts."""
 
     name = "vllm_marlin_experts"
@@ -224,7 +222,7 @@ def _no_columns(experts: int, device: torch.device) -> torch.Tensor:
     return torch.empty(experts, 0, dtype=torch.int32, device=device)
 
 
-class _EightBitExperts:
+class _EightBitExperts(ExpertsKernel):
     """Base of the two 8-bit kernels."""
 
     @staticmethod

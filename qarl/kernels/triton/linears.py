@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from qarl.kernels.activations import BF16Activations
+from qarl.kernels.base import LinearKernel
 from qarl.kernels.device import capability, has_gpu, is_gpu
 
 MIN_CAPABILITY = {"bf16": (8, 0), "w4a16": (8, 0), "w8a8": (8, 0), "fp8": (9, 0)}
@@ -55,8 +55,9 @@ def unavailable(scheme_name: str, device: torch.device) -> str | None:
     return None
 
 
-class _TritonLinear:
+class _TritonLinear(LinearKernel):
     name = "triton"
+    computes_input_gradient = True
     batch_invariant = False
 
     @staticmethod
@@ -64,7 +65,7 @@ class _TritonLinear:
         return unavailable(scheme_name, device)
 
 
-class TritonW4A16Linear(_TritonLinear, BF16Activations):
+class TritonW4A16Linear(_TritonLinear):
     """int4 weights, dequantized in registers, or with many rows in a transient buffer (w4a16.py)."""
 
     prepared = PackedWeight

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,19 @@ class PublishReport:
     def quantized_ratio(self) -> float:
         """Bytes of the quantized layers as a share of their BF16 bytes (1 if nothing is quantized)."""
         return self.quantized_bytes / self.quantized_bf16_bytes if self.quantized_bf16_bytes else 1.0
+
+    def metrics(self, quantizing: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics `publish/*`: bytes, the ratio of bytes to BF16 in the quantized layers, changed words, and
+        seconds by phase.
+
+        `quantizing`: seconds of the quantizer by phase, summed over all optimizer steps of the training step."""
+        sizes = {
+            "publish/mbytes": self.sent_bytes / 1e6,
+            "publish/quantized_ratio": self.quantized_ratio,
+            "publish/delta": float(self.is_delta),
+        }
+        seconds = {f"publish/{phase}_s": value for phase, value in {**quantizing, **self.seconds}.items()}
+        return sizes | self.changed | seconds
 
 
 def expected_manifest(

@@ -1,8 +1,8 @@
 """Compares the engine's log-probs with the actor's own rounding noise (`qarl.align.noise`), before the first update.
 
-It takes three forwards without gradients of each rank's first micro-batch, once per start. As in `qarl.trainer.probe`
-the forward multiplies by the published tensors and, on a CPU, has the arithmetic of level `model` where that exists,
-also at `linears` and `off`. It does not
+It takes three forwards without gradients of each rank's first micro-batch, once per start. As in
+`qarl.trainer.mismatch_watch`, the forward multiplies by the published tensors and, on a CPU, has the arithmetic of
+level `model` where that exists, also at `linears` and `off`. It does not
 
 - for experts that are not quantized: their replacements are made before FSDP2 shards them
 - if an engine has several workers (`qarl.align.model.split_unavailable`)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
+from qarl.optim.muon import shard_axis
 from qarl.optim.optimizer import MuonAdamW
-from qarl.optim.shards import shard_axis
 
 KEYS = {"optimizer_impl": MuonAdamW.__module__, "optimizer": MuonAdamW.__name__}
 """Values of verl's keys under `actor_rollout_ref.actor.optim` that choose this optimizer."""

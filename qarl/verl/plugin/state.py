@@ -21,7 +21,7 @@ import torch
 from qarl.checkpoint.json_file import write_json
 from qarl.checkpoint.verl_shards import load_part, refuse_code
 from qarl.errors import UserError
-from qarl.optim.shards import local_part
+from qarl.optim.muon import local_part
 from qarl.rollout.publish.checksum import checksums
 
 State = dict[str, str]

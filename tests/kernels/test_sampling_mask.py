@@ -9,8 +9,8 @@ import pytest
 import torch
 from checkout import ROOT
 
-from qarl.kernels.kept import Truncation, find_kept, kept_tokens, pack, packed_width, unpack
-from qarl.kernels.logprob import chosen_kept, chosen_log_probs, log_probs_of_logits
+from qarl.kernels.logprob import LogitsInBlocks, chosen_log_probs, log_probs_of_logits
+from qarl.kernels.sampling_mask import Truncation, pack, packed_sampling_mask, packed_width, sampling_mask, unpack
 
 INF = math.inf
 
@@ -42,12 +42,12 @@ HALVES = torch.tensor([[5.0, 4.0, 3.0, 2.0, 2.0]]) * math.log(2)
     ],
 )
 def test_kept_tokens_by_hand(truncation, expected):
-    assert sets(kept_tokens(HALVES, truncation)) == [expected]
+    assert sets(sampling_mask(HALVES, truncation)) == [expected]
     assert truncation.active == (truncation.top_p < 1 or truncation.top_k > 0)
 
 
 def test_of_two_likeliest_tokens_the_tiniest_top_p_keeps_one():
-    kept = kept_tokens(torch.zeros(3, 7), Truncation(top_p=1e-6))
+    kept = sampling_mask(torch.zeros(3, 7), Truncation(top_p=1e-6))
     assert kept.sum(1).tolist() == [1, 1, 1]
 
 
@@ -70,12 +70,12 @@ def test_the_set_is_vllms_and_so_are_the_log_probs(top_p, top_k, temperature):
         p = torch.full((24,), top_p) if top_p < 1 else None
         masked = apply_top_k_top_p_pytorch(scaled.clone(), k, p, allow_cpu_sync=True)
         truncation = Truncation(top_p, top_k)
-        assert torch.equal(kept_tokens(scaled, truncation), masked > -INF)
+        assert torch.equal(sampling_mask(scaled, truncation), masked > -INF)
 
         tokens = masked.argmax(-1)
-        packed, outside = find_kept(logits, tokens, truncation, temperature=temperature)
+        packed, outside = packed_sampling_mask(logits, tokens, truncation, temperature=temperature)
         assert not outside.any()
-        log_probs, _ = log_probs_of_logits(logits, tokens, temperature=temperature, kept=packed)
+        log_probs, _ = log_probs_of_logits(logits, tokens, temperature=temperature, mask=packed)
         theirs = masked.log_softmax(-1, dtype=torch.float32).gather(1, tokens[:, None])[:, 0]
         assert torch.equal(log_probs, theirs)
 
@@ -96,15 +96,15 @@ def test_the_lowest_bit_comes_first():
 def test_log_probs_over_the_kept_tokens_by_hand():
     kept = pack(torch.tensor([[True, True, False, False, False], [True, False, False, True, True]]))
     logits, tokens = HALVES.expand(2, 5), torch.tensor([1, 3])
-    log_probs, _ = log_probs_of_logits(logits, tokens, temperature=1.0, kept=kept)
+    log_probs, _ = log_probs_of_logits(logits, tokens, temperature=1.0, mask=kept)
     assert log_probs.tolist() == pytest.approx([math.log(1 / 3), math.log(1 / 10)], abs=1e-6)
 
 
 def test_a_sampled_token_outside_is_kept_and_counted():
     tokens = torch.tensor([4])
-    packed, outside = find_kept(HALVES, tokens, Truncation(top_p=0.4), temperature=1.0)
+    packed, outside = packed_sampling_mask(HALVES, tokens, Truncation(top_p=0.4), temperature=1.0)
     assert outside.tolist() == [True] and sets(unpack(packed, 5)) == [[0, 4]]
-    log_probs, _ = log_probs_of_logits(HALVES, tokens, temperature=1.0, kept=packed)
+    log_probs, _ = log_probs_of_logits(HALVES, tokens, temperature=1.0, mask=packed)
     assert log_probs.item() == pytest.approx(math.log(1 / 9), abs=1e-6)
 
 
@@ -117,14 +117,14 @@ def test_logits_that_are_off_by_rounding_lose_no_sampled_token(truncation, tempe
     engine = (torch.randn(4000, 300, generator=generator) * 2).bfloat16()
     steps = torch.randint(-1, 2, engine.shape, generator=generator)
     trainer = (engine.view(torch.int16) + steps.to(torch.int16)).view(torch.bfloat16)
-    allowed = kept_tokens(engine.float() / temperature, truncation)
+    allowed = sampling_mask(engine.float() / temperature, truncation)
     theirs = (engine.float() / temperature).masked_fill(~allowed, -INF).log_softmax(-1)
     tokens = theirs.exp().multinomial(1, generator=generator)[:, 0]
-    packed, outside = find_kept(trainer, tokens, truncation, temperature=temperature)
-    mine = kept_tokens(trainer.float() / temperature, truncation)
+    packed, outside = packed_sampling_mask(trainer, tokens, truncation, temperature=temperature)
+    mine = sampling_mask(trainer.float() / temperature, truncation)
     assert outside.any() and torch.equal(outside, ~mine.gather(1, tokens[:, None])[:, 0])
     leaf = trainer.detach().requires_grad_()
-    log_probs, _ = log_probs_of_logits(leaf, tokens, temperature=temperature, kept=packed)
+    log_probs, _ = log_probs_of_logits(leaf, tokens, temperature=temperature, mask=packed)
     assert log_probs.isfinite().all()
     log_probs.sum().backward()
     assert leaf.grad is not None and leaf.grad.isfinite().all()
@@ -151,8 +151,8 @@ def test_the_measured_table():
 
 def test_the_temperature_comes_first():
     """At a temperature of 1/2 probabilities are 16 : 4 : 1 : 1/4 : 1/4, the first 74%."""
-    assert find_kept(HALVES, torch.tensor([0]), Truncation(top_p=0.7), temperature=0.5)[0].tolist() == [[1]]
-    assert find_kept(HALVES, torch.tensor([0]), Truncation(top_p=0.7), temperature=1.0)[0].tolist() == [[3]]
+    assert packed_sampling_mask(HALVES, torch.tensor([0]), Truncation(top_p=0.7), temperature=0.5)[0].tolist() == [[1]]
+    assert packed_sampling_mask(HALVES, torch.tensor([0]), Truncation(top_p=0.7), temperature=1.0)[0].tolist() == [[3]]
 
 
 @pytest.mark.parametrize("rows", [None, 17, 100])
@@ -162,9 +162,10 @@ def test_the_gradient_over_the_kept_tokens_against_float64(rows):
     hidden = torch.randn(60, 32, generator=generator).bfloat16().requires_grad_()
     weight = (torch.randn(301, 32, generator=generator) / 2).bfloat16().requires_grad_()
     tokens, weights = torch.randint(301, (60,), generator=generator), torch.randn(60, generator=generator)
-    packed, outside = chosen_kept(hidden, weight, tokens, Truncation(top_p=0.8, top_k=40), temperature=0.7)
+    logits = LogitsInBlocks(hidden, weight)
+    packed, outside = logits.sampling_mask(tokens, Truncation(top_p=0.8, top_k=40), temperature=0.7)
     assert 0 < int(outside.sum()) < 60
-    log_probs, _ = chosen_log_probs(hidden, weight, tokens, temperature=0.7, rows=rows, kept=packed)
+    log_probs, _ = chosen_log_probs(hidden, weight, tokens, temperature=0.7, rows=rows, mask=packed)
     assert log_probs.isfinite().all()
     ours = torch.autograd.grad((log_probs * weights).sum(), (hidden, weight))
 
@@ -182,5 +183,5 @@ def test_without_a_mask_nothing_changes():
     logits = torch.randn(9, 33, generator=torch.Generator().manual_seed(2)).bfloat16()
     tokens = torch.arange(9)
     everything = pack(torch.ones(9, 33, dtype=torch.bool))
-    plain, over_all = (log_probs_of_logits(logits, tokens, temperature=0.9, kept=k)[0] for k in (None, everything))
+    plain, over_all = (log_probs_of_logits(logits, tokens, temperature=0.9, mask=k)[0] for k in (None, everything))
     assert torch.equal(plain, over_all)

@@ -10,8 +10,8 @@ to FP32 and divided by the temperature. Then:
 On GPUs, vLLM 0.24 finds top-p's threshold for 8 rows and more with a Triton kernel that does not sort. Close to the
 threshold it keeps other tokens: under Triton's interpreter up to 2e-4 of a row's probability, for top_p >= 0.99.
 
-The kept tokens are computed once, with the old log-probs, and do not change during the update. Computed again after an
-optimizer step, they could exclude a sampled token, and its log-prob would be -inf.
+The mask is computed once, with the old log-probs, and does not change during the update. Computed again after an
+optimizer step, it could exclude a sampled token, and its log-prob would be -inf.
 
 A mask has one bit per entry of the vocabulary: `packed_width(V)` bytes per response token, or 19 KB at V = 152k.
 """
@@ -35,7 +35,7 @@ class Truncation:
         return self.top_p < 1 or self.top_k > 0
 
 
-def kept_tokens(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+def sampling_mask(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     """Return bool [T, V]: whether a token can be sampled. `scaled`: logits / temperature, FP32 [T, V]."""
     top_k = truncation.top_k if 0 < truncation.top_k < scaled.shape[1] else None
     if truncation.top_p >= 1:
@@ -47,15 +47,15 @@ def kept_tokens(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
         ascending = ascending.masked_fill(ascending < ascending[:, -top_k, None], -torch.inf)
     # The engine, too, subtracts an FP32 top_p from 1.
     rest = 1 - torch.tensor(truncation.top_p, dtype=torch.float32, device=scaled.device)
-    kept = ascending.softmax(dim=-1).cumsum(dim=-1) > rest
-    kept[:, -1] = True
-    return torch.empty_like(kept).scatter_(1, index, kept)
+    mask = ascending.softmax(dim=-1).cumsum(dim=-1) > rest
+    mask[:, -1] = True
+    return torch.empty_like(mask).scatter_(1, index, mask)
 
 
-def pack(kept: torch.Tensor) -> torch.Tensor:
+def pack(mask: torch.Tensor) -> torch.Tensor:
     """Bool [T, V] -> uint8 [T, packed_width(V)], lowest bit first."""
-    padded = torch.nn.functional.pad(kept, (0, -kept.shape[1] % 8)).view(len(kept), -1, 8)
-    return (padded * _bits(kept.device)).sum(-1, dtype=torch.uint8)
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 8)).view(len(mask), -1, 8)
+    return (padded * _bits(mask.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _bits(device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def find_kept(
+def packed_sampling_mask(
     logits: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the packed mask of each row of logits [T, V], and bool [T]: whether the sampled token was added to its
@@ -81,7 +81,7 @@ def find_kept(
 
     It is added if the computed mask lacks it.
     """
-    kept = kept_tokens(logits.float() / temperature, truncation)
-    outside = ~kept.gather(1, tokens[:, None])[:, 0]
-    kept.scatter_(1, tokens[:, None], True)
-    return pack(kept), outside
+    mask = sampling_mask(logits.float() / temperature, truncation)
+    outside = ~mask.gather(1, tokens[:, None])[:, 0]
+    mask.scatter_(1, tokens[:, None], True)
+    return pack(mask), outside

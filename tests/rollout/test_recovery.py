@@ -1,19 +1,18 @@
-"""The local trainer under every short sequence of publish failures, with and without rebuild_on_failure."""
+"""`EngineRecovery` under every short sequence of publish failures, with and without rebuild_on_failure."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from types import SimpleNamespace
 
 import pytest
 
-from qarl.metrics.mismatch import PhaseTimer
 from qarl.rollout.engine import EngineFailed
 from qarl.rollout.publish.wire import TransferFailed
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
-from qarl.trainer.local import LocalTrainer
+from qarl.rollout.recovery import EngineRecovery
 
+TENSORS: list[tuple[str, object]] = []
 FAILURES = {
     "transfer": lambda: TransferFailed("damaged"),
     "disk": lambda: OSError(5, "input/output error"),
@@ -42,13 +41,8 @@ class FakeEngine:
         self.rebuilt += 1
 
 
-def trainer_with(engine: FakeEngine, *, rebuild_on_failure: bool) -> LocalTrainer:
-    trainer = object.__new__(LocalTrainer)
-    trainer.config = SimpleNamespace(rollout=SimpleNamespace(rebuild_on_failure=rebuild_on_failure))
-    trainer.engine, trainer.timer = engine, PhaseTimer()
-    trainer.policy = SimpleNamespace(quantize=lambda: ["tensors"])
-    trainer.step, trainer.rebuilds = 7, 0
-    return trainer
+def publish(recovery: EngineRecovery) -> object:
+    return recovery.publish(TENSORS, version=7)
 
 
 def attempts_allowed(sequence: tuple[str, ...], rebuild: bool) -> int:
@@ -73,17 +67,17 @@ SEQUENCES = [sequence for length in (0, 1, 2, 3) for sequence in itertools.produ
 @pytest.mark.parametrize("sequence", SEQUENCES, ids="-".join)
 def test_every_sequence_of_failures(sequence, rebuild, capsys):
     engine = FakeEngine(*sequence)
-    trainer = trainer_with(engine, rebuild_on_failure=rebuild)
+    recovery = EngineRecovery(engine, rebuild_on_failure=rebuild)
     survived = attempts_allowed(sequence, rebuild)
     if survived == len(sequence):
-        assert trainer.publish() == "report"
-        assert engine.published == [(["tensors"], 7)]
+        assert publish(recovery) == "report"
+        assert engine.published == [(TENSORS, 7)]
     else:
         with pytest.raises(type(FAILURES[sequence[survived]]())) as error:
-            trainer.publish()
+            publish(recovery)
         assert error.value is engine.raised[-1] and len(engine.raised) == survived + 1
         assert engine.published == []
-    assert engine.rebuilt == trainer.rebuilds == sum(kind in ("reload", "engine") for kind in sequence[:survived])
+    assert engine.rebuilt == recovery.rebuilds == sum(kind in ("reload", "engine") for kind in sequence[:survived])
     assert capsys.readouterr().err.count("is restarted") == engine.rebuilt
 
 
@@ -100,12 +94,12 @@ def test_every_sequence_of_failures(sequence, rebuild, capsys):
 )
 def test_sequences_by_hand(sequence, rebuild, survived, rebuilt):
     engine = FakeEngine(*sequence)
-    trainer = trainer_with(engine, rebuild_on_failure=rebuild)
+    recovery = EngineRecovery(engine, rebuild_on_failure=rebuild)
     if survived:
-        trainer.publish()
+        publish(recovery)
     else:
         with pytest.raises((TransferFailed, ReloadFailed, OSError)):
-            trainer.publish()
+            publish(recovery)
     assert engine.rebuilt == rebuilt
 
 
@@ -113,7 +107,7 @@ def test_no_engine_is_started_that_would_have_the_same_fault():
     engine = FakeEngine()
     engine.failures = [TensorsMoved("moved", why="the graphs would use memory that was freed")]
     with pytest.raises(TensorsMoved, match=r"fix: set rollout\.enforce_eager=true"):
-        trainer_with(engine, rebuild_on_failure=True).publish()
+        publish(EngineRecovery(engine, rebuild_on_failure=True))
     assert engine.rebuilt == 0
 
 
@@ -129,7 +123,7 @@ def test_the_error_keeps_nothing_of_the_lost_engine_while_another_starts(monkeyp
         models.append(weakref.ref(model))
         raise RuntimeError("vLLM failed")
 
-    def publish(tensors, *, version):
+    def fail_once(tensors, *, version):
         if models:
             return "report"
         try:
@@ -137,6 +131,6 @@ def test_the_error_keeps_nothing_of_the_lost_engine_while_another_starts(monkeyp
         except RuntimeError as error:
             raise ReloadFailed("lost", why="vLLM failed") from error
 
-    engine.publish, engine.rebuild = publish, lambda: left.append(models[0]())
-    assert trainer_with(engine, rebuild_on_failure=True).publish() == "report"
+    engine.publish, engine.rebuild = fail_once, lambda: left.append(models[0]())
+    assert publish(EngineRecovery(engine, rebuild_on_failure=True)) == "report"
     assert left == [None]

@@ -1,4 +1,4 @@
-"""Writes the report of a local run during the run: samples of a step's batch, and the page.
+"""Write the report of a local run during the run: samples of a step's batch, and the page.
 
 If the report cannot be written, the run continues. `qarl report` can write it later from metrics.jsonl.
 """
@@ -16,11 +16,11 @@ from qarl.trainer.batch import Batch
 from qarl.trainer.old_log_probs import Measured
 
 
-def log_samples(config: Config, step: int, batch: Batch, measured: Measured | None, tokenizer: Any) -> None:
+def log_samples(config: Config, step: int, batch: Batch, measured: Measured, tokenizer: Any) -> None:
     """Append some responses of `step` to samples.jsonl, if `is_logged` chooses this step.
 
     `measured`: the trainer's log-probs before the update. Responses that have none are not chosen."""
-    if not config.trainer.report or measured is None or not is_logged(step, config.trainer.total_training_steps):
+    if not config.trainer.report or not is_logged(step, config.trainer.total_training_steps):
         return
     lengths = batch.response_mask.sum(1).tolist()
     differences = (measured.log_probs - batch.rollout_log_probs).cpu()

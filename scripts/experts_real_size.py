@@ -35,7 +35,7 @@ import psutil
 import torch
 from workers_engine import WorkersEngine
 
-from qarl.align.routing import known_routing
+from qarl.align.router_replay import known_routing
 from qarl.bench.sources import find_model
 from qarl.checkpoint.json_file import write_json
 from qarl.checks.memory import estimate

@@ -130,10 +130,10 @@ def refusals_off(model: Model) -> Iterator[None]:
         "qarl.checks.model.check_config_keys": lambda config: None,
         "qarl.checks.model.check_checkpoint_layers": lambda model, family: None,
         "qarl.align.model.check_config_keys": lambda config: None,
-        "qarl.align.rows.check_arguments": lambda model: None,
+        "qarl.align.packed_attention.check_arguments": lambda model: None,
     }
     if "attn_logit_softcapping" in model.changes:
-        off["qarl.align.rows._needs_scores"] = lambda given: False
+        off["qarl.align.packed_attention._needs_scores"] = lambda given: False
     with contextlib.ExitStack() as stack:
         for name, function in off.items() if model.wrong or "alibi" in model.changes else ():
             stack.enter_context(mock.patch(name, function))

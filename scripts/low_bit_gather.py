@@ -164,8 +164,8 @@ def memory(field: str) -> int:
 
 def count_in_cpu_time() -> None:
     """Make the phases of quantization count CPU time, and count each expert's conversion, made where it is used."""
-    from qarl.kernels.cpu import experts
-    from qarl.quant import phases as module
+    from qarl.kernels.experts import cpu as experts
+    from qarl.quant import timing as module
 
     phases: Any = module
     phases.time = SimpleNamespace(perf_counter=time.thread_time)
@@ -178,7 +178,7 @@ def cost(kind: str, scheme: str, *, former: bool) -> dict[str, Any]:
 
     from qarl.kernels.cpu.vllm_ops import cpu_ops_missing
     from qarl.quant.convert import invalidate_quantized
-    from qarl.quant.phases import measure_phases
+    from qarl.quant.timing import measure_phases
 
     cpu_ops_missing("cpu_gemm_wna16")  # imports vLLM, if it is installed
     count_in_cpu_time()

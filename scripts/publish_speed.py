@@ -24,7 +24,7 @@ import torch
 
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
 from qarl.quant.convert import invalidate_quantized
-from qarl.quant.phases import measure_phases
+from qarl.quant.timing import measure_phases
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 
 PROMPTS = [[3 + i % 50, 5, 8 + i % 40, 4] for i in range(8)]

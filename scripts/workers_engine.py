@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qarl.quant.meta import default_dtype_kept
+from qarl.quant.meta_model import default_dtype_kept
 from qarl.rollout import engine
 from qarl.rollout.engine import EngineConfig, RolloutEngine
 from qarl.rollout.publish.manifest import Manifest, check_same_layers, expected_manifest

@@ -2,7 +2,7 @@
 
 transformers' classes call the function that is registered for their attention with keyword arguments. transformers'
 `sdpa` ignores those that it does not know, such as Gemma 2's `softcap`. So QaRL reads the names in the source of the
-model's class, and refuses those that `qarl.align.rows` does not apply.
+model's class, and refuses those that `qarl.align.packed_attention` does not apply.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ APPLIED = frozenset(
     {"query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal", "position_ids"}
     | {"sliding_window", "softcap", "s_aux"}
 )
-"""Keyword arguments of an attention function that `qarl.align.rows.rows_attention` applies."""
+"""Keyword arguments of an attention function that `qarl.align.packed_attention.rows_attention` applies."""
 WITHOUT_SDPA = ("softcap", "s_aux")
 """Arguments that PyTorch's scaled_dot_product_attention does not have: a cap of the scores, and sinks."""
 _QUERIES = 1024

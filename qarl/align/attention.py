@@ -3,9 +3,9 @@
     qarl_fp32     PyTorch, with FP32 products of the BF16 operands (level `model`)
     qarl_engine   vLLM's own operator (level `exact`)
 
-Both compute each row by itself (`qarl.align.rows`), so a row's bits depend neither on other rows nor on padding or
-packing. Both round queries, keys and values to BF16 first, because the aligned rotary embedding (`qarl.align.blocks`)
-and a key-value cache return FP32. Their gradients are those of unrounded FP32 attention.
+Both compute each row by itself (`qarl.align.packed_attention`), so a row's bits depend neither on other rows nor on
+padding or packing. Both round queries, keys and values to BF16 first, because the aligned rotary embedding
+(`qarl.align.blocks`) and a key-value cache return FP32. Their gradients are those of unrounded FP32 attention.
 
 vLLM's CPU kernel has two variants. Both sum in FP32 and round the output once. `qarl_fp32` follows the variant that
 vLLM uses on this CPU:
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qarl.align.arguments import check_plain
-from qarl.align.rows import in_rows, lengths_of_rows, rows_mask
+from qarl.align.packed_attention import in_rows, lengths_of_rows, rows_mask
 from qarl.kernels.cpu import attention as vllm_attention
 
 FP32_ATTENTION = "qarl_fp32"
@@ -55,7 +55,8 @@ def fp32_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return attention as BF16 [B, T, H, D]. `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
 
-    Attention is causal if `attention_mask` is None. `kwargs` may contain the lengths of the rows (`qarl.align.rows`).
+    Attention is causal if `attention_mask` is None. `kwargs` may contain the lengths of the rows
+    (`qarl.align.packed_attention`).
     """
     check_plain("model", module, kwargs)
     tiles = not dropout and vllm_attention.uses_tiles(query.device.type, query.shape[-1])

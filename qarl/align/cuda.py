@@ -30,8 +30,8 @@ from torch.autograd.function import once_differentiable
 
 from qarl.align.arguments import check_plain
 from qarl.align.blocks import align_module
+from qarl.align.packed_attention import Lengths, in_rows, lengths_of_rows, rows_mask, varlen_attention
 from qarl.align.rotary import head_size_of
-from qarl.align.rows import Lengths, in_rows, lengths_of_rows, rows_mask, varlen_attention
 from qarl.kernels.cpu import rotary as vllm_rotary
 from qarl.kernels.cuda import contracts, flash, layer_ops
 

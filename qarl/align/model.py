@@ -29,17 +29,17 @@ from qarl.align.blocks import AlignedDecoderLayer, AlignedRMSNorm, align_module
 from qarl.align.config_keys import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
+from qarl.align.packed_attention import use_rows_attention
 from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
-from qarl.align.routing import AlignedRouter, routers
-from qarl.align.rows import use_rows_attention
+from qarl.align.router_replay import AlignedRouter, routers
 from qarl.errors import UserError
 from qarl.kernels.cpu import attention as vllm_attention
 from qarl.process import vllm_unusable, vllm_without_device
+from qarl.quant.expert_names import stacked_experts
 from qarl.quant.experts import QuantExperts
 from qarl.quant.fsdp import ShardedQuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import get_scheme
-from qarl.quant.stacks import stacked_experts
 
 LEVELS = ("off", "linears", "model", "exact")
 

@@ -5,7 +5,7 @@ Rows are processed in blocks:
     logits = bf16(hidden @ weight.T)      the engine, too, samples from BF16 logits
     y = log_softmax(fp32(logits) / temperature)[token]
 
-If the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`).
+If the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.sampling_mask`).
 
 `log_probs_of_logits` does the same with all logits at once. Its results are the same bit for bit if the BF16 product of
 a row does not depend on other rows, as in PyTorch on CPU from 17 rows on. Only the gradient of `weight` can differ in
@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from qarl.kernels.kept import Truncation, find_kept, packed_width, unpack
+from qarl.kernels.sampling_mask import Truncation, find_kept, packed_width, unpack
 
 LOGITS_AT_A_TIME = 2**27
 """Number of logits in a block. The backward of a block needs 2.3 GiB for them."""

@@ -18,7 +18,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.kernels import reference
-from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
+from qarl.kernels.cpu.qarl_linears import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
 from qarl.kernels.cuda.vllm_ops import VllmCutlassFP8Linear, VllmCutlassInt8Linear, VllmMacheteLinear, VllmMarlinLinear
@@ -41,7 +41,7 @@ class LinearKernel(NamedKernel, Protocol):
         backward_input(grad, tensors)    dX BF16 [M, K] from grad BF16 [M, N], any strides, and the wire tensors
         prepare_gathered(tensors)        a cheaper `prepare`, for weights that FSDP2 gathers in every forward
         dequantized_weight(prepared)     the BF16 weight [N, K] within what `prepare` returned, for the backward
-        layout                           a `qarl.kernels.layouts.Layout` of int4 weights, which `prepare` also accepts
+        layout                           a `qarl.kernels.int4_layouts.Layout`, which `prepare` also accepts (int4)
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """QuantExperts: all experts of a layer. The forward multiplies by the engine's low-bit tensors.
 
     forward   y = sum over a token's experts of w * down(silu(gate(x)) * up(x))    a kernel of qarl.kernels.experts
-    backward  straight-through, for x, both stacks and the router's weights w      see qarl.kernels.experts.fused
+    backward  straight-through, for x, both stacks and the router's weights w      see qarl.kernels.experts.autograd
 
 The module replaces transformers' experts, as `QuantLinear` replaces a linear. It keeps the two stacked parameters and
 their names. transformers' registry of functions for experts is not used, because it has one function for all layers,
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.experts.fused import (
+from qarl.kernels.experts.autograd import (
     ExpertsKernel,
     ExpertsWeights,
     LowBitExperts,
@@ -32,11 +32,11 @@ from qarl.kernels.experts.fused import (
     fused_experts,
 )
 from qarl.kernels.experts.grouped import ExpertsShape
-from qarl.quant.marks import Mark
-from qarl.quant.phases import phase
+from qarl.quant.expert_names import STACKS, matrices
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
-from qarl.quant.stacks import STACKS, matrices
+from qarl.quant.staleness import Mark
+from qarl.quant.timing import phase
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,11 +21,11 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice, LinearKernel, choose_linear_kernel, own_backward_input
-from qarl.quant.marks import Mark
-from qarl.quant.phases import phase
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
+from qarl.quant.staleness import Mark
 from qarl.quant.tensor import QuantizedTensor
+from qarl.quant.timing import phase
 
 
 class _StraightThroughLinear(torch.autograd.Function):

@@ -11,7 +11,7 @@ is rounded to the weight's dtype:
 
 For int4, integer arithmetic on the bits gets the same results in a third of the time. Do not compile this code, because
 a compiler that keeps BF16 intermediates in FP32 would change the results. It needs a little-endian machine. On GPUs one
-fused kernel replaces it if both give equal bits (`qarl.quant.fused`).
+fused kernel replaces it if both give equal bits (`qarl.quant.triton_quantizer`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.quant.fused import fused_quantizer
-from qarl.quant.phases import phase
 from qarl.quant.scheme import QuantArgs, Scheme
 from qarl.quant.tensor import QuantizedTensor
+from qarl.quant.timing import phase
+from qarl.quant.triton_quantizer import fused_quantizer
 
 _HALF_RANGE = {(4, "int"): 7.5, (8, "int"): 127.5, (8, "float"): 448.0}
 """(num_bits, type) -> half the range. For int4 this is half of the 15 steps from -8 to 7, so -absmax gets the code -8

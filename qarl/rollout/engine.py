@@ -26,18 +26,18 @@ import torch
 
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
-from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
+from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout.engine_config import EngineConfig, llm_arguments
-from qarl.rollout.gpu import check_free_memory, check_not_batch_invariant, eager, release_unused_memory
+from qarl.rollout.gpu_sharing import check_free_memory, check_not_batch_invariant, eager, release_unused_memory
+from qarl.rollout.kernel_prediction import own_kernels
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
-from qarl.rollout.sampled import fingerprint
+from qarl.rollout.response_fingerprint import fingerprint
 from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
-from qarl.rollout.vllm_plugin.asked import asked_for
-from qarl.rollout.vllm_rules import own_kernels
+from qarl.rollout.vllm_plugin.kernel_request import asked_for
 from qarl.vllm_versions.differences import loaded_model, release_memory_pools
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.head import check_head_dtype
@@ -64,8 +64,8 @@ class RolloutBatch:
     a response's KV cache for other requests and computed it again later. `routed_experts`: for each response, the
     experts that each router chose, in its order: [tokens - 1, layers, k], for all tokens of prompt and response except
     the last. The dtype is uint8, or int16 if a layer has more than 256 experts. A dense layer has zeros. `sampled`: the
-    fingerprint of each response (`qarl.rollout.sampled`), by which a batch knows that nobody has changed it; None if it
-    does not come from an engine."""
+    fingerprint of each response (`qarl.rollout.response_fingerprint`), by which a batch knows that nobody has changed
+    it; None if it does not come from an engine."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]

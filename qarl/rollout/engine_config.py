@@ -9,8 +9,8 @@ import torch
 
 from qarl.errors import UserError
 from qarl.quant.scheme import Scheme
-from qarl.rollout.gpu import eager, graph_arguments
-from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
+from qarl.rollout.gpu_sharing import eager, graph_arguments
+from qarl.rollout.vllm_plugin.kernel_request import asked_for, engine_arguments
 from qarl.vllm_versions.head import FP32_HEAD
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qarl.align.routing import known_routing
+from qarl.align.router_replay import known_routing
 from qarl.config import Config
 from qarl.metrics.guard import check_mismatch
 from qarl.trainer.batch import Batch

@@ -34,10 +34,10 @@ from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 from qarl.objectives.settings import objective_settings
 from qarl.optim.loss_scale import LossScale
 from qarl.process import keep_freed_memory
-from qarl.quant.phases import measure_phases
-from qarl.quant.stacks import stacked_experts
+from qarl.quant.expert_names import stacked_experts
+from qarl.quant.timing import measure_phases
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
-from qarl.rollout.gpu import drop_frames
+from qarl.rollout.gpu_sharing import drop_frames
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.publish.wire import TransferFailed
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved

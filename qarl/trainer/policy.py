@@ -18,19 +18,19 @@ from torch import nn
 
 from qarl.align import align_model
 from qarl.align.buffers import check_buffers
-from qarl.align.routing import differing_tokens, recorded_routing, replayed_routing, replays
-from qarl.align.rows import attends_in_rows
+from qarl.align.packed_attention import attends_in_rows
+from qarl.align.router_replay import differing_tokens, recorded_routing, replayed_routing, replays
 from qarl.checks import hub
 from qarl.checks.head import PLAIN_HEADS, no_fp32_head
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.weight_files import cannot_load, lacks_tensors
 from qarl.errors import UserError
-from qarl.kernels.kept import Truncation, find_kept
 from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_kept, chosen_log_probs, log_probs_of_logits
+from qarl.kernels.sampling_mask import Truncation, find_kept
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
+from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.trainer.batch import Batch, Rows
 from qarl.trainer.packing import FEWEST_TOKENS, Layout, lay_out

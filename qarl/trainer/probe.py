@@ -17,8 +17,8 @@ from qarl.checks.sampling import sampling_config
 from qarl.config import Config
 from qarl.metrics.guard import NOISE_LIMITS, check_noise, times_noise
 from qarl.metrics.mismatch import mismatch_metrics
+from qarl.quant.expert_names import stacked_experts
 from qarl.quant.published import published_forward
-from qarl.quant.stacks import stacked_experts
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.guard import check_batch
 from qarl.trainer.local import LocalTrainer, request_seed

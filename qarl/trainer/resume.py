@@ -30,7 +30,7 @@ from qarl.config.types import as_dotted
 from qarl.config.unread import unread
 from qarl.console import note, say
 from qarl.errors import UserError
-from qarl.rollout.gpu import eager
+from qarl.rollout.gpu_sharing import eager
 
 # Keys that a resume may change without a note, because they only set the length and the output of the run.
 _FREE = frozenset(

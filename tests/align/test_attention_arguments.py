@@ -14,12 +14,12 @@ import transformers
 from family_models import LENGTHS, random_model
 from torch import nn
 
-from qarl.align import rows
+from qarl.align import packed_attention
 from qarl.align.arguments import APPLIED, check_arguments, check_source, passed_arguments, scored_attention
 from qarl.align.attention import engine_attention, fp32_attention
 from qarl.align.cuda import cuda_attention
 from qarl.align.families import FAMILIES, PADDED, SHOWN
-from qarl.align.rows import rows_attention, use_rows_attention
+from qarl.align.packed_attention import rows_attention, use_rows_attention
 from qarl.errors import UserError
 
 ROWS = (5, 12, 1, 9)
@@ -91,7 +91,7 @@ def run(form: str, attend: Any, tensors: list[torch.Tensor], given: dict[str, An
     if form == "alone":
         window = given.get("sliding_window")
         masks = [
-            rows._window_mask(part[0], window) for part in parts
+            packed_attention._window_mask(part[0], window) for part in parts
         ]  # transformers makes it, as the row is not packed
         return torch.cat(
             [attend(module(), *part, mask, **given)[0] for part, mask in zip(parts, masks, strict=True)], 1
@@ -193,9 +193,11 @@ def test_a_mask_acts(case, kind):
 
 @pytest.mark.parametrize("name", ["none", *CASES])
 def test_a_pack_on_cuda_takes_the_fused_operator_only_if_it_has_the_argument(monkeypatch, name):
-    """A stand-in for a tensor on CUDA; the operator itself is compared in test_rows.py and tests/gpu."""
+    """A stand-in for a tensor on CUDA; the operator itself is compared in test_packed_attention.py and tests/gpu."""
     called = []
-    monkeypatch.setattr(rows, "varlen_attention", lambda *given: called.append(given[3:]) or given[0].transpose(1, 2))
+    monkeypatch.setattr(
+        packed_attention, "varlen_attention", lambda *given: called.append(given[3:]) or given[0].transpose(1, 2)
+    )
 
     class OnCuda(torch.Tensor):
         is_cuda = True

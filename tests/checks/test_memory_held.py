@@ -23,10 +23,10 @@ from qarl.checkpoint.folder import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate
 from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_bytes
 from qarl.kernels.cpu import attention as vllm_attention
-from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
+from qarl.kernels.cpu.qarl_linears import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
-from qarl.kernels.experts.fused import LowBitExperts, TritonExperts, fused_experts
+from qarl.kernels.experts.autograd import LowBitExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.process import vllm_without_device
 from qarl.quant.quantize import quantize

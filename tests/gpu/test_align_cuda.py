@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from contract_checks import ATTENTION, attention_roundings, differing_shares, vllm_logits
 
 from qarl.align.attention import fp32_attention
-from qarl.align.rows import varlen_attention
+from qarl.align.packed_attention import varlen_attention
 from qarl.kernels.cuda import flash, layer_ops
 
 pytestmark = pytest.mark.gpu

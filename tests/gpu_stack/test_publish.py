@@ -20,12 +20,12 @@ from random_moe import IGNORE, wire_tensors
 from same_bytes import same_bytes
 
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.publish import captured, writers
-from qarl.rollout.publish.experts import holds_experts
+from qarl.rollout.publish import graph_addresses, writers
+from qarl.rollout.publish.expert_writers import holds_experts
 from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import encode_publish
-from qarl.rollout.vllm_plugin.asked import asked_for
+from qarl.rollout.vllm_plugin.kernel_request import asked_for
 
 required()
 
@@ -72,9 +72,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def experts_tensors(model: torch.nn.Module) -> dict[str, captured.Place]:
+def experts_tensors(model: torch.nn.Module) -> dict[str, graph_addresses.Place]:
     """All tensors of the layers' experts: parameters, and what their methods and kernels have."""
-    found = captured.places({name: module for name, module in model.named_modules() if holds_experts(module)})
+    found = graph_addresses.places({name: module for name, module in model.named_modules() if holds_experts(module)})
     return {path: place for path, place in found.items() if not path.endswith("weight_shape")}
 
 

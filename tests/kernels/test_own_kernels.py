@@ -13,7 +13,7 @@ from torch import nn
 
 from qarl.config.quant import KERNELS, SCHEMES
 from qarl.errors import UserError
-from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
+from qarl.kernels.cpu.qarl_linears import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import OWN_KERNELS, choose_linear_kernel, kernels_of
 from qarl.quant import QuantLinear, get_scheme, quantize
 

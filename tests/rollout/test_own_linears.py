@@ -140,11 +140,11 @@ def test_plain_vllm_computes_something_else(running: Running, tmp_path: Path) ->
 def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    from qarl.rollout import vllm_rules
+    from qarl.rollout import kernel_prediction
     from qarl.rollout.vllm_plugin import linears
 
     scheme = get_scheme("w4a16", group_size=32)
-    assert vllm_rules.chosen_kernel(scheme, (64, 64), (64, 64)) == "CPUWNA16LinearKernel"
+    assert kernel_prediction.chosen_kernel(scheme, (64, 64), (64, 64)) == "CPUWNA16LinearKernel"
     with set_current_vllm_config(VllmConfig()):
         assert linears.asked() is None
         assert linears._Own.why_not(("w4a16",), (64, 64)) == "quant.kernels=engine"
@@ -155,7 +155,7 @@ def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
 def test_a_model_in_which_no_kernel_is_found_is_refused() -> None:
     """For example if another vLLM keeps its kernels in other attributes."""
     from qarl.rollout.vllm_plugin import linears
-    from qarl.rollout.vllm_plugin.asked import Asked
+    from qarl.rollout.vllm_plugin.kernel_request import Asked
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     linears.check_in_use(model, None)

@@ -29,7 +29,7 @@ from qarl.quant import get_scheme
 from qarl.rollout import vllm_plugin
 
 configure_vllm_process()
-experts: Any = importlib.import_module("qarl.rollout.vllm_plugin.experts")
+experts: Any = importlib.import_module("qarl.rollout.vllm_plugin.cpu_experts")
 internals: Any = importlib.import_module("qarl.rollout.vllm_plugin.internals")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the plugin is for CPUs")
 

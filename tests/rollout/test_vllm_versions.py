@@ -18,7 +18,7 @@ if not vllm_is_for_cpus():  # that of the GPU lock lacks classes that are import
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import get_scheme
-from qarl.rollout import vllm_rules
+from qarl.rollout import kernel_prediction
 from qarl.rollout.engine import EngineConfig, RolloutEngine
 from qarl.rollout.engine_config import llm_arguments
 from qarl.rollout.vllm_plugin import internals, transfer
@@ -73,7 +73,7 @@ def test_an_engine_is_not_started_with_another_vllm(name: str, monkeypatch: pyte
 def test_the_rules_are_not_asked_of_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "should_ignore_layer")
     with pytest.raises(UserError, match=r"(?s)choice of layers and kernels.*no should_ignore_layer"):
-        vllm_rules.leaves_unquantized("lm_head", ["lm_head"], {})
+        kernel_prediction.leaves_unquantized("lm_head", ["lm_head"], {})
 
 
 def test_the_transfer_engine_is_not_made_in_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,12 @@ def imported_from_vllm(path: Path) -> set[str]:
     ("files", "listed", "besides"),
     [
         (["qarl/rollout/engine.py"], ENGINE, {"LLM"}),
-        (["qarl/rollout/publish/writers.py", "qarl/rollout/publish/captured.py"], PUBLISH, {"_custom_ops"}),
-        (["qarl/rollout/vllm_rules.py"], RULES, {"VllmConfig", "set_current_vllm_config", "linear", "quant_utils"}),
+        (["qarl/rollout/publish/writers.py", "qarl/rollout/publish/graph_addresses.py"], PUBLISH, {"_custom_ops"}),
+        (
+            ["qarl/rollout/kernel_prediction.py"],
+            RULES,
+            {"VllmConfig", "set_current_vllm_config", "linear", "quant_utils"},
+        ),
     ],
 )
 def test_nothing_is_imported_that_the_guard_does_not_list(files: list[str], listed: Any, besides: set[str]) -> None:

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from qarl.process import configure_vllm_process
-from qarl.quant.meta import default_dtype_kept
+from qarl.quant.meta_model import default_dtype_kept
 from qarl.quant.scheme import Scheme
 from qarl.rollout.vllm_plugin import check_linears_loaded
-from qarl.rollout.vllm_plugin.asked import KEY
+from qarl.rollout.vllm_plugin.kernel_request import KEY
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
 from qarl.kernels.cpu import attention as vllm_attention
-from qarl.kernels.kept import Truncation
+from qarl.kernels.sampling_mask import Truncation
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.objectives.settings import Settings
 from qarl.optim.loss_scale import LossScale

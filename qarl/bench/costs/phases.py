@@ -3,7 +3,7 @@
     forward     the layer's experts by the engine's kernel (`ENGINE_LAUNCHES`), and its dense products by QaRL's. The
                 experts are read as FSDP2 gathered them
     recompute   the experts again, at the end of a checkpointed block
-    backward    QaRL's own (`qarl.kernels.experts.fused`, `qarl.quant.linear`)
+    backward    QaRL's own (`qarl.kernels.experts.autograd`, `qarl.quant.linear`)
     quantize    this rank's shard: BF16 cast of the master, quantizer, the kernel's layout
     gather      FSDP2's all-gather of codes and scales, which runs for a forward and again for its backward
     optimizer   Muon for the shard's matrices, in FP32
@@ -27,16 +27,16 @@ from torch.utils.checkpoint import checkpoint
 from qarl.bench.costs.counting import Counting, Counts, counting
 from qarl.bench.costs.shards import gather, make_shard
 from qarl.checks.model_size import ModelSize, wire_bytes
-from qarl.kernels.experts.fused import TritonExperts, fused_experts
-from qarl.kernels.experts.vllm import Experts, VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
+from qarl.kernels.experts.autograd import TritonExperts, fused_experts
+from qarl.kernels.experts.cuda import Experts, VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.optim.optimizer import MuonAdamW
+from qarl.quant.expert_names import STACKS
 from qarl.quant.experts import QuantizedStack
 from qarl.quant.fsdp import GatheredExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.quant.shards import WeightShard
-from qarl.quant.stacks import STACKS
-from qarl.rollout.publish.experts import by_parameter
+from qarl.quant.weight_shard import WeightShard
+from qarl.rollout.publish.expert_writers import by_parameter
 from qarl.rollout.publish.gpu_experts import copy_stacks, in_marlins_layout
 from qarl.rollout.publish.manifest import TensorSpec
 

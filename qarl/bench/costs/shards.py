@@ -1,8 +1,8 @@
 """One rank's part of a weight, as FSDP2 quantizes, sends and receives it, on the meta device.
 
-`qarl.quant.shards` does the work. FSDP2 itself is stood in for by what the shard reads of a DTensor, and by the three
-kernels of a gather (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py): one copies all tensors of a block into
-one buffer, NCCL gathers the buffer, and one copies the tensors out of it.
+`qarl.quant.weight_shard` does the work. FSDP2 itself is stood in for by what the shard reads of a DTensor, and by the
+three kernels of a gather (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py): one copies all tensors of a block
+into one buffer, NCCL gathers the buffer, and one copies the tensors out of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from qarl.bench.costs.counting import Counting
 from qarl.quant.scheme import Scheme
-from qarl.quant.shards import WeightShard
+from qarl.quant.weight_shard import WeightShard
 
 
 def make_shard(shape: tuple[int, ...], scheme: Scheme, kernel: Any, ranks: int) -> WeightShard:

@@ -21,7 +21,7 @@ from qarl.bench.kernels.arguments import Arguments
 from qarl.bench.kernels.competitor import FP8_ERROR, PRODUCT_ERROR, Competitor, ends, error_of, random_rows
 from qarl.kernels.activations import silu_mul
 from qarl.kernels.experts import grouped
-from qarl.kernels.experts.fused import BF16_KERNELS, EXPERTS_KERNELS, ExpertsKernel, ReferenceExperts, TritonExperts
+from qarl.kernels.experts.autograd import BF16_KERNELS, EXPERTS_KERNELS, ExpertsKernel, ReferenceExperts, TritonExperts
 from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, route, scheme_of
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.quantize import quantize

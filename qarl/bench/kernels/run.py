@@ -24,7 +24,7 @@ from qarl.bench.kernels.arguments import Arguments
 from qarl.bench.kernels.competitor import Competitor
 from qarl.bench.kernels.timing import Times, ceilings, measure
 from qarl.checkpoint.json_file import write_json
-from qarl.kernels.experts.fused import ExpertsShape
+from qarl.kernels.experts.autograd import ExpertsShape
 
 
 class Group(NamedTuple):

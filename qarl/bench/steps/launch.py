@@ -23,7 +23,7 @@ from qarl.bench.steps.setup import config_of, make_trainer, move_weights, random
 from qarl.errors import UserError
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.process import keep_freed_memory
-from qarl.quant.phases import measure_phases
+from qarl.quant.timing import measure_phases
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
 from qarl.trainer.local import publish_metrics
 from qarl.trainer.policy import Policy

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from qarl.kernels.cuda.marlin import CODES, SCALES, to_marlin
-from qarl.rollout.publish.captured import as_vllm_loads
-from qarl.rollout.publish.experts import Part, by_parameter
+from qarl.rollout.publish.expert_writers import Part, by_parameter
+from qarl.rollout.publish.graph_addresses import as_vllm_loads
 
 _Table = Mapping[str, tuple[str, tuple[str, ...]]]
 UNCHANGED: _Table = {

@@ -18,10 +18,10 @@ import torch
 
 from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
-from qarl.quant.meta import meta_model
+from qarl.quant.expert_names import is_of_expert, is_stack, matrices
+from qarl.quant.meta_model import meta_model
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.quant.stacks import is_of_expert, is_stack, matrices
-from qarl.rollout.publish.experts import quantized_experts
+from qarl.rollout.publish.expert_writers import quantized_experts
 from qarl.rollout.publish.units import nonfinite
 
 

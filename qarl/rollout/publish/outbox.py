@@ -1,8 +1,8 @@
 """The sender's side of delta publishes to receivers in other processes.
 
-The sender keeps the tensors that it sent last, as the receivers do (`kept.py`). It does not assume that they arrived.
-Before each publish it gets the fingerprints of all receivers. If they all equal the sender's fingerprint, it sends only
-changes. Otherwise it sends all tensors.
+The sender keeps the tensors that it sent last, as the receivers do (`published_cache.py`). It does not assume that they
+arrived. Before each publish it gets the fingerprints of all receivers. If they all equal the sender's fingerprint, it
+sends only changes. Otherwise it sends all tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qarl.rollout.publish.kept import KeptTensors, Sent, Tally
+from qarl.rollout.publish.published_cache import KeptTensors, Sent, Tally
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, NamedTensor, encode_publish, read_record
 
 

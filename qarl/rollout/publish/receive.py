@@ -8,7 +8,7 @@ it. After `ReloadFailed` the receiver is `broken`, and the engine must be replac
 The receiver holds the tensors of only one unit (a decoder layer) in memory, and writes them before it knows whether
 their checksums are right: it compares all of them at the end, so that no unit waits for the device. Set `clone=True` if
 the tensors of one `feed` are views of a buffer that the transport reuses for the next one, as in verl. If the sender
-requests it, the receiver also keeps a copy of all tensors for delta publishes (`qarl.rollout.publish.kept`).
+requests it, the receiver also keeps a copy of all tensors for delta publishes (`qarl.rollout.publish.published_cache`).
 
 After a delta, the receiver also writes unchanged tensors, because an engine that slept may have lost them. Set
 `skip_unchanged=True` if only publishes change the engine's weights. Then unchanged modules are skipped.
@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.rollout.publish import captured, wire
-from qarl.rollout.publish.kept import KeptTensors
+from qarl.rollout.publish import graph_addresses, wire
 from qarl.rollout.publish.manifest import Manifest, TensorSpec, check_specs
+from qarl.rollout.publish.published_cache import KeptTensors
 from qarl.rollout.publish.units import check_unit
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
 from qarl.vllm_versions.differences import kv_cache_tensors
@@ -71,8 +71,8 @@ class WeightReceiver:
             self._units.setdefault(wire.unit_of(name), []).append(name)
         self._applied = 0.0
         self._open: int | None = None
-        self._checks_addresses = captured.graphs_captured(vllm_config)
-        self._places: dict[str, captured.Place] = {}
+        self._checks_addresses = graph_addresses.graphs_captured(vllm_config)
+        self._places: dict[str, graph_addresses.Place] = {}
         self._seen: set[str] = set()
         self._unit: list[wire.NamedTensor] = []
         self._compare: list[tuple[list[str], torch.Tensor]] = []
@@ -184,7 +184,7 @@ class WeightReceiver:
         else:
             self.kept = None
         if self._checks_addresses and not self._places:  # else a publish was aborted: its moves count too
-            self._places = captured.places({"model": self.model})
+            self._places = graph_addresses.places({"model": self.model})
         announced = wire.read_specs(record["tensors"])
         if announced is not None:
             check_specs(announced.items(), self.expected)
@@ -307,7 +307,7 @@ class WeightReceiver:
         if not self._checks_addresses:
             return
         before, self._places = self._places, {}
-        if lost := captured.moved(before, captured.places({"model": self.model})):
+        if lost := graph_addresses.moved(before, graph_addresses.places({"model": self.model})):
             shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
             raise TensorsMoved(
                 f"the publish of version {self._open} moved {len(lost)} tensors that CUDA graphs have captured",

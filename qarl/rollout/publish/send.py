@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from qarl.quant.stacks import stacked
-from qarl.rollout.publish.kept import KeptTensors, Sent, Tally
+from qarl.quant.expert_names import stacked
 from qarl.rollout.publish.manifest import Manifest, PublishReport, TensorSpec, check_complete, quantized_layers
+from qarl.rollout.publish.published_cache import KeptTensors, Sent, Tally
 from qarl.rollout.publish.wire import RETRY, NamedTensor, TransferFailed, encode_publish
 
 if TYPE_CHECKING:

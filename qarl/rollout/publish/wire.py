@@ -10,15 +10,15 @@ Records are tensors too (all but `qarl.unit` are JSON in uint8). So any transpor
 can carry them, for example verl's buckets or a list in one process. The engine reads them in
 `qarl.rollout.publish.receive`.
 Both sides hold one unit in memory at a time. A unit contains all parts of a layer that the engine fuses (q/k/v,
-gate/up), and its experts as stacks (`qarl.quant.stacks`).
+gate/up), and its experts as stacks (`qarl.quant.expert_names`).
 
 Between the first record and the last, neither side waits for its device. The sender looks for NaN and Inf, and the
 receiver compares checksums, unit by unit, and both read the results before the last record. For a delta, and
 for a publish whose tensors are kept, both read once for each unit, and again for each tensor that has changed.
 
-A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.kept`). `qarl.begin` then contains
-the fingerprint of that publish, `base`, and no list of tensors. A unit contains only changed tensors. `qarl.unit` is
-JSON then, with the checksums by name. It lists under `deltas` the tensors that are sent as payloads of
+A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.published_cache`). `qarl.begin` then
+contains the fingerprint of that publish, `base`, and no list of tensors. A unit contains only changed tensors.
+`qarl.unit` is JSON then, with the checksums by name. It lists under `deltas` the tensors that are sent as payloads of
 `qarl.rollout.publish.delta`. Checksums are always of whole tensors.
 """
 
@@ -33,9 +33,10 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
-from qarl.quant.stacks import stacked
+from qarl.quant.expert_names import stacked
 from qarl.rollout.publish.delta import Compared
-from qarl.rollout.publish.kept import (
+from qarl.rollout.publish.manifest import Manifest, TensorSpec
+from qarl.rollout.publish.published_cache import (
     KeptTensors,
     NamedTensor,
     Tally,
@@ -43,7 +44,6 @@ from qarl.rollout.publish.kept import (
     compare_members,
     fingerprint_of,
 )
-from qarl.rollout.publish.manifest import Manifest, TensorSpec
 from qarl.rollout.publish.units import Checked, check_unit
 
 PREFIX = "qarl."

@@ -41,8 +41,8 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from qarl.align import align_model
 from qarl.align.buffers import check_buffers, restore_buffers
 from qarl.align.families import check_rows
-from qarl.align.routing import replays
-from qarl.align.rows import use_rows_attention
+from qarl.align.packed_attention import use_rows_attention
+from qarl.align.router_replay import replays
 from qarl.errors import UserError
 from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors

@@ -17,7 +17,7 @@ from triton_rig import DEVICE
 from qarl.kernels.triton.linears import unavailable
 from qarl.process import configure_vllm_process
 from qarl.quant import QuantLinear, get_scheme
-from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
+from qarl.rollout.vllm_plugin.kernel_request import asked_for, engine_arguments
 
 pytest.importorskip("vllm")
 

@@ -9,8 +9,8 @@ import torch
 from memory_cases import run
 from publish_streams import engine_model, feed_in_buckets, receiver, weights
 
-from qarl.rollout.publish.kept import KeptTensors, Tally, fingerprint_of
 from qarl.rollout.publish.outbox import Outbox
+from qarl.rollout.publish.published_cache import KeptTensors, Tally, fingerprint_of
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
 from qarl.trainer.setup import engine_config

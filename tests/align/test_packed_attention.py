@@ -9,7 +9,7 @@ from family_models import LENGTHS, random_model
 from torch import nn
 
 from qarl.align.families import FAMILIES, PADDED, SHOWN, check_rows
-from qarl.align.rows import (
+from qarl.align.packed_attention import (
     ROWS_ATTENTION,
     attends_in_rows,
     in_rows,

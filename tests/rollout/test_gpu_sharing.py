@@ -17,7 +17,7 @@ from qarl.metrics.mismatch import PhaseTimer
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.engine_config import llm_arguments
-from qarl.rollout.gpu import GRAPHS, check_free_memory
+from qarl.rollout.gpu_sharing import GRAPHS, check_free_memory
 from qarl.trainer import local
 from qarl.trainer import probe as probe_module
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from qarl.rollout.publish import captured
-from qarl.rollout.publish.captured import addresses_kept, graphs_captured, moved, places
+from qarl.rollout.publish import graph_addresses
+from qarl.rollout.publish.graph_addresses import addresses_kept, graphs_captured, moved, places
 from qarl.rollout.publish.manifest import TensorSpec
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import encode_publish
@@ -118,7 +118,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """One layer with the parts of vLLM 0.24's Marlin layers that count: each load makes another workspace."""
     reloading = pytest.importorskip("vllm.model_executor.model_loader.reload")
     base = pytest.importorskip("vllm.model_executor.layers.linear").LinearMethodBase
-    monkeypatch.setattr(captured, "on_cpu", lambda: False)
+    monkeypatch.setattr(graph_addresses, "on_cpu", lambda: False)
 
     class Method(base):
         def create_weights(self, *args: Any, **kwargs: Any) -> None: ...

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.cpu.experts import PreparedExperts, VllmCpuExperts
+from qarl.kernels.experts.cpu import PreparedExperts, VllmCpuExperts
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.quant.scheme import QuantArgs, get_scheme
 from qarl.rollout.vllm_plugin.internals import (

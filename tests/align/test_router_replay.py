@@ -14,7 +14,7 @@ from random_models import save_random_model
 
 from qarl.align import align_model
 from qarl.align.blocks import align_module
-from qarl.align.routing import (
+from qarl.align.router_replay import (
     AlignedRouter,
     differing_tokens,
     engine_weights,

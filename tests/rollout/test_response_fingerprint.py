@@ -10,7 +10,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.rollout.engine import RolloutBatch
-from qarl.rollout.sampled import fingerprint, refuse_other_tokens
+from qarl.rollout.response_fingerprint import fingerprint, refuse_other_tokens
 from qarl.trainer.batch import make_batch
 
 

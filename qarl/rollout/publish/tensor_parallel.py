@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.rollout.publish import experts
+from qarl.rollout.publish import expert_writers
 
 Part = dict[str, torch.Tensor]
 Cut = Callable[[nn.Module, list[Part]], list[Part]]
@@ -34,7 +34,7 @@ def cut_of(module: nn.Module, parts: int) -> Cut | None:
     """Return the function that cuts tensors for `module`, or None if the module's class is not supported.
 
     `parts`: number of checkpoint modules in `module`, which is more than 1 if vLLM fuses them."""
-    if experts.holds_experts(module):
+    if expert_writers.holds_experts(module):
         return None if _parallel_of_experts(module).use_ep else _cut_experts
     if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):
         return _whole

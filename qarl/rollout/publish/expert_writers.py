@@ -1,7 +1,7 @@
 """Experts in the engine's model: where their stacks belong, and how they are written on a CPU.
 
-A publish has two stacks per layer, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` (`qarl.quant.stacks`). vLLM
-has the same stacks in one module, `mlp.experts.routed_experts`: `w13_*` [E, 2I, ...], gate above up, and `w2_*`
+A publish has two stacks per layer, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` (`qarl.quant.expert_names`).
+vLLM has the same stacks in one module, `mlp.experts.routed_experts`: `w13_*` [E, 2I, ...], gate above up, and `w2_*`
 [E, H, ...].
 
 On a CPU, experts are written by the functions of this module. They require QaRL's plugin for vLLM

@@ -1,7 +1,8 @@
 """Layouts of int4 weights that a rank can make of its own shard, so that FSDP2 gathers what a kernel reads.
 
 A kernel names its layout in the attribute `layout`, and its `prepare` takes wire tensors or tensors in this layout. The
-shard is converted once per optimizer step (`qarl.quant.shards`). The backward and the publish restore the wire tensors.
+shard is converted once per optimizer step (`qarl.quant.weight_shard`). The backward and the publish restore the wire
+tensors.
 """
 
 from __future__ import annotations

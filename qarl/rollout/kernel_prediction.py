@@ -9,7 +9,7 @@ from qarl.kernels.cuda.vllm_ops import chosen_int4_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
 from qarl.rollout.vllm_plugin import check_linears_loaded
-from qarl.rollout.vllm_plugin.asked import Asked, asked_for, engine_arguments
+from qarl.rollout.vllm_plugin.kernel_request import Asked, asked_for, engine_arguments
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.uses import RULES
 

@@ -1,7 +1,7 @@
 """An expert layer with low-bit weights: the choice of its kernel, its forward and its backward.
 
 The layer computes y = sum over a token's experts of w * down(silu(gate(x)) * up(x)). The forward uses the rollout
-engine's kernel if possible (`vllm.py` on GPUs, `qarl.kernels.cpu.experts` on CPUs), otherwise our grouped products. The
+engine's kernel if possible (`vllm.py` on GPUs, `qarl.kernels.experts.cpu` on CPUs), otherwise our grouped products. The
 backward is straight-through and the same for all kernels. Ŵgu and Ŵd are the dequantized weights of gate_up and down:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    computed again by our grouped kernels, from the wire tensors
@@ -23,8 +23,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from qarl.kernels.activations import quantize_fp8, quantize_int8, silu_mul
-from qarl.kernels.cpu.experts import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.kernels.experts import grouped
+from qarl.kernels.experts.cpu import VllmCpuBf16Experts, VllmCpuExperts
+from qarl.kernels.experts.cuda import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.kernels.experts.grouped import (
     ExpertsShape,
     Routing,
@@ -36,7 +37,6 @@ from qarl.kernels.experts.grouped import (
     scheme_of,
     sizes_of,
 )
-from qarl.kernels.experts.vllm import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.kernels.registry import Choice, NamedKernel, first_available
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 

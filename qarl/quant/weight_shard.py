@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from qarl.errors import UserError
-from qarl.kernels.layouts import Layout, wire_tensors
+from qarl.kernels.int4_layouts import Layout, wire_tensors
 from qarl.quant.gathered import GatheredWeight
 from qarl.quant.quantize import nonfinite_error, quantize_unchecked
 from qarl.quant.scheme import Scheme

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from qarl.kernels.device import is_gpu
-from qarl.quant.phases import phase
 from qarl.quant.scheme import QuantArgs
+from qarl.quant.timing import phase
 
 Quantizer = Callable[[Tensor, QuantArgs], tuple[Tensor, Tensor, Tensor]]
 """A function that quantizes a weight [N, K] and returns (values, scale, flag). The flag, int32 [1], is nonzero if the

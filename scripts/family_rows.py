@@ -12,9 +12,8 @@ import json
 from functools import cache
 from typing import Any
 
-from qarl.align.compared_keys import SIZES as SIZE_KEYS
-from qarl.align.compared_keys import read_keys
-from qarl.align.config_keys import REFUSED, UNREAD
+from qarl.align.config_keys import REFUSED, UNREAD, read_keys
+from qarl.align.config_keys import SIZES as SIZE_KEYS
 from qarl.align.families import FAMILIES, SHOWN
 
 ALL = (*FAMILIES, *SHOWN)

@@ -29,9 +29,8 @@ from publish_speed import make_model
 
 from qarl.config import load_config
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
-from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import publish_weights
+from qarl.rollout.publish.send import DeltaSender, publish_weights
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import engine_config
@@ -81,7 +80,7 @@ def measure(config_name: str, scheme: str, lr: float, publishes: int, out: str) 
         core: Any = engine.llm.llm_engine.engine_core
         runner = core.engine_core.model_executor.driver_worker.worker.model_runner
         second = WeightReceiver.of_runner(runner, engine.expected)
-        outbox = Outbox()
+        outbox = DeltaSender()
         tensors = list(policy.quantize())
         full = engine.publish(tensors, version=0)
         list(outbox.stream(tensors, version=0, held=[None]))
@@ -89,14 +88,14 @@ def measure(config_name: str, scheme: str, lr: float, publishes: int, out: str) 
             update(policy, optimizer, generator)
             tensors = list(policy.quantize())
             start = time.perf_counter()
-            stream = list(outbox.stream(tensors, version=version, held=[outbox.kept.fingerprint]))
+            stream = list(outbox.stream(tensors, version=version, held=[outbox.cache.fingerprint]))
             remote = time.perf_counter() - start
             start = time.perf_counter()
             report = engine.publish(tensors, version=version)
             delta_seconds = time.perf_counter() - start
             after_delta = copied(engine.model())
-            kept = engine.receiver.kept
-            wrong += kept is None or differ(dict(tensors), kept.tensors) or differ(dict(tensors), outbox.kept.tensors)
+            kept = engine.receiver.cache
+            wrong += kept is None or differ(dict(tensors), kept.tensors) or differ(dict(tensors), outbox.cache.tensors)
             answers = greedy(engine) if version % 100 == 0 else None
             start = time.perf_counter()
             publish_weights(engine, second, tensors, version=version)

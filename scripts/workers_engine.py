@@ -17,9 +17,8 @@ import torch
 from qarl.quant.meta_model import default_dtype_kept
 from qarl.rollout import engine
 from qarl.rollout.engine import EngineConfig, RolloutEngine
-from qarl.rollout.publish.manifest import Manifest, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import NamedTensor
+from qarl.rollout.publish.wire import Manifest, NamedTensor, check_same_layers, expected_manifest
 
 
 class WorkersEngine(RolloutEngine):

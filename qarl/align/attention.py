@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qarl.align.arguments import check_plain
-from qarl.align.packed_attention import in_rows, lengths_of_rows, rows_mask
+from qarl.align.packed_attention import check_plain, in_rows, lengths_of_rows, rows_mask
 from qarl.kernels.cpu import attention as vllm_attention
 
 FP32_ATTENTION = "qarl_fp32"

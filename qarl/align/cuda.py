@@ -7,12 +7,12 @@
     attention    vLLM's FlashAttention 3 with one split (`qarl.kernels.cuda.flash`)
     lm_head      `F.linear` in BF16, as at all levels
 
-`qarl.kernels.cuda.contracts` says what each operator rounds. No device has confirmed them, so the level is
+`qarl.kernels.cuda.layer_ops` says what each operator rounds. No device has confirmed them, so the level is
 `unconfirmed`: it runs, but nothing is claimed about its δ, and the limit on the mismatch is that of `linears`. The same
 holds for head sizes outside `flash.HEAD_SIZES` and for rollout.enforce_eager=true, in both backends.
 
 The engine must run the same operators, so it must not compile the model, and it must use one split
-(`contracts.ENGINE_ARGUMENTS`).
+(`layer_ops.ENGINE_ARGUMENTS`).
 
 Linears are not part of this module. In W8A8 the engine's int8 sums are exact, so they are equal for any number of rows.
 W4A16 and FP8 sum in an order that depends on the number of rows.
@@ -28,12 +28,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from qarl.align.arguments import check_plain
 from qarl.align.blocks import align_module
-from qarl.align.packed_attention import Lengths, in_rows, lengths_of_rows, rows_mask, varlen_attention
+from qarl.align.packed_attention import Lengths, check_plain, in_rows, lengths_of_rows, rows_mask, varlen_attention
 from qarl.align.rotary import head_size_of
 from qarl.kernels.cpu import rotary as vllm_rotary
-from qarl.kernels.cuda import contracts, flash, layer_ops
+from qarl.kernels.cuda import flash, layer_ops
 
 CUDA_ATTENTION = "qarl_cuda"
 
@@ -51,7 +50,7 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool) -> str | None:
     `eager`: whether the engine runs without CUDA graphs, where no setting gives one split.
     """
     reasons = []
-    if names := contracts.unconfirmed():
+    if names := layer_ops.unconfirmed():
         reasons.append(
             f"no GPU has confirmed how vLLM rounds in {', '.join(names)}, so no mismatch is promised; "
             "scripts/gpu_check.sh compares them"

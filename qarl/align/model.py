@@ -18,7 +18,8 @@ begin with the first keys.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,3 +263,26 @@ def exact_unavailable(
         return "VLLM_CPU_ATTN_SPLIT_KV is set, so the result of vLLM's attention depends on the batch"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return vllm_attention.unavailable(device_type, head_dim)
+
+
+@contextmanager
+def engine_arithmetic(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[bool]:
+    """Align a BF16 transformers model on a CPU to level `model`, and undo it at the end of the context.
+
+    Yield whether level `model` exists for it. If not, nothing changes. `dtype`: dtype of the weights in the forward, if
+    FSDP2 gathers another one than it shards. FSDP2 may shard the model, except experts that are not quantized."""
+    parameter = next(model.parameters())
+    if parameter.device.type != "cpu" or model_unavailable(model.config, "cpu", dtype or parameter.dtype):
+        yield False
+        return
+    modules = dict(model.named_modules())
+    classes = {name: type(module) for name, module in modules.items()}
+    attention = model.config._attn_implementation
+    try:
+        yield align_model(model, "model", dtype=torch.bfloat16).limit_level == "model"
+    finally:
+        for name, module in modules.items():
+            module.__class__ = classes[name]
+            if name and model.get_submodule(name) is not module:
+                model.set_submodule(name, module)
+        model.set_attn_implementation(attention)

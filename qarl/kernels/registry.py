@@ -41,7 +41,7 @@ class LinearKernel(NamedKernel, Protocol):
         backward_input(grad, tensors)    dX BF16 [M, K] from grad BF16 [M, N], any strides, and the wire tensors
         prepare_gathered(tensors)        a cheaper `prepare`, for weights that FSDP2 gathers in every forward
         dequantized_weight(prepared)     the BF16 weight [N, K] within what `prepare` returned, for the backward
-        layout                           a `qarl.kernels.int4_layouts.Layout`, which `prepare` also accepts (int4)
+        layout                           a `qarl.kernels.int4.Layout`, which `prepare` also accepts (int4)
     """
 
     @staticmethod

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -286,3 +288,33 @@ def invalidate_quantized(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.invalidate()
+
+
+@contextmanager
+def published_forward(
+    model: nn.Module, scheme: Scheme, ignore: Sequence[str], *, kernels: str = "engine"
+) -> Iterator[None]:
+    """Let the linears and experts that `scheme` quantizes multiply by low-bit tensors, in forwards without gradients.
+
+    A layer is quantized during its forward and its tensors are dropped after it, so memory grows by one layer, and the
+    weight may be one that FSDP has gathered for this forward. Layers that are quantized already stay as they are.
+    `kernels`: a value of `quant.kernels`.
+    """
+
+    def low_bit(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor:
+        made: nn.Module
+        if isinstance(module, nn.Linear):
+            made = QuantLinear(module, scheme, qualified_name=name, kernels=kernels)
+        else:
+            made = QuantExperts(module, scheme, qualified_name=name)
+        result: torch.Tensor = made(*inputs)
+        return result
+
+    selected = owners(select_linears(model, scheme, ignore)[0])
+    with ExitStack() as stack:
+        for name, module in selected.items():
+            if isinstance(module, QuantLinear | QuantExperts):
+                continue
+            handle = module.register_forward_hook(lambda module, inputs, _, name=name: low_bit(name, module, inputs))
+            stack.callback(handle.remove)
+        yield

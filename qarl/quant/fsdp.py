@@ -7,7 +7,7 @@
 So no rank ever has a BF16 copy of a whole quantized weight, or the whole model in low bits. Three things differ from
 `qarl.quant.linear`:
 
-- If the kernel's layout cannot be gathered (`qarl.kernels.int4_layouts`), each forward makes it and then drops it.
+- If the kernel's layout cannot be gathered (`qarl.kernels.int4`), each forward makes it and then drops it.
 - Each backward dequantizes the weight.
 - The caller must call `quantize_shards` before a forward. It quantizes weights that changed, and makes FSDP2 gather
   them in low bits.
@@ -26,17 +26,16 @@ from torch.distributed.tensor import DTensor
 
 from qarl.errors import UserError
 from qarl.kernels.experts.autograd import ExpertsKernel, ExpertsWeights
-from qarl.kernels.int4_layouts import wire_tensors
+from qarl.kernels.int4 import wire_tensors
 from qarl.kernels.registry import prepare_gathered
 from qarl.quant import convert
 from qarl.quant.expert_names import STACKS
 from qarl.quant.experts import QuantExperts, QuantizedStack
-from qarl.quant.gathered import GatheredWeight
 from qarl.quant.linear import QuantLinear
+from qarl.quant.quantize import QuantizedTensor
 from qarl.quant.scheme import Scheme
-from qarl.quant.tensor import QuantizedTensor
 from qarl.quant.timing import phase
-from qarl.quant.weight_shard import WeightShard
+from qarl.quant.weight_shard import GatheredWeight, WeightShard
 
 
 class _Sharded(nn.Module):

@@ -21,10 +21,9 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice, LinearKernel, choose_linear_kernel, own_backward_input
-from qarl.quant.quantize import quantize
+from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.quant.scheme import Scheme
 from qarl.quant.staleness import Mark
-from qarl.quant.tensor import QuantizedTensor
 from qarl.quant.timing import phase
 
 

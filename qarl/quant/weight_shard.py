@@ -20,17 +20,52 @@ This is the same in torch 2.11 and 2.13 (torch/distributed/fsdp/_fully_shard/_fs
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from qarl.errors import UserError
-from qarl.kernels.int4_layouts import Layout, wire_tensors
-from qarl.quant.gathered import GatheredWeight
+from qarl.kernels.int4 import Layout, wire_tensors
 from qarl.quant.quantize import nonfinite_error, quantize_unchecked
 from qarl.quant.scheme import Scheme
+
+_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class GatheredWeight(torch.Tensor):
+    """`tensors`: the gathered tensors by name. FSDP2 reuses their memory after the next resharding."""
+
+    tensors: dict[str, torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> GatheredWeight:
+        device = next(iter(tensors.values())).device
+        self: GatheredWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self.tensors = tensors
+        return self
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Wrap `tensors`. FSDP2's parameter and all its aliases share this one dictionary."""
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # PyTorch's own has a private type
+        return f"GatheredWeight({list(self.shape)}, {', '.join(self.tensors)})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # PyTorch's own way to disable it
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch declares it without a signature
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Return an alias for the operations with which FSDP2 and `nn.Parameter` wrap a tensor. Refuse all others."""
+        weight = args[0]
+        whole = func is torch.ops.aten.as_strided.default and tuple(args[1]) == tuple(weight.shape)
+        if func in _ALIASES or whole:
+            return cls(weight.shape, weight.dtype, weight.tensors)
+        raise RuntimeError(f"{func} needs a BF16 weight, but only its low-bit tensors were gathered")
+
 
 Tensors = dict[str, torch.Tensor]
 

@@ -30,14 +30,12 @@ from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout.engine_config import EngineConfig, llm_arguments
 from qarl.rollout.gpu_sharing import check_free_memory, check_not_batch_invariant, eager, release_unused_memory
 from qarl.rollout.kernel_prediction import own_kernels
-from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
-from qarl.rollout.publish.wire import NamedTensor
+from qarl.rollout.publish.wire import Manifest, NamedTensor, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.response_fingerprint import fingerprint
-from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
-from qarl.rollout.vllm_plugin.kernel_request import asked_for
+from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded, kernel_request
 from qarl.vllm_versions.differences import loaded_model, release_memory_pools
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.head import check_head_dtype
@@ -125,7 +123,7 @@ class RolloutEngine:
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         num_threads = torch.get_num_threads()
         try:
-            with default_dtype_kept(), own_kernels(asked_for(self.config.kernels, self.config.scheme.name)):
+            with default_dtype_kept(), own_kernels(kernel_request(self.config.kernels, self.config.scheme.name)):
                 self.llm = LLM(**llm_arguments(self.config))
             self._prepare_publish()
             if torch.get_num_threads() != num_threads:
@@ -395,7 +393,7 @@ def _check_kernels(model: torch.nn.Module, config: EngineConfig) -> None:
     if config.kernels != "engine":
         from qarl.rollout.vllm_plugin.linears import check_in_use
 
-        check_in_use(model, asked_for(config.kernels, config.scheme.name))
+        check_in_use(model, kernel_request(config.kernels, config.scheme.name))
 
 
 def _check_requests(prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None) -> None:

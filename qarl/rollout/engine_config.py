@@ -10,7 +10,7 @@ import torch
 from qarl.errors import UserError
 from qarl.quant.scheme import Scheme
 from qarl.rollout.gpu_sharing import eager, graph_arguments
-from qarl.rollout.vllm_plugin.kernel_request import asked_for, engine_arguments
+from qarl.rollout.vllm_plugin import engine_arguments, kernel_request
 from qarl.vllm_versions.head import FP32_HEAD
 
 
@@ -76,7 +76,7 @@ def llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if config.scheme.quantized:
         arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
-    arguments |= engine_arguments(asked_for(config.kernels, config.scheme.name))
+    arguments |= engine_arguments(kernel_request(config.kernels, config.scheme.name))
     if config.head_dtype == "fp32":
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():

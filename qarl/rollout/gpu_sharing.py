@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
-from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
+from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.quant.scheme import Scheme
 
 GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}

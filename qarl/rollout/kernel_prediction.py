@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from qarl.kernels.cuda.vllm_ops import chosen_int4_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
-from qarl.rollout.vllm_plugin import check_linears_loaded
-from qarl.rollout.vllm_plugin.kernel_request import Asked, asked_for, engine_arguments
+from qarl.rollout.vllm_plugin import KernelRequest, check_linears_loaded, engine_arguments, kernel_request
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.uses import RULES
 
@@ -41,9 +40,10 @@ def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tup
     return bool(should_ignore_layer(name, list(ignore), fused_mapping=mapping))
 
 
-def own_kernels(asked: Asked | None) -> AbstractContextManager[None]:
-    """Return a context in which vLLM uses the kernels that `asked` names. If `asked` is None, vLLM chooses as usual."""
-    if asked is None:
+def own_kernels(request: KernelRequest | None) -> AbstractContextManager[None]:
+    """Return a context in which vLLM uses the kernels that `request` names. If `request` is None, vLLM chooses as
+    usual."""
+    if request is None:
         return nullcontext()
     from qarl.rollout.vllm_plugin.linears import own_kernels_only
 
@@ -63,9 +63,9 @@ def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int,
     _require_vllm()
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    asked = asked_for(kernels, scheme.name)
+    request = kernel_request(kernels, scheme.name)
     check_linears_loaded(kernels)
-    with own_kernels(asked), set_current_vllm_config(VllmConfig(**engine_arguments(asked))):
+    with own_kernels(request), set_current_vllm_config(VllmConfig(**engine_arguments(request))):
         return _chosen_kernel(scheme, shape, full_shape)
 
 

@@ -38,8 +38,7 @@ from qarl.quant.expert_names import stacked_experts
 from qarl.quant.timing import measure_phases
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.gpu_sharing import drop_frames
-from qarl.rollout.publish.manifest import PublishReport
-from qarl.rollout.publish.wire import TransferFailed
+from qarl.rollout.publish.wire import PublishReport, TransferFailed
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch

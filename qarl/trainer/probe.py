@@ -11,14 +11,14 @@ from contextlib import ExitStack
 
 import torch
 
+from qarl.align.model import engine_arithmetic
 from qarl.align.noise import Roots
-from qarl.align.temporary import engine_arithmetic
 from qarl.checks.sampling import sampling_config
 from qarl.config import Config
 from qarl.metrics.guard import NOISE_LIMITS, check_noise, times_noise
 from qarl.metrics.mismatch import mismatch_metrics
+from qarl.quant.convert import published_forward
 from qarl.quant.expert_names import stacked_experts
-from qarl.quant.published import published_forward
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.guard import check_batch
 from qarl.trainer.local import LocalTrainer, request_seed

@@ -15,11 +15,18 @@ from family_models import LENGTHS, random_model
 from torch import nn
 
 from qarl.align import packed_attention
-from qarl.align.arguments import APPLIED, check_arguments, check_source, passed_arguments, scored_attention
 from qarl.align.attention import engine_attention, fp32_attention
 from qarl.align.cuda import cuda_attention
 from qarl.align.families import FAMILIES, PADDED, SHOWN
-from qarl.align.packed_attention import rows_attention, use_rows_attention
+from qarl.align.packed_attention import (
+    APPLIED,
+    check_arguments,
+    check_source,
+    passed_arguments,
+    rows_attention,
+    scored_attention,
+    use_rows_attention,
+)
 from qarl.errors import UserError
 
 ROWS = (5, 12, 1, 9)
@@ -225,7 +232,7 @@ def test_levels_model_and_exact_refuse_what_they_do_not_apply(attend, name):
 def test_blocks_of_queries_give_the_same_values_and_gradients(monkeypatch):
     results = []
     for block in (1024, 4):
-        monkeypatch.setattr("qarl.align.arguments._QUERIES", block)
+        monkeypatch.setattr("qarl.align.packed_attention._QUERIES", block)
         for given in (
             {"mask": None, "causal": True},
             {"mask": torch.ones(27, 27).bool().tril()[None, None], "causal": False},

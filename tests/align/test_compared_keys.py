@@ -14,8 +14,7 @@ import torch
 from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
-from qarl.align.compared_keys import COMPARED, read_keys
-from qarl.align.config_keys import check_config_keys
+from qarl.align.config_keys import COMPARED, check_config_keys, read_keys
 from qarl.align.families import LARGEST_SHARE, SHOWN
 from qarl.checks.model import check_model
 from qarl.config import load_config

@@ -31,7 +31,7 @@ from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.process import vllm_without_device
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import SCHEMES, get_scheme
-from qarl.rollout.publish.manifest import expected_manifest
+from qarl.rollout.publish.wire import expected_manifest
 from qarl.trainer.optim import MasterOptimizer
 
 MODELS = sorted((ROOT / "qarl" / "bench" / "models").glob("*/config.json"))

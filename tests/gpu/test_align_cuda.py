@@ -2,7 +2,7 @@
 
 Each test prints, for every rounding that the operator might have, how many outputs differ and by how much, and asks
 that the contract's be the nearest. `pytest -rP` shows what is printed. A contract is confirmed by writing the file of
-these results into its `confirmed` (qarl/kernels/cuda/contracts.py).
+these results into its `confirmed` (qarl/kernels/cuda/layer_ops.py).
 """
 
 from __future__ import annotations

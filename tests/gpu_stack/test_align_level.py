@@ -13,7 +13,7 @@ import torch
 from gpu_lock import pretend, required
 from random_models import save_random_model
 
-from qarl.kernels.cuda import contracts, flash, layer_ops
+from qarl.kernels.cuda import flash, layer_ops
 from qarl.quant import get_scheme
 
 required()
@@ -53,7 +53,7 @@ def test_the_operators_and_their_arguments_exist() -> None:
 def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    found = engine_config(folder, **contracts.ENGINE_ARGUMENTS)
+    found = engine_config(folder, **layer_ops.ENGINE_ARGUMENTS)
     compilation = found.compilation_config
     assert compilation.mode == CompilationMode.NONE
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY and "all" in compilation.custom_ops
@@ -69,11 +69,11 @@ def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> 
 @pytest.mark.parametrize(
     ("given", "tokens", "splits"),
     [
-        (contracts.ENGINE_ARGUMENTS, 8, 1),
-        (contracts.ENGINE_ARGUMENTS, 512, 1),
-        (contracts.ENGINE_ARGUMENTS, 513, 0),
-        ({"compilation_config": contracts.ENGINE_ARGUMENTS["compilation_config"]}, 8, 32),
-        ({"enforce_eager": True, "attention_config": contracts.ENGINE_ARGUMENTS["attention_config"]}, 8, 0),
+        (layer_ops.ENGINE_ARGUMENTS, 8, 1),
+        (layer_ops.ENGINE_ARGUMENTS, 512, 1),
+        (layer_ops.ENGINE_ARGUMENTS, 513, 0),
+        ({"compilation_config": layer_ops.ENGINE_ARGUMENTS["compilation_config"]}, 8, 32),
+        ({"enforce_eager": True, "attention_config": layer_ops.ENGINE_ARGUMENTS["attention_config"]}, 8, 0),
     ],
     ids=["decode", "largest graph", "large step", "default", "eager"],
 )
@@ -116,5 +116,5 @@ def test_the_level_is_built_where_vllm_runs_flash_attention_3(
 
 
 def test_the_engines_pages_have_the_size_of_the_trainers(folder: Path) -> None:
-    found = engine_config(folder, **contracts.ENGINE_ARGUMENTS)
+    found = engine_config(folder, **layer_ops.ENGINE_ARGUMENTS)
     assert found.cache_config.block_size in (None, flash.PAGE)

@@ -22,10 +22,10 @@ from same_bytes import same_bytes
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish import graph_addresses, writers
 from qarl.rollout.publish.expert_writers import holds_experts
-from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import encode_publish
-from qarl.rollout.vllm_plugin.kernel_request import asked_for
+from qarl.rollout.publish.send import encode_publish
+from qarl.rollout.publish.wire import check_same_layers, expected_manifest
+from qarl.rollout.vllm_plugin import kernel_request
 
 required()
 
@@ -119,7 +119,7 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
         load(engine, config, first)
         assert differing(engine, models[1]) == [] and len(differing(engine, models[2])) > 10
         check_same_layers(engine, expected)
-        check_in_use(engine, asked_for(kernels, scheme_name))
+        check_in_use(engine, kernel_request(kernels, scheme_name))
         receiver = WeightReceiver(engine, config, expected, kv_caches=list, direct=direct)
         written = {target.name for target in receiver.plan.by_owner.values() if target.writer is not None}
         layers = hf_config.num_hidden_layers if model_name == "experts" else 0

@@ -6,9 +6,9 @@ import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
 
-from qarl.kernels.cpu.tiles import from_tiles, to_tiles
 from qarl.kernels.cpu.torch_ops import upcast_e4m3
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuWNA16Linear
+from qarl.kernels.int4 import from_tiles, to_tiles
 from qarl.kernels.registry import LINEAR_KERNELS, prepare_gathered
 from qarl.quant import get_scheme, quantize
 

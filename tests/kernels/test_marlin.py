@@ -10,8 +10,7 @@ pytest.importorskip("vllm")
 from marlin_reference import random_stack, vllm_layout
 
 from qarl.bench.costs.counting import counting
-from qarl.kernels.cuda.marlin import CODES, SCALES, from_marlin, to_marlin
-from qarl.kernels.int4_layouts import MARLIN, TILES
+from qarl.kernels.int4 import CODES, MARLIN, SCALES, TILES, from_marlin, to_marlin
 
 CASES = [((1, 64, 16), 16), ((3, 64, 48), 16), ((2, 192, 64), 32), ((5, 128, 32), 32), ((4, 64, 16), 8)]
 """Sizes and group sizes: one tile, odd numbers of tiles, one and several scales in a row."""

@@ -146,7 +146,7 @@ def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
     scheme = get_scheme("w4a16", group_size=32)
     assert kernel_prediction.chosen_kernel(scheme, (64, 64), (64, 64)) == "CPUWNA16LinearKernel"
     with set_current_vllm_config(VllmConfig()):
-        assert linears.asked() is None
+        assert linears.requested() is None
         assert linears._Own.why_not(("w4a16",), (64, 64)) == "quant.kernels=engine"
     with pytest.raises(UserError, match="vLLM chose QaRLInt4LinearKernel"):
         linears.check_in_use(running.engine.model(), None)
@@ -154,13 +154,12 @@ def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
 
 def test_a_model_in_which_no_kernel_is_found_is_refused() -> None:
     """For example if another vLLM keeps its kernels in other attributes."""
-    from qarl.rollout.vllm_plugin import linears
-    from qarl.rollout.vllm_plugin.kernel_request import Asked
+    from qarl.rollout.vllm_plugin import KernelRequest, linears
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     linears.check_in_use(model, None)
     with pytest.raises(UserError, match=r"(?s)no layer.*has a linear kernel.*quant\.kernels=qarl"):
-        linears.check_in_use(model, Asked("qarl", "w4a8"))
+        linears.check_in_use(model, KernelRequest("qarl", "w4a8"))
 
 
 @pytest.mark.parametrize("kernels", ["engine", "dequantized"])

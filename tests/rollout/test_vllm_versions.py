@@ -21,7 +21,7 @@ from qarl.quant.scheme import get_scheme
 from qarl.rollout import kernel_prediction
 from qarl.rollout.engine import EngineConfig, RolloutEngine
 from qarl.rollout.engine_config import llm_arguments
-from qarl.rollout.vllm_plugin import internals, transfer
+from qarl.rollout.vllm_plugin import cpu_experts, transfer
 from qarl.vllm_versions import differences, functions
 from qarl.vllm_versions.functions import changed_functions, check_functions
 from qarl.vllm_versions.uses import ENGINE, PUBLISH, RULES, USES
@@ -33,7 +33,7 @@ configure_vllm_process()
 @pytest.mark.parametrize("part", USES)
 def test_the_installed_vllm_has_what_is_called(part: str) -> None:
     assert changed_functions(USES[part]) == ()
-    assert internals.changed() is None
+    assert cpu_experts.changed() is None
 
 
 def test_what_is_gone_or_takes_other_arguments_is_named() -> None:

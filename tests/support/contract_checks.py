@@ -1,4 +1,4 @@
-"""What the device tests of qarl/kernels/cuda/contracts.py compare vLLM's attention and head with."""
+"""What the device tests of qarl/kernels/cuda/layer_ops.py compare vLLM's attention and head with."""
 
 from __future__ import annotations
 

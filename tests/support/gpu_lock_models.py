@@ -22,8 +22,7 @@ from torch import nn
 from qarl.process import configure_vllm_process
 from qarl.quant.meta_model import default_dtype_kept
 from qarl.quant.scheme import Scheme
-from qarl.rollout.vllm_plugin import check_linears_loaded
-from qarl.rollout.vllm_plugin.kernel_request import KEY
+from qarl.rollout.vllm_plugin import REQUEST_KEY, check_linears_loaded
 
 CPU = torch.device("cpu")
 
@@ -74,7 +73,7 @@ def _kernels_of(config: Any) -> AbstractContextManager[None]:
     """The context in which the rollout engine starts vLLM: vLLM's own kernels are disabled if QaRL's are asked for."""
     from qarl.rollout.vllm_plugin.linears import own_kernels_only
 
-    return own_kernels_only() if KEY in config.additional_config else nullcontext()
+    return own_kernels_only() if REQUEST_KEY in config.additional_config else nullcontext()
 
 
 def load(model: Any, config: Any, tensors: dict[str, torch.Tensor]) -> None:

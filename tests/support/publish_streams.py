@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 
 from qarl.quant import get_scheme, packed_state_dict
-from qarl.rollout.publish.manifest import expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.wire import expected_manifest
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

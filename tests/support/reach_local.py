@@ -30,7 +30,7 @@ from qarl.metrics.tracker import read_metrics
 from qarl.process import configure_vllm_process
 from qarl.quant.meta_model import TORCH_DTYPES
 from qarl.rollout.engine import RolloutEngine
-from qarl.rollout.publish.manifest import PublishReport, expected_manifest
+from qarl.rollout.publish.wire import PublishReport, expected_manifest
 from qarl.trainer import local, loop, packing, probe
 from qarl.trainer.setup import RunParts
 from qarl.vllm_versions import head

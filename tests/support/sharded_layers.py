@@ -231,9 +231,8 @@ def experts_kernels() -> tuple[Any, Any]:
     """Experts in PyTorch, which read the wire tensors; and the same behind Marlin's layout, which counts."""
     from dataclasses import replace
 
-    from qarl.kernels.cuda.marlin import from_marlin, to_marlin
     from qarl.kernels.experts.autograd import ReferenceExperts
-    from qarl.kernels.int4_layouts import MARLIN
+    from qarl.kernels.int4 import MARLIN, from_marlin, to_marlin
 
     def convert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         Marlin.converted.append(1)

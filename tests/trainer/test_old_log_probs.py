@@ -21,7 +21,7 @@ from qarl.objectives.settings import objective_settings
 from qarl.optim.loss_scale import LossScale
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
-from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.publish.wire import PublishReport
 from qarl.trainer import checkpoints
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.checkpoints import forward_weights, restore, training_state

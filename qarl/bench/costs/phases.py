@@ -36,9 +36,8 @@ from qarl.quant.fsdp import GatheredExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.weight_shard import WeightShard
-from qarl.rollout.publish.expert_writers import by_parameter
-from qarl.rollout.publish.gpu_experts import copy_stacks, in_marlins_layout
-from qarl.rollout.publish.manifest import TensorSpec
+from qarl.rollout.publish.expert_writers import by_parameter, copy_stacks, in_marlins_layout
+from qarl.rollout.publish.wire import TensorSpec
 
 BF16 = torch.bfloat16
 ENGINE_LAUNCHES = {
@@ -274,7 +273,7 @@ def _muon(shapes: Sequence[tuple[int, ...]]) -> Counting:
 
 def publish_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
     """Count the sender's part of a layer: names, checksums, NaN and Inf, and records."""
-    from qarl.rollout.publish.wire import encode_publish
+    from qarl.rollout.publish.send import encode_publish
 
     tensors = _published(size, scheme_name, group_size)
     for version in (1, 2):  # the tables for tensors of these sizes, which the first makes, stay
@@ -289,7 +288,7 @@ def receive_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
     The dense weights, which vLLM's reload writes, are not counted as written. `least`: all tensors are read once, and
     experts are also read and written."""
     from qarl.rollout.publish.receive import WeightReceiver
-    from qarl.rollout.publish.wire import encode_publish
+    from qarl.rollout.publish.send import encode_publish
 
     tensors, plan = _published(size, scheme_name, group_size), _ExpertsPlan(scheme_name)
     receiver = WeightReceiver(torch.nn.Module(), None, {}, kv_caches=list)

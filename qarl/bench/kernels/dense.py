@@ -20,7 +20,7 @@ from qarl.bench.kernels.layer import Layer
 from qarl.bench.kernels.quantizers import QUANTIZERS, quantize_activations, quantize_weight
 from qarl.kernels.int4 import unpack_int4
 from qarl.kernels.registry import own_backward_input
-from qarl.quant.tensor import QuantizedTensor
+from qarl.quant.quantize import QuantizedTensor
 
 
 def linear(layer: Layer, rows: int) -> list[Competitor]:

@@ -9,9 +9,8 @@ import torch
 from qarl.bench.kernels.arguments import Arguments
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
 from qarl.kernels.registry import LINEAR_KERNELS, LinearKernel
-from qarl.quant.quantize import quantize
+from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.quant.scheme import get_scheme
-from qarl.quant.tensor import QuantizedTensor
 
 
 class Layer:

@@ -6,7 +6,7 @@ So the trainer's keys and values are copied into such pages.
 
 The engine splits the keys of a query among thread blocks if few requests run. Then the sum's order depends on the
 batch. With one split it does not. On compute capability 9.0, vLLM 0.24.0 has a setting for that
-(`qarl.kernels.cuda.contracts.ENGINE_ARGUMENTS`). FlashAttention 2 and 4 take the number of splits from a heuristic that
+(`qarl.kernels.cuda.layer_ops.ENGINE_ARGUMENTS`). FlashAttention 2 and 4 take the number of splits from a heuristic that
 no setting reaches except VLLM_BATCH_INVARIANT, which replaces operators of the whole process.
 
 Sources: vllm/v1/attention/backends/flash_attn.py, vllm/vllm_flash_attn/flash_attn_interface.py of vLLM 0.24.0;

@@ -91,7 +91,7 @@ class _GroupedExperts:
 
 
 class TritonExperts(_GroupedExperts):
-    """Experts computed by the Triton kernels of qarl.kernels.triton.grouped."""
+    """Experts computed by the Triton kernels of qarl.kernels.triton.experts."""
 
     name = "triton"
 

@@ -28,7 +28,7 @@ from qarl.kernels.activations import quantize_fp8, quantize_int8, quantize_int8_
 from qarl.kernels.cpu import vllm_ops
 from qarl.kernels.cpu.torch_ops import VllmCpuFP8Linear
 from qarl.kernels.experts.grouped import ExpertsShape, Tensors, route, scheme_of, sizes_of
-from qarl.kernels.int4_layouts import TILES
+from qarl.kernels.int4 import TILES
 from qarl.kernels.registry import prepare_gathered
 
 _LINEARS: dict[str, tuple[Any, ...]] = {

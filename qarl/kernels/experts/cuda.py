@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from qarl.kernels.cuda.marlin import CODES, SCALES, to_marlin
 from qarl.kernels.cuda.vllm_ops import uint4b8, why_not_here
-from qarl.kernels.int4_layouts import MARLIN
+from qarl.kernels.int4 import CODES, MARLIN, SCALES, to_marlin
 from qarl.vllm_versions.differences import describe_experts, moe_sum
 from qarl.vllm_versions.functions import why_unusable
 

@@ -19,13 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.rollout.publish import expert_writers
+from qarl.rollout.publish.expert_writers import Part, holds_experts
 
-Part = dict[str, torch.Tensor]
 Cut = Callable[[nn.Module, list[Part]], list[Part]]
 """A function of a module and the whole tensors of its checkpoint modules. It returns the worker's part of these."""
 
@@ -34,7 +32,7 @@ def cut_of(module: nn.Module, parts: int) -> Cut | None:
     """Return the function that cuts tensors for `module`, or None if the module's class is not supported.
 
     `parts`: number of checkpoint modules in `module`, which is more than 1 if vLLM fuses them."""
-    if expert_writers.holds_experts(module):
+    if holds_experts(module):
         return None if _parallel_of_experts(module).use_ep else _cut_experts
     if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):
         return _whole

@@ -1,7 +1,7 @@
 """Write published tensors into the parameters of vLLM's modules, inside vLLM's worker. There are two ways:
 
 - Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU, for experts there with
-  QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.gpu_experts`). It is faster than a reload,
+  QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.expert_writers`). It is faster than a reload,
   which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated. Under tensor
   parallelism each worker writes its own part of every tensor (`qarl.rollout.publish.tensor_parallel`).
 - Layerwise reload: vLLM's own function loads the weight. It is used for all other layers, such as GPUs' dense ones. It
@@ -16,7 +16,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +26,9 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
-from qarl.rollout.publish import expert_writers, gpu_experts, graph_addresses, tensor_parallel
-from qarl.rollout.publish.manifest import Manifest
-
-Part = dict[str, torch.Tensor]
-"""The tensors of one checkpoint module. A key is the last component of a tensor's name: `weight_packed`, `bias`, ..."""
-
-Writer = Callable[[nn.Module, list[Part]], None]
+from qarl.rollout.publish import expert_writers, graph_addresses, tensor_parallel
+from qarl.rollout.publish.expert_writers import Part, Writer
+from qarl.rollout.publish.wire import Manifest
 
 
 class ReloadFailed(UserError):
@@ -131,7 +127,7 @@ class WritePlan:
             elif direct and target.cut is not None and expert_writers.holds_experts(target.module):
                 specs = [_without_memory(expected, owner) for owner in target.parts]
                 parts = target.cut(target.module, specs)
-                target.writer = gpu_experts.writer_of(target.module, parts, vllm_config, DERIVED)
+                target.writer = expert_writers.gpu_writer_of(target.module, parts, vllm_config, DERIVED)
         self._check_all_written(expected)
 
     def _check_all_written(self, expected: Manifest) -> None:
@@ -253,7 +249,7 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
     """Return the function that writes the module of `target` on a CPU, or None if vLLM's layerwise reload does it."""
     module, known = target.module, target.cut is not None
     if expert_writers.holds_experts(module):
-        return expert_writers.writer_of(module, direct and known)
+        return expert_writers.cpu_writer_of(module, direct and known)
     scheme: Any = getattr(module, "scheme", None)
     kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
     writer = _WRITERS.get(type(kernel).__name__)

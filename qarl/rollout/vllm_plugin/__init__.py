@@ -14,8 +14,8 @@ On every device, the plugin also registers two things:
 - QaRL's own linear kernels, which an engine uses only if `quant.kernels` asks for them (`linears.py`).
 - The transfer engine `qarl`, which receives publishes from another process or host (`transfer.py`).
 
-Only `internals.py` (for `cpu_experts.py`) and `linears.py` import vLLM's layers. `cpu_experts.py`, `linears.py` and
-`transfer.py` have the classes that are registered. Nothing is patched, because vLLM has a registry for each class.
+`cpu_experts.py`, `linears.py` and `transfer.py` have the classes that are registered. Nothing is patched, because vLLM
+has a registry for each class.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from qarl.errors import UserError
 from qarl.vllm_versions.differences import transfer_factories
@@ -35,6 +35,27 @@ _why_not: str | None = _CALLED
 """The reason why the plugin is not registered in this process, or None if it is registered or not needed."""
 _no_linears: str | None = _CALLED
 """The reason why the plugin's linear kernels are not registered in this process, or None if they are."""
+
+
+REQUEST_KEY = "qarl_linears"
+"""The entry of vLLM's `additional_config` that names QaRL's linear kernels. Every process of the engine gets it."""
+
+
+class KernelRequest(NamedTuple):
+    """`kernels`: a value of `quant.kernels` other than engine. `scheme`: the name of the quantization scheme."""
+
+    kernels: str
+    scheme: str
+
+
+def kernel_request(kernels: str, scheme: str) -> KernelRequest | None:
+    """Return the request of a run, or None if the engine uses vLLM's own kernels."""
+    return None if kernels == "engine" else KernelRequest(kernels, scheme)
+
+
+def engine_arguments(request: KernelRequest | None) -> dict[str, Any]:
+    """Return the arguments of vLLM's `LLM` for this request."""
+    return {} if request is None else {"additional_config": {REQUEST_KEY: list(request)}}
 
 
 def register() -> None:

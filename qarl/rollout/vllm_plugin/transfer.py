@@ -58,12 +58,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from qarl.errors import UserError
-from qarl.rollout.publish.addresses import own_address
-from qarl.rollout.publish.manifest import engines_manifest
-from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer
-from qarl.rollout.publish.wire import NamedTensor, encode_publish
+from qarl.rollout.publish.send import DeltaSender, encode_publish
+from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer, own_address
+from qarl.rollout.publish.wire import NamedTensor, engines_manifest
 from qarl.vllm_versions.differences import kv_cache_tensors
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.uses import PUBLISH
@@ -240,7 +238,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
     ) -> None:
         # vLLM declares its protocol WeightSource. QaRL reads any iterable of named tensors.
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)  # type: ignore[arg-type]
-        self.info, self.outbox, self.version = init_info, Outbox(), 0
+        self.info, self.outbox, self.version = init_info, DeltaSender(), 0
         self.server: WeightServer | None = None
         if self.is_sender:
             url = getattr(client, "base_url", None)  # of vLLM's client for HTTP

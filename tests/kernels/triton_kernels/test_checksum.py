@@ -9,8 +9,7 @@ from triton_rig import DEVICE
 from qarl.kernels.triton.checksum import add_checksum
 from qarl.quant.quantize import FLOAT_BITS
 from qarl.rollout.publish import units
-from qarl.rollout.publish.checksum import BLOCK, checksum, weights
-from qarl.rollout.publish.units import has_nonfinite
+from qarl.rollout.publish.checksum import BLOCK, checksum, has_nonfinite, weights
 
 WORDS = [1, 2, 77, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 13]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from qarl.errors import UserError
-from qarl.rollout.publish.addresses import LOOPBACK, own_address
+from qarl.rollout.publish.sockets import LOOPBACK, own_address
 
 
 def node(address: str, alive: bool = True) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.rollout.publish import writers
-from qarl.rollout.publish.manifest import TensorSpec
 from qarl.rollout.publish.tensor_parallel import cut_of
+from qarl.rollout.publish.wire import TensorSpec
 from qarl.rollout.publish.writers import WritePlan
 
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from qarl.errors import UserError
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.scheme import SCHEMES
-from qarl.rollout.publish import units
-from qarl.rollout.publish.manifest import check_complete, check_same_layers, expected_manifest, not_finite
+from qarl.rollout.publish import checksum
 from qarl.rollout.publish.send import _report
+from qarl.rollout.publish.wire import check_complete, check_same_layers, expected_manifest, not_finite
 
 LOW_BIT = [name for name in SCHEMES if name != "bf16"]
 
@@ -150,7 +150,7 @@ class Watcher(TorchDispatchMode):
 
 
 def test_many_tensors_are_looked_at_with_one_wait_and_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "_AT_ONCE", 1000)
+    monkeypatch.setattr(checksum, "_AT_ONCE", 1000)
     named = [(str(i), torch.zeros(70, 100, dtype=torch.bfloat16)) for i in range(12)]
     named[7][1][69, 99] = torch.inf
     named[3][1][0, 0] = torch.nan

@@ -9,9 +9,8 @@ import torch
 from memory_cases import run
 from publish_streams import engine_model, feed_in_buckets, receiver, weights
 
-from qarl.rollout.publish.outbox import Outbox
-from qarl.rollout.publish.published_cache import KeptTensors, Tally, fingerprint_of
-from qarl.rollout.publish.send import publish_weights
+from qarl.rollout.publish.delta import PublishedCache, Tally, fingerprint_of
+from qarl.rollout.publish.send import DeltaSender, publish_weights
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
 from qarl.trainer.setup import engine_config
 
@@ -87,9 +86,9 @@ def test_without_delta_nothing_is_kept():
     engine, tensors = Engine(), weights("llama")
     engine.publish(tensors, 1)
     engine.publish(moved(tensors), 2)
-    assert engine.receiver.kept is not None
+    assert engine.receiver.cache is not None
     report = engine.publish(tensors, 3, delta=False)
-    assert engine.receiver.kept is None and not report.is_delta and engine.has(tensors)
+    assert engine.receiver.cache is None and not report.is_delta and engine.has(tensors)
 
 
 def test_an_engine_that_lost_its_weights_gets_all_of_them():
@@ -259,9 +258,9 @@ def test_damage_of_a_kept_word_that_did_not_change_is_found():
     engine, tensors = Engine(), weights("llama")
     engine.publish(tensors, 1)
     now = [(name, tensor + (name == Q)) for name, tensor in tensors]
-    outbox, held = Outbox(), engine.receiver
+    outbox, held = DeltaSender(), engine.receiver
     held.feed(outbox.stream(tensors, version=1, held=[None]))
-    held.kept.tensors[K].view(torch.uint8).view(-1)[5] ^= 1
+    held.cache.tensors[K].view(torch.uint8).view(-1)[5] ^= 1
     with pytest.raises(TransferFailed, match=f"{K} was damaged"):
         held.feed(outbox.stream(now, version=2, held=[held.held]))
     held.feed(outbox.stream(now, version=2, held=[held.held]))
@@ -272,7 +271,7 @@ class Remote:
     """A sender and its receiver as in two processes: nothing is shared, and buffers are used again."""
 
     def __init__(self) -> None:
-        self.engine, self.outbox = Engine(clone=True), Outbox()
+        self.engine, self.outbox = Engine(clone=True), DeltaSender()
 
     def stream(self, tensors: list, version: int):
         return list(self.outbox.stream(tensors, version=version, held=[self.engine.receiver.held]))
@@ -288,7 +287,7 @@ def test_two_processes_stay_together():
         stream = remote.stream(tensors, version)
         sizes.append(sum(tensor.nbytes for _, tensor in stream))
         remote.feed(stream)
-        assert remote.engine.has(tensors) and remote.engine.receiver.held == remote.outbox.kept.fingerprint
+        assert remote.engine.has(tensors) and remote.engine.receiver.held == remote.outbox.cache.fingerprint
         tensors = moved(tensors, seed=version)
     assert max(sizes[1:]) < 0.2 * sizes[0]
     metrics = remote.outbox.tally.metrics()
@@ -302,7 +301,7 @@ def test_an_acknowledgement_is_never_assumed(lost):
     remote.feed(remote.stream(tensors, 1))
     now = moved(tensors)
     stream = remote.stream(now, 2)
-    assert remote.outbox.kept.fingerprint is not None
+    assert remote.outbox.cache.fingerprint is not None
     part = {"all": [], "end": stream[:-1], "middle": stream[:3]}[lost]
     remote.feed(part)
     later = moved(now, seed=4)
@@ -326,7 +325,7 @@ def test_changes_of_another_version_are_refused():
     remote.feed(remote.stream(tensors, 4))
     assert remote.engine.has(tensors)
     gone = remote.stream(moved(tensors, seed=9), 5)
-    after = list(remote.outbox.stream(tensors, version=6, held=[remote.outbox.kept.fingerprint]))
+    after = list(remote.outbox.stream(tensors, version=6, held=[remote.outbox.cache.fingerprint]))
     with pytest.raises(TransferFailed, match="changes of version 6 do not apply"):
         remote.feed(after)
     assert gone and remote.engine.receiver.stale
@@ -334,23 +333,23 @@ def test_changes_of_another_version_are_refused():
 
 @pytest.mark.parametrize("held", [[], [None], ["0" * 32], ["same", None], ["same", "0" * 32]])
 def test_one_receiver_in_doubt_means_all_tensors_for_all(held):
-    outbox, tensors = Outbox(), weights("llama")
+    outbox, tensors = DeltaSender(), weights("llama")
     list(outbox.stream(tensors, version=1, held=[None]))
-    answers = [outbox.kept.fingerprint if answer == "same" else answer for answer in held]
+    answers = [outbox.cache.fingerprint if answer == "same" else answer for answer in held]
     begin = next(iter(outbox.stream(tensors, version=2, held=answers)))
     assert read_record(*begin)["base"] is None
     list(outbox.stream(tensors, version=2, held=answers))
-    stream = list(outbox.stream(tensors, version=3, held=[outbox.kept.fingerprint] * 2))
+    stream = list(outbox.stream(tensors, version=3, held=[outbox.cache.fingerprint] * 2))
     assert read_record(*stream[0])["base"] is not None
 
 
 def test_a_sender_that_stops_half_way_sends_all_tensors_next():
-    outbox, tensors = Outbox(), weights("llama")
+    outbox, tensors = DeltaSender(), weights("llama")
     list(outbox.stream(tensors, version=1, held=[None]))
-    held, now = outbox.kept.fingerprint, moved(tensors)
+    held, now = outbox.cache.fingerprint, moved(tensors)
     stream = outbox.stream(now, version=2, held=[held])
     next(stream), next(stream)
-    assert outbox.kept.fingerprint is None
+    assert outbox.cache.fingerprint is None
     assert read_record(*next(iter(outbox.stream(now, version=2, held=[held]))))["base"] is None
 
 
@@ -365,12 +364,12 @@ def test_other_tensors_than_the_last_time_are_sent_whole():
     """A tensor that was not there before, or has another shape: not possible in a run, and still no delta."""
     engine, tensors = Engine(), weights("llama")
     engine.publish(tensors, 1)
-    kept = engine.receiver.kept
+    kept = engine.receiver.cache
     kept.tensors[Q] = kept.tensors[Q][:1].clone()
     assert not engine.publish(tensors, 2).is_delta and engine.has(tensors)
-    outbox = Outbox()
+    outbox = DeltaSender()
     list(outbox.stream(tensors[:5], version=1, held=[None]))
-    sent = dict(outbox.stream(tensors, version=2, held=[outbox.kept.fingerprint]))
+    sent = dict(outbox.stream(tensors, version=2, held=[outbox.cache.fingerprint]))
     assert sent.keys() >= {name for name, _ in tensors[5:]} and sent.keys().isdisjoint({n for n, _ in tensors[:5]})
 
 
@@ -383,7 +382,7 @@ def test_nan_in_the_engine_and_failed_checks_leave_no_base():
 
 
 def test_the_tally_counts_codes_and_scales_apart():
-    tally, base = Tally(), KeptTensors()
+    tally, base = Tally(), PublishedCache()
     assert tally.metrics() == {}
     tally.known = True
     codes, scales = torch.zeros(64, 8, dtype=torch.int32), torch.ones(64, 2, dtype=torch.bfloat16)

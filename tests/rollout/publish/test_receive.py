@@ -6,7 +6,8 @@ import pytest
 import torch
 from publish_streams import engine_model, receiver, weights
 
-from qarl.rollout.publish.wire import COMMIT, TransferFailed, encode_publish
+from qarl.rollout.publish.send import encode_publish
+from qarl.rollout.publish.wire import COMMIT, TransferFailed
 
 
 def published(version: int = 1):

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from qarl.rollout.publish import sockets
+from qarl.rollout.publish.send import encode_publish
 from qarl.rollout.publish.sockets import SMALLEST_LIMIT, PeerLost, WeightClient, WeightServer, _receive_header, _send
-from qarl.rollout.publish.wire import TransferFailed, encode_publish
+from qarl.rollout.publish.wire import TransferFailed
 
 TOKEN = "of this run"
 TENSORS = [("model.layers.0.w.weight", torch.arange(8.0))]

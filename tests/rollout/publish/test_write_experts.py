@@ -14,9 +14,9 @@ from qarl.errors import UserError
 from qarl.kernels.cpu import torch_ops
 from qarl.quant.expert_names import stacked
 from qarl.rollout.publish import expert_writers, writers
-from qarl.rollout.publish.manifest import TensorSpec, check_complete, check_same_layers
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import TransferFailed, encode_publish
+from qarl.rollout.publish.send import encode_publish
+from qarl.rollout.publish.wire import TensorSpec, TransferFailed, check_complete, check_same_layers
 
 
 class UnquantizedFusedMoEMethod: ...

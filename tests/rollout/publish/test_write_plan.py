@@ -11,9 +11,8 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.quant import get_scheme
-from qarl.rollout.publish.manifest import TensorSpec, expected_manifest
-from qarl.rollout.publish.send import publish_weights
-from qarl.rollout.publish.wire import COMMIT, encode_publish
+from qarl.rollout.publish.send import encode_publish, publish_weights
+from qarl.rollout.publish.wire import COMMIT, TensorSpec, expected_manifest
 from qarl.rollout.publish.writers import DERIVED, WritePlan
 
 

@@ -269,6 +269,9 @@ def exact_unavailable(
 def engine_arithmetic(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[bool]:
     """Align a BF16 transformers model on a CPU to level `model`, and undo it at the end of the context.
 
+    At `off` and `linears` rounding hides small mistakes. Where level `model` exists, the guard compares the engine with
+    the same weights and buffers at `model`, where healthy runs have a mismatch of 0, or nearly.
+
     Yield whether level `model` exists for it. If not, nothing changes. `dtype`: dtype of the weights in the forward, if
     FSDP2 gathers another one than it shards. FSDP2 may shard the model, except experts that are not quantized."""
     parameter = next(model.parameters())

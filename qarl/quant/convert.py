@@ -22,11 +22,11 @@ from torch import nn
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant.expert_names import STACKS, is_stack, matrices, stacked_experts, unstacked
-from qarl.quant.experts import QuantExperts, check_experts, quantize_stack
+from qarl.quant.experts import QuantExperts, check_experts
+from qarl.quant.layer import watch_optimizers
 from qarl.quant.linear import QuantLinear
-from qarl.quant.quantize import quantize
+from qarl.quant.quantize import quantize, quantize_stack
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.quant.staleness import watch_optimizers
 
 DEFAULT_IGNORE = ("lm_head",)
 
@@ -295,6 +295,9 @@ def published_forward(
     model: nn.Module, scheme: Scheme, ignore: Sequence[str], *, kernels: str = "engine"
 ) -> Iterator[None]:
     """Let the linears and experts that `scheme` quantizes multiply by low-bit tensors, in forwards without gradients.
+
+    At level `off` the trainer's forward is plain BF16, so its mismatch contains the whole error of quantization. The
+    guard (`qarl.metrics.guard`) must not judge that error, and therefore compares the engine with this forward.
 
     A layer is quantized during its forward and its tensors are dropped after it, so memory grows by one layer, and the
     weight may be one that FSDP has gathered for this forward. Layers that are quantized already stay as they are.

@@ -30,9 +30,9 @@ from qarl.kernels.int4 import wire_tensors
 from qarl.kernels.registry import prepare_gathered
 from qarl.quant import convert
 from qarl.quant.expert_names import STACKS
-from qarl.quant.experts import QuantExperts, QuantizedStack
+from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.quantize import QuantizedTensor
+from qarl.quant.quantize import QuantizedStack, QuantizedTensor
 from qarl.quant.scheme import Scheme
 from qarl.quant.timing import phase
 from qarl.quant.weight_shard import GatheredWeight, WeightShard

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.kernels.int4 import dequantize_int4
+from qarl.quant.expert_names import matrices
 from qarl.quant.scheme import QuantArgs, Scheme
 from qarl.quant.timing import phase
 from qarl.quant.triton_quantizer import fused_quantizer
@@ -86,6 +87,34 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+@dataclass(frozen=True, eq=False)
+class QuantizedStack:
+    """The stack `name` of `shape` [E, N, K], quantized with `scheme`.
+
+    `tensors`: the wire tensors of all matrices, stacked [E, N, ...], with compressed-tensors names. `weight_shape` is
+    left out because it is the same for every matrix.
+    """
+
+    name: str
+    scheme: Scheme
+    shape: tuple[int, int, int]
+    tensors: dict[str, Tensor]
+
+    def stacked(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and the tensors of a publish."""
+        for leaf, tensor in self.tensors.items():
+            yield f"{self.name}.{leaf}", tensor
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield checkpoint names and wire tensors of each expert's matrices, as views of the stacked tensors."""
+        for matrix in matrices(self.name, self.shape):
+            for leaf, tensor in self.tensors.items():
+                yield f"{matrix.name}.{leaf}", tensor[matrix.expert, matrix.rows]
+            if "weight_packed" in self.tensors:
+                size = [matrix.rows.stop - matrix.rows.start, self.shape[2]]
+                yield f"{matrix.name}.weight_shape", torch.tensor(size, dtype=torch.int64, device="cpu")
+
+
 _HALF_RANGE = {(4, "int"): 7.5, (8, "int"): 127.5, (8, "float"): 448.0}
 """(num_bits, type) -> half the range. For int4 this is half of the 15 steps from -8 to 7, so -absmax gets the code -8
 and +absmax is clamped to 7."""
@@ -134,6 +163,20 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     if nonfinite.item():
         raise nonfinite_error(weight, name)
     return made
+
+
+def quantize_stack(weight: Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
+    """Quantize the BF16 stack `weight` [E, N, K], with the same result as `quantize` on each of its matrices.
+
+    `name`: the stack's state-dict name. Raises UserError if the shape does not fit the scheme, or if a weight is NaN or
+    Inf.
+    """
+    experts, rows, columns = weight.shape
+    tensors = {"weight": weight}
+    if scheme.quantized:
+        flat = quantize(weight.reshape(experts * rows, columns), scheme, name=name).tensors
+        tensors = {leaf: t.view(experts, rows, t.shape[1]) for leaf, t in flat.items() if leaf != "weight_shape"}
+    return QuantizedStack(name, scheme, (experts, rows, columns), tensors)
 
 
 @torch.no_grad()

@@ -36,7 +36,14 @@ _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class GatheredWeight(torch.Tensor):
-    """`tensors`: the gathered tensors by name. FSDP2 reuses their memory after the next resharding."""
+    """The parameter that FSDP2 registers while a layer's low-bit tensors are gathered.
+
+    FSDP2 needs one tensor with the shape of the original parameter, for which autograd computes a gradient. The forward
+    needs several low-bit tensors. So this tensor has the parameter's shape and dtype, and the low-bit tensors by name
+    as the attribute `tensors`. It has no BF16 data, and operations that would read BF16 data raise. FSDP2 reuses the
+    memory of `tensors` after the next resharding. Like torchao's FP8 weights, it uses PyTorch's extension point
+    `__torch_dispatch__`.
+    """
 
     tensors: dict[str, torch.Tensor]
 

@@ -16,7 +16,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkout import ROOT
-from contract_checks import ATTENTION, attention_roundings, differing_shares, vllm_logits
+from contract_checks import (
+    ATTENTION,
+    add_rms_norm_reference,
+    attention_roundings,
+    differing_shares,
+    log_softmax_reference,
+    rotary_reference,
+    vllm_logits,
+)
 
 from qarl.align import cuda
 from qarl.kernels.cuda import flash, layer_ops
@@ -55,7 +63,7 @@ def test_norms_round_as_vllms_do(operators: Any, size: int) -> None:
     # vLLM's CPU operator takes the variance from the unrounded sum, so only sums that need no rounding are compared.
     for exact in (False, True):
         parts = [torch.randint(-64, 64, x.shape).bfloat16() for _ in range(2)] if exact else [x, residual]
-        ours, total = layer_ops.add_rms_norm_reference(*parts, weight, 1e-6)
+        ours, total = add_rms_norm_reference(*parts, weight, 1e-6)
         normed, summed = (part.clone() for part in parts)
         operators.fused_add_rms_norm(normed, summed, weight, 1e-6)
         assert torch.equal(total, summed)
@@ -91,7 +99,7 @@ def test_the_rotary_formula_is_vllms_bit_for_bit(operators: Any) -> None:
     found = x.clone().flatten(1)
     operators.rotary_embedding(positions, found, x.clone().flatten(1), 128, cache, True)
     cosines, sines = cache[positions].chunk(2, -1)
-    assert torch.equal(layer_ops.rotary_reference(x, cosines, sines).flatten(1), found)
+    assert torch.equal(rotary_reference(x, cosines, sines).flatten(1), found)
     # transformers' formula on FP32 copies, which the trainer computes
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -120,7 +128,7 @@ def test_the_log_softmax_is_that_of_vllms_triton_kernel(tmp_path: Any) -> None:
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-2000:]
     found = torch.load(tmp_path / "out.pt")
-    ours = layer_ops.log_softmax_reference(logits, tokens, 0.7)
+    ours = log_softmax_reference(logits, tokens, 0.7)
     bits = 2**-22 * found.abs() + 1e-6  # two roundings of an FP32 number of this size
     assert bool(((ours - found).abs() <= bits).all())
     pytorchs = (logits.float() / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0]

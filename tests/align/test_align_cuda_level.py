@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from checkout import ROOT
+from contract_checks import add_rms_norm_reference, rotary_reference
 from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model, cuda
@@ -67,7 +68,7 @@ def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     def add(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             return norm(states, weight, 1e-6), states
-        return layer_ops.add_rms_norm_reference(states, residual, weight, 1e-6)
+        return add_rms_norm_reference(states, residual, weight, 1e-6)
 
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -76,7 +77,7 @@ def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
             F.linear(states, getattr(attention, f"{name}_proj").weight).unflatten(-1, (-1, 32)) for name in "qkv"
         )
         q, k = norm(q, attention.q_norm.weight, 1e-6), norm(k, attention.k_norm.weight, 1e-6)
-        q, k = (layer_ops.rotary_reference(x, cosines, sines) for x in (q, k))
+        q, k = (rotary_reference(x, cosines, sines) for x in (q, k))
         states = F.linear(flash.flash_reference(q, k, v, 32**-0.5).flatten(1), attention.o_proj.weight)
         states, residual = add(layer.post_attention_layernorm.weight)
         gate, up = (F.linear(states, getattr(mlp, f"{name}_proj").weight) for name in ("gate", "up"))

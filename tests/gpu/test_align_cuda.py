@@ -12,7 +12,15 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from contract_checks import ATTENTION, attention_roundings, differing_shares, vllm_logits
+from contract_checks import (
+    ATTENTION,
+    add_rms_norm_reference,
+    attention_roundings,
+    differing_shares,
+    log_softmax_reference,
+    rotary_reference,
+    vllm_logits,
+)
 
 from qarl.align.attention import fp32_attention
 from qarl.align.packed_attention import varlen_attention
@@ -67,7 +75,7 @@ def test_fused_add_rms_norm(tokens: int, hidden: int) -> None:
     x, residual, weight = random(tokens, hidden), random(tokens, hidden), random(hidden)
     exact_sum = x.float() + residual.float()
     rounded = exact_sum.bfloat16()
-    contract = layer_ops.add_rms_norm_reference(x, residual, weight, EPSILON)[0]
+    contract = add_rms_norm_reference(x, residual, weight, EPSILON)[0]
     candidates = {
         "sum rounded, value in FP32": contract,
         "sum rounded, value rounded": normalised(rounded.float()).bfloat16() * weight,
@@ -128,7 +136,7 @@ def test_rotary_embedding(tokens: int) -> None:
     flat_query, flat_key = query.flatten(1).clone(), key.flatten(1).clone()
     ops.rotary_embedding(positions, flat_query, flat_key, size, cache, True)
     for name, x, found in (("query", query, flat_query), ("key", key, flat_key)):
-        contract = layer_ops.rotary_reference(x, *turns)
+        contract = rotary_reference(x, *turns)
         compare(f"rotary {name} {tokens}", found.view_as(x), {"FP32": contract, "products rounded": rounded(x)})
         assert torch.equal(contract, found.view_as(x))
 
@@ -312,7 +320,7 @@ def test_log_softmax() -> None:
     logits, tokens = random(256, 151936) * 4, torch.randint(151936, (256,), device="cuda")
     for temperature in (1.0, 0.7):
         theirs = compute_token_logprobs(logits.float() / temperature, tokens[:, None])[:, 0]
-        contract = layer_ops.log_softmax_reference(logits, tokens, temperature)
+        contract = log_softmax_reference(logits, tokens, temperature)
         ours, _ = log_probs_of_logits(logits, tokens, temperature=temperature)
         for name, found in (("the contract", contract), ("the trainer's", ours)):
             difference = (found - theirs).abs()

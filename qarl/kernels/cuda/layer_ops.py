@@ -156,14 +156,6 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) ->
     return (total * scale * weight.float()).to(x.dtype)
 
 
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return norm and sum as vLLM's `fused_add_rms_norm` does. All tensors are BF16; x and residual are [..., K]."""
-    total = x + residual
-    return rms_norm_reference(total, weight, epsilon), total
-
-
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up as BF16, for gate and up BF16 [..., N]."""
     if not gate.is_cuda:
@@ -176,24 +168,3 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def silu_and_mul_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Do the same as `silu_and_mul`, in PyTorch: both results are rounded."""
     return F.silu(gate.float()).to(gate.dtype) * up
-
-
-def rotary_reference(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotate x BF16 [T, heads, D] by cosines and sines BF16 [T, D / 2], as vLLM's `rotary_embedding` does."""
-    first, second = x.float().chunk(2, dim=-1)
-    cosines, sines = cosines.float()[:, None], sines.float()[:, None]
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(x.dtype)
-
-
-def log_softmax_reference(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return FP32 log-probs [T] of `tokens` int64 [T] as vLLM's `compute_token_logprobs` does from BF16 logits [T, V].
-
-    vLLM sums 1024 exponentials at a time.
-    """
-    scaled = logits.float() / temperature
-    largest = scaled.amax(-1, keepdim=True)
-    total = torch.zeros_like(largest)
-    for block in (scaled - largest).exp().split(1024, dim=-1):
-        total += block.sum(-1, keepdim=True)
-    chosen = scaled.gather(-1, tokens[:, None])
-    return (chosen - largest - total.log())[:, 0]

@@ -161,7 +161,8 @@ def scaled_mm(
     (m, k), n, device = x.shape, weight.shape[0], x.device
     if operation == "fp8":
         operation = "fp8_fast" if fast_accumulation else "fp8"
-    tile = tile or choose(operation + "_invariant" * batch_invariant, device, m, n, k)
+    table = f"{operation}_invariant" if batch_invariant else operation
+    tile = tile or choose(table, device, m, n, k)
     require(tile is not None, f"the table of {operation} has no rule for {m} rows")
     assert tile is not None
     y = torch.empty(m, n, dtype=torch.bfloat16, device=device)

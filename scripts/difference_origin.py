@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from qarl.align import attention
+from qarl.align import cpu as attention
 from qarl.config import load_config
 from qarl.diagnose.diagnosis import with_quant
 from qarl.trainer.batch import Batch

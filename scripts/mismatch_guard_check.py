@@ -30,7 +30,7 @@ import torch
 from qarl.checkpoint.json_file import write_json
 from qarl.config import load_config
 from qarl.config.quant import ROLLOUT_SCHEMES as SCHEMES
-from qarl.kernels.sampling_mask import Truncation
+from qarl.kernels.logprob import Truncation
 from qarl.metrics.guard import MismatchError, check_mismatch, resolve_limit
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.process import configure_vllm_process

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu import layer_ops
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.tbpo import TBPOConfig, tbpo_loss
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {}
     if args.output is not None and args.output.exists():
         results = json.loads(args.output.read_text())
-    amx = vllm_attention.uses_tiles("cpu", 32)
+    amx = layer_ops.uses_tiles("cpu", 32)
     results["machine"] = {"torch": torch.__version__, "threads": 1, "amx": amx}
     if "equal" in args.parts:
         results["equal"] = {}

@@ -25,16 +25,22 @@ from typing import Any
 
 import torch
 
-from qarl.align.attention import ENGINE_ATTENTION, FP32_ATTENTION, register_attention
-from qarl.align.blocks import AlignedDecoderLayer, AlignedRMSNorm, align_module
 from qarl.align.config_keys import ENGINE_ACTIVATIONS, check_config_keys
+from qarl.align.cpu import (
+    ENGINE_ATTENTION,
+    FP32_ATTENTION,
+    AlignedDecoderLayer,
+    AlignedRMSNorm,
+    align_module,
+    register_attention,
+)
 from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
 from qarl.align.packed_attention import use_rows_attention
 from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
 from qarl.align.router_replay import AlignedRouter, routers
 from qarl.errors import UserError
-from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu import layer_ops
 from qarl.process import vllm_unusable, vllm_without_device
 from qarl.quant.expert_names import stacked_experts
 from qarl.quant.experts import QuantExperts
@@ -262,7 +268,7 @@ def exact_unavailable(
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
         return "VLLM_CPU_ATTN_SPLIT_KV is set, so the result of vLLM's attention depends on the batch"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return vllm_attention.unavailable(device_type, head_dim)
+    return layer_ops.attention_unavailable(device_type, head_dim)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import torch
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
-from qarl.rollout.engine_config import EngineConfig, llm_arguments
+from qarl.rollout.engine_config import EngineConfig, check_served, llm_arguments
 from qarl.rollout.gpu_sharing import check_free_memory, check_not_batch_invariant, eager, release_unused_memory
 from qarl.rollout.kernel_prediction import own_kernels
 from qarl.rollout.publish.receive import WeightReceiver
@@ -367,25 +367,6 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
     """Make the receiver. vLLM calls this in its worker, which is in this process."""
     return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
-
-
-W4A8_ON_GPUS = (
-    "on GPUs of capability 9.0 vLLM rounds activations and group scales to FP8 (e4m3), also where the checkpoint says "
-    "int8, and on other GPUs it has no kernel"
-)
-"""What vLLM 0.24.0 makes of a W4A8 checkpoint: `CompressedTensorsConfig._is_fp8_w4a8` does not look at the type of the
-activations, and `CutlassW4A8LinearKernel` multiplies float8_e4m3fn."""
-
-
-def check_served(scheme_name: str, kernels: str = "engine") -> None:
-    """Raise UserError if vLLM would accept this scheme but compute a different one. `kernels`: see `EngineConfig`."""
-    if scheme_name == "w4a8" and kernels != "qarl":
-        raise UserError(
-            "w4a8 rollouts are refused",
-            where=f"quant.scheme=w4a8 with quant.kernels={kernels}",
-            why=f"from such a checkpoint vLLM computes W4A16 on CPUs, without a warning; {W4A8_ON_GPUS}",
-            fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
-        )
 
 
 def _check_kernels(model: torch.nn.Module, config: EngineConfig) -> None:

@@ -93,3 +93,22 @@ def llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["enable_prefix_caching"] = False
         arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)
     return arguments
+
+
+W4A8_ON_GPUS = (
+    "on GPUs of capability 9.0 vLLM rounds activations and group scales to FP8 (e4m3), also where the checkpoint says "
+    "int8, and on other GPUs it has no kernel"
+)
+"""What vLLM 0.24.0 makes of a W4A8 checkpoint: `CompressedTensorsConfig._is_fp8_w4a8` does not look at the type of the
+activations, and `CutlassW4A8LinearKernel` multiplies float8_e4m3fn."""
+
+
+def check_served(scheme_name: str, kernels: str = "engine") -> None:
+    """Raise UserError if vLLM would accept this scheme but compute a different one. `kernels`: see `EngineConfig`."""
+    if scheme_name == "w4a8" and kernels != "qarl":
+        raise UserError(
+            "w4a8 rollouts are refused",
+            where=f"quant.scheme=w4a8 with quant.kernels={kernels}",
+            why=f"from such a checkpoint vLLM computes W4A16 on CPUs, without a warning; {W4A8_ON_GPUS}",
+            fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
+        )

@@ -25,8 +25,14 @@ from qarl.checks.head import PLAIN_HEADS, no_fp32_head
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.weight_files import cannot_load, lacks_tensors
 from qarl.errors import UserError
-from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_kept, chosen_log_probs, log_probs_of_logits
-from qarl.kernels.sampling_mask import Truncation, find_kept
+from qarl.kernels.logprob import (
+    LOGITS_AT_A_TIME,
+    Truncation,
+    chosen_kept,
+    chosen_log_probs,
+    find_kept,
+    log_probs_of_logits,
+)
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear

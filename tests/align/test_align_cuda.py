@@ -27,7 +27,7 @@ from contract_checks import (
 )
 
 from qarl.align import cuda
-from qarl.kernels.cuda import flash, layer_ops
+from qarl.kernels.cuda import layer_ops
 
 pytest.importorskip("vllm")
 BF16_STEP = 2**-7
@@ -149,7 +149,7 @@ def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 @pytest.mark.parametrize("length", [1, 16, 128, 129, 400])
 def test_flash_attention_against_float64(length: int) -> None:
     inputs, scale = attention_inputs(length), 128**-0.5
-    found, exact = flash.flash_reference(*inputs, scale), exact_attention(*inputs, scale)
+    found, exact = layer_ops.flash_reference(*inputs, scale), exact_attention(*inputs, scale)
     error = (found.double() - exact).abs()
     assert float(error.max()) < 2e-2 and float(error.mean()) < 1e-3
     assert float((found.double() - exact).norm() / exact.norm()) < 4e-3
@@ -193,36 +193,36 @@ def test_the_device_test_of_the_head_calls_vllms_method() -> None:
 @pytest.mark.parametrize("length", [5, 128, 300])
 def test_a_row_of_a_prefill_is_a_decode_step_if_the_tiles_are_the_same(length: int) -> None:
     """What one split gives: neither later tokens nor other queries change a row's bits. With other tiles they change,
-    which is why heads of 64 are left out of `flash.HEAD_SIZES`."""
+    which is why heads of 64 are left out of `layer_ops.HEAD_SIZES`."""
     query, key, value = attention_inputs(length)
-    prefill = flash.flash_reference(query, key, value, 0.1)
+    prefill = layer_ops.flash_reference(query, key, value, 0.1)
     other = 0
     for place in {0, length // 2, length - 1}:
         rows = slice(0, place + 1)
-        step = flash.flash_reference(query[place : place + 1], key[rows], value[rows], 0.1)
+        step = layer_ops.flash_reference(query[place : place + 1], key[rows], value[rows], 0.1)
         assert torch.equal(step[0], prefill[place])
-        step = flash.flash_reference(query[place : place + 1], key[rows], value[rows], 0.1, tile=160)
+        step = layer_ops.flash_reference(query[place : place + 1], key[rows], value[rows], 0.1, tile=160)
         other += int((step[0] != prefill[place]).sum())
-    assert (other > 0) == (length > flash.TILE)
+    assert (other > 0) == (length > layer_ops.TILE)
 
 
 def test_rows_of_a_pack_do_not_see_each_other() -> None:
     lengths = (3, 130, 1)
     inputs = attention_inputs(sum(lengths))
-    found = flash.flash_attention(*inputs, 0.1, lengths)
+    found = layer_ops.flash_attention(*inputs, 0.1, lengths)
     for row in zip(*(tensor.split(lengths) for tensor in (*inputs, found)), strict=True):
-        assert torch.equal(flash.flash_attention(*row[:3], 0.1, (len(row[0]),)), row[3])
+        assert torch.equal(layer_ops.flash_attention(*row[:3], 0.1, (len(row[0]),)), row[3])
 
 
 @pytest.mark.parametrize("lengths", [(1,), (16,), (17, 1, 40), (5, 160, 16, 3)], ids=str)
 def test_pages_hold_every_token_of_their_row(lengths: tuple[int, ...]) -> None:
-    table, slots = flash.pages(torch.tensor(lengths, dtype=torch.int32))
-    assert table.dtype == torch.int32 and table.shape == (len(lengths), -(-max(lengths) // flash.PAGE))
+    table, slots = layer_ops.pages(torch.tensor(lengths, dtype=torch.int32))
+    assert table.dtype == torch.int32 and table.shape == (len(lengths), -(-max(lengths) // layer_ops.PAGE))
     tensor = random(sum(lengths), 2, 8)
-    paged = flash.into_pages(tensor, slots, int(table.max()) + 1)
+    paged = layer_ops.into_pages(tensor, slots, int(table.max()) + 1)
     for pages, row in zip(table, tensor.split(lengths), strict=True):
         assert torch.equal(paged[pages].flatten(0, 1)[: len(row)], row)
-    used = [pages[: -(-length // flash.PAGE)].tolist() for pages, length in zip(table, lengths, strict=True)]
+    used = [pages[: -(-length // layer_ops.PAGE)].tolist() for pages, length in zip(table, lengths, strict=True)]
     flat = [page for pages in used for page in pages]
     assert sorted(flat) == list(range(len(paged)))
 
@@ -244,7 +244,7 @@ def test_the_call_fits_vllms_function(monkeypatch: pytest.MonkeyPatch) -> None:
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", module)
     inputs = attention_inputs(20)
-    assert flash.vllm_flash_attention(*inputs, 0.25, (17, 3)) is not None
+    assert layer_ops.vllm_flash_attention(*inputs, 0.25, (17, 3)) is not None
     assert (seen["fa_version"], seen["num_splits"], seen["causal"], seen["softmax_scale"]) == (3, 1, True, 0.25)
     assert seen["cu_seqlens_q"].tolist() == [0, 17, 20] and seen["seqused_k"].tolist() == [17, 3]
     assert seen["block_table"].tolist() == [[0, 1], [2, 0]] and seen["k"].shape == (3, 16, 2, 128)

@@ -20,7 +20,7 @@ from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model, cuda
 from qarl.align.model import resolve_level, unconfirmed
-from qarl.kernels.cuda import flash, layer_ops
+from qarl.kernels.cuda import layer_ops
 from qarl.trainer.policy import Policy
 
 pytest.importorskip("vllm")
@@ -78,7 +78,7 @@ def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         )
         q, k = norm(q, attention.q_norm.weight, 1e-6), norm(k, attention.k_norm.weight, 1e-6)
         q, k = (rotary_reference(x, cosines, sines) for x in (q, k))
-        states = F.linear(flash.flash_reference(q, k, v, 32**-0.5).flatten(1), attention.o_proj.weight)
+        states = F.linear(layer_ops.flash_reference(q, k, v, 32**-0.5).flatten(1), attention.o_proj.weight)
         states, residual = add(layer.post_attention_layernorm.weight)
         gate, up = (F.linear(states, getattr(mlp, f"{name}_proj").weight) for name in ("gate", "up"))
         states = F.linear(layer_ops.silu_and_mul_reference(gate, up), mlp.down_proj.weight)
@@ -138,14 +138,14 @@ def test_vllms_modules_are_neither_read_nor_left_to_engines() -> None:
     """An engine's buffers cannot be read while it sleeps, and an engine must not get a table of this process's CPU."""
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-    from qarl.kernels.cpu import rotary
+    from qarl.kernels.cpu import layer_ops as cpu_ops
 
     before = dict(_ROPE_DICT)
-    engine = rotary.engine_rotary(CONFIG, 32)
+    engine = cpu_ops.engine_rotary(CONFIG, 32)
     assert dict(_ROPE_DICT) == before
     expected = engine.cos_sin_cache.clone()
     engine.cos_sin_cache.fill_(float("nan"))
-    found = rotary.computed_turns(engine, torch.device("cpu"))
+    found = cpu_ops.computed_turns(engine, torch.device("cpu"))
     assert torch.equal(torch.cat(found, -1), expected) and found[0].dtype == torch.bfloat16
 
 

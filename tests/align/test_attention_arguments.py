@@ -15,7 +15,7 @@ from family_models import LENGTHS, random_model
 from torch import nn
 
 from qarl.align import packed_attention
-from qarl.align.attention import engine_attention, fp32_attention
+from qarl.align.cpu import engine_attention, fp32_attention
 from qarl.align.cuda import cuda_attention
 from qarl.align.families import FAMILIES, PADDED, SHOWN
 from qarl.align.packed_attention import (

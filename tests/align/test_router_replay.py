@@ -13,7 +13,7 @@ import transformers
 from random_models import save_random_model
 
 from qarl.align import align_model
-from qarl.align.blocks import align_module
+from qarl.align.cpu import align_module
 from qarl.align.router_replay import (
     AlignedRouter,
     differing_tokens,
@@ -23,11 +23,11 @@ from qarl.align.router_replay import (
     routers,
     transformers_weights,
 )
-from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu import layer_ops
 from qarl.quant import QuantExperts, packed_state_dict, quantize_model
 
 needs_vllm = pytest.mark.skipif(
-    vllm_attention.unavailable("cpu", 32) is not None, reason=str(vllm_attention.unavailable("cpu", 32))
+    layer_ops.attention_unavailable("cpu", 32) is not None, reason=str(layer_ops.attention_unavailable("cpu", 32))
 )
 LEVELS = ["model", pytest.param("exact", marks=needs_vllm)]
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
@@ -208,7 +208,7 @@ def test_the_model_keeps_its_parameters_and_its_published_tensors(folder: Path, 
     assert list(plain.state_dict()) == keys and [p.data_ptr() for p in plain.parameters()] == pointers
     assert all(isinstance(layer.mlp.experts, QuantExperts) for layer in plain.model.layers)
     kernels = {layer.mlp.experts.kernel.name for layer in plain.model.layers}
-    assert "reference" not in kernels or vllm_attention.unavailable("cpu", 32)
+    assert "reference" not in kernels or layer_ops.attention_unavailable("cpu", 32)
     after = dict(packed_state_dict(plain))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 

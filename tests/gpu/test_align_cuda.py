@@ -22,9 +22,9 @@ from contract_checks import (
     vllm_logits,
 )
 
-from qarl.align.attention import fp32_attention
+from qarl.align.cpu import fp32_attention
 from qarl.align.packed_attention import varlen_attention
-from qarl.kernels.cuda import flash, layer_ops
+from qarl.kernels.cuda import layer_ops
 
 pytestmark = pytest.mark.gpu
 
@@ -145,14 +145,14 @@ def test_the_rotary_table_of_cpu_and_gpu() -> None:
     """vLLM computes its table on the GPU: how many entries differ from one that is computed on a CPU."""
     import transformers
 
-    from qarl.kernels.cpu import rotary
+    from qarl.kernels.cpu import layer_ops as cpu_ops
 
     config = transformers.Qwen3Config(head_dim=128, max_position_embeddings=16384, rope_theta=1e6)
     tables = []
     for device in ("cpu", "cuda"):
         with torch.device(device):
-            engine = rotary.engine_rotary(config, 128)
-        turns = rotary.computed_turns(engine, torch.device(device))
+            engine = cpu_ops.engine_rotary(config, 128)
+        turns = cpu_ops.computed_turns(engine, torch.device(device))
         assert engine.cos_sin_cache.device.type == device
         assert torch.equal(torch.cat(turns, -1), engine.cos_sin_cache)
         tables.append(torch.cat(turns, -1).cpu())
@@ -180,7 +180,7 @@ def attention_inputs(total: int, size: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def skip_unless_flash_3() -> None:
-    if missing := flash.unavailable(torch.cuda.get_device_capability()):
+    if missing := layer_ops.attention_unavailable(torch.cuda.get_device_capability()):
         pytest.skip(missing)
 
 
@@ -191,7 +191,7 @@ def test_attention_of_prefill(lengths: tuple[int, ...]) -> None:
     skip_unless_flash_3()
     size = 128
     inputs = attention_inputs(sum(lengths), size)
-    theirs = flash.flash_attention(*inputs, size**-0.5, lengths)
+    theirs = layer_ops.flash_attention(*inputs, size**-0.5, lengths)
     module = torch.nn.Module()
     for *row, found in zip(*(tensor.split(lengths) for tensor in (*inputs, theirs)), strict=True):
         length = len(found)
@@ -223,9 +223,9 @@ def test_attention_of_decoding(length: int, size: int) -> None:
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     query, key, value = attention_inputs(length, size)
-    whole = flash.flash_attention(query, key, value, size**-0.5, (length,))
-    table, slots = flash.pages(torch.tensor([length], dtype=torch.int32))
-    caches = [flash.into_pages(tensor, slots.cuda(), table.numel()) for tensor in (key, value)]
+    whole = layer_ops.flash_attention(query, key, value, size**-0.5, (length,))
+    table, slots = layer_ops.pages(torch.tensor([length], dtype=torch.int32))
+    caches = [layer_ops.into_pages(tensor, slots.cuda(), table.numel()) for tensor in (key, value)]
     places = torch.arange(1, length + 1)[torch.linspace(0, length - 1, min(length, 64)).long()]
     found = {}
     for batch in (1, len(places)):
@@ -249,7 +249,7 @@ def test_attention_of_decoding(length: int, size: int) -> None:
         found[batch] = torch.cat(steps)
         share = float((found[batch] != whole[(places - 1).cuda()]).float().mean())
         print(f"decode steps of {batch}, {length} keys, heads of {size}: {share:.2e} differ from the whole row")
-        if size in flash.HEAD_SIZES:
+        if size in layer_ops.HEAD_SIZES:
             assert share == 0
     assert torch.equal(found[1], found[len(places)])
 
@@ -261,8 +261,8 @@ def test_attention_depends_on_splits() -> None:
 
     length, size = 8192, 128
     query, key, value = attention_inputs(length, size)
-    table, slots = flash.pages(torch.tensor([length], dtype=torch.int32))
-    caches = [flash.into_pages(tensor, slots.cuda(), table.numel()) for tensor in (key, value)]
+    table, slots = layer_ops.pages(torch.tensor([length], dtype=torch.int32))
+    caches = [layer_ops.into_pages(tensor, slots.cuda(), table.numel()) for tensor in (key, value)]
     outputs = [
         flash_attn_varlen_func(
             q=query[-1:], k=caches[0], v=caches[1], cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device="cuda"),

@@ -9,8 +9,17 @@ import pytest
 import torch
 from checkout import ROOT
 
-from qarl.kernels.logprob import chosen_kept, chosen_log_probs, log_probs_of_logits
-from qarl.kernels.sampling_mask import Truncation, find_kept, kept_tokens, pack, packed_width, unpack
+from qarl.kernels.logprob import (
+    Truncation,
+    chosen_kept,
+    chosen_log_probs,
+    find_kept,
+    kept_tokens,
+    log_probs_of_logits,
+    pack,
+    packed_width,
+    unpack,
+)
 
 INF = math.inf
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -288,12 +290,12 @@ def test_equals_sees_every_byte(name: str) -> None:
 
 def test_a_fused_quantizer_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice, with the CPU in a GPU's place: equal quantizers take over, others are refused with a warning."""
-    from qarl.quant import triton_quantizer
+    fused_or_eager: Any = importlib.import_module("qarl.quant.quantize")
     from qarl.quant.quantize import _eager
 
     args = get_scheme("w8a8").weights
     assert args is not None
-    assert triton_quantizer.fused_quantizer(torch.ones(2, 64, dtype=torch.bfloat16), args, _eager) is _eager
+    assert fused_or_eager.fused_quantizer(torch.ones(2, 64, dtype=torch.bfloat16), args, _eager) is _eager
 
     def equal(weight: torch.Tensor, args: object) -> tuple[torch.Tensor, ...]:
         return _eager(weight, args)
@@ -303,10 +305,10 @@ def test_a_fused_quantizer_that_differs_is_not_used(monkeypatch: pytest.MonkeyPa
         return values, scale * 1.01, flag
 
     for quantizer, accepted in ((equal, True), (different, False)):
-        triton_quantizer._checked.cache_clear()
-        monkeypatch.setattr(triton_quantizer, "_run_fused", quantizer)
+        fused_or_eager._checked.cache_clear()
+        monkeypatch.setattr(fused_or_eager, "_run_fused", quantizer)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert triton_quantizer._checked(torch.bfloat16, torch.device("cpu"), args, _eager) is accepted
+            assert fused_or_eager._checked(torch.bfloat16, torch.device("cpu"), args, _eager) is accepted
         assert bool(caught) is not accepted
-    triton_quantizer._checked.cache_clear()
+    fused_or_eager._checked.cache_clear()

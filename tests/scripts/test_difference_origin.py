@@ -11,8 +11,8 @@ from checkout import ROOT
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
-from qarl.align import attention
-from qarl.kernels.cpu import attention as vllm_attention
+from qarl.align import cpu as attention
+from qarl.kernels.cpu import layer_ops
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
@@ -21,7 +21,7 @@ from qarl.trainer.policy import Policy
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(
-        vllm_attention.unavailable("cpu", 32) is not None or vllm_attention.uses_tiles("cpu", 32),
+        layer_ops.attention_unavailable("cpu", 32) is not None or layer_ops.uses_tiles("cpu", 32),
         reason="needs vLLM's attention for CPUs without AMX, which level model has the bits of",
     ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qarl.kernels.cuda import flash, layer_ops
+from qarl.kernels.cuda import layer_ops
 
 ATTENTION = "weights rounded, then divided"
 """The contract's name among `attention_roundings`."""
@@ -27,8 +27,8 @@ def attention_roundings(
         return ((weights.bfloat16().float() if rounded else weights) @ v).bfloat16().transpose(0, 1)
 
     return {
-        ATTENTION: flash.flash_reference(query, key, value, scale),
-        **{f"the same, tiles of {n}": flash.flash_reference(query, key, value, scale, tile=n) for n in (64, 176)},
+        ATTENTION: layer_ops.flash_reference(query, key, value, scale),
+        **{f"the same, tiles of {n}": layer_ops.flash_reference(query, key, value, scale, tile=n) for n in (64, 176)},
         "weights divided, then rounded": whole(scores, rounded=True),
         "weights in FP32": whole(scores, rounded=False),
         "scores rounded": whole(scores.bfloat16().float(), rounded=False),

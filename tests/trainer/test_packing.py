@@ -14,8 +14,8 @@ from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
-from qarl.kernels.cpu import attention as vllm_attention
-from qarl.kernels.sampling_mask import Truncation
+from qarl.kernels.cpu import layer_ops
+from qarl.kernels.logprob import Truncation
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.objectives.settings import Settings
 from qarl.optim.loss_scale import LossScale
@@ -32,7 +32,7 @@ EXACT = pytest.param(
     "exact",
     marks=[
         needs_w4a16_cpu,
-        pytest.mark.skipif(vllm_attention.unavailable("cpu", 32) is not None, reason="needs vLLM's attention"),
+        pytest.mark.skipif(layer_ops.attention_unavailable("cpu", 32) is not None, reason="needs vLLM's attention"),
     ],
 )
 LEVELS = ["off", "linears", pytest.param("model", marks=needs_w4a16_cpu), EXACT]

@@ -22,8 +22,17 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qarl.kernels.device import launch
-from qarl.kernels.triton._compat import INTERPRETED, LAUNCH, require, require_device, to_bf16, to_fp32
-from qarl.kernels.triton._split import leave_part, split, sum_parts
+from qarl.kernels.triton._compat import (
+    INTERPRETED,
+    LAUNCH,
+    leave_part,
+    require,
+    require_device,
+    split,
+    sum_parts,
+    to_bf16,
+    to_fp32,
+)
 from qarl.kernels.triton.tables import Tile, architecture, choose, processors
 
 

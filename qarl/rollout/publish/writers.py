@@ -70,10 +70,7 @@ DERIVED = {
     "cos_sin_cache": "of the rotary embedding, computed from the config",
     "inv_freq": "of the rotary embedding, computed from the config",
     "normalizer": "of Gemma's embedding, computed from the config",
-    "_q_scale": "always 1, because the KV cache is not quantized",
-    "_k_scale": "always 1, because the KV cache is not quantized",
-    "_v_scale": "always 1, because the KV cache is not quantized",
-    "_prob_scale": "always 1, because the KV cache is not quantized",
+    **dict.fromkeys(("_q_scale", "_k_scale", "_v_scale", "_prob_scale"), "always 1: the KV cache is not quantized"),
     "weight_shape": "of a packed weight, known from the config",
     "w13_weight_shape": "of packed experts, known from the config",
     "w2_weight_shape": "of packed experts, known from the config",
@@ -304,7 +301,7 @@ def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
-    """Concatenate int4 parts along N. Write the weights in blocks of 16 output channels, and the scales transposed."""
+    """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
     layer: Any = module
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)

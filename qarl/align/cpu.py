@@ -1,11 +1,21 @@
-"""Attention with the rollout engine's rounding, as two attention functions for transformers.
+"""Levels `model` and `exact` on a CPU: decoder layers and attention of Llama-like families with vLLM's rounding.
 
-    qarl_fp32     PyTorch, with FP32 products of the BF16 operands (level `model`)
-    qarl_engine   vLLM's own operator (level `exact`)
+    residual   vLLM adds in FP32, normalises the unrounded sum, and keeps the sum rounded to BF16 as the residual
+               (`fused_add_rms_norm` in vllm/ir/ops/layernorm.py). transformers rounds before it normalises. Here a
+               layer returns the unrounded FP32 sum. The next norm reads it unrounded, and the next addition rounds it.
+    rotary     vLLM's `rotary_embedding` multiplies in FP32 by BF16 cosines and sines and rounds once. transformers
+               rounds each product. Here transformers' formula gets FP32 copies of the BF16 cosines and sines, so it
+               computes in FP32. The attention function then rounds queries and keys.
+    attention  `qarl_fp32`, in PyTorch with FP32 products of the BF16 operands (level `model`), or `qarl_engine`, vLLM's
+               own operator (level `exact`)
 
-Both compute each row by itself (`qarl.align.packed_attention`), so a row's bits depend neither on other rows nor on
-padding or packing. Both round queries, keys and values to BF16 first, because the aligned rotary embedding
-(`qarl.align.blocks`) and a key-value cache return FP32. Their gradients are those of unrounded FP32 attention.
+All other parts, such as SwiGLU, the embedding and lm_head, already round in the same way on both sides. To align a
+layer, its class is replaced by a subclass with the same name. Parameters, state-dict keys, hooks, gradient
+checkpointing and wrapping by class name do not change.
+
+Both attention functions compute each row by itself (`qarl.align.packed_attention`), so a row's bits depend neither on
+other rows nor on padding or packing. Both round queries, keys and values to BF16 first, because the aligned rotary
+embedding and a key-value cache return FP32. Their gradients are those of unrounded FP32 attention.
 
 vLLM's CPU kernel has two variants. Both sum in FP32 and round the output once. `qarl_fp32` follows the variant that
 vLLM uses on this CPU:
@@ -20,14 +30,74 @@ vLLM uses on this CPU:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from qarl.align.packed_attention import check_plain, in_rows, lengths_of_rows, rows_mask
-from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu import layer_ops
+
+
+class AlignedRMSNorm(nn.Module):
+    """RMSNorm that rounds the normalised value to the weight's dtype before it multiplies by the weight.
+
+    The input is FP32 or BF16 [..., hidden].
+    """
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return x.to(self.weight.dtype) * self.weight
+
+
+class AlignedDecoderLayer(nn.Module):
+    """Decoder layer that returns its hidden states as unrounded FP32 sums, [B, T, hidden].
+
+    The input is the BF16 embeddings or the FP32 sums of the previous layer."""
+
+    self_attn: nn.Module
+    mlp: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        cos, sin = position_embeddings
+        output, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            position_embeddings=(cos.float(), sin.float()),
+            **kwargs,
+        )
+        hidden_states = add_residual(output, hidden_states)
+        return add_residual(self.mlp(self.post_attention_layernorm(hidden_states)), hidden_states)
+
+
+def add_residual(output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Round `hidden_states` to BF16, add it to `output` (BF16) in FP32, and return the FP32 sum."""
+    return output.float() + hidden_states.bfloat16().float()
+
+
+@cache
+def aligned_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `original` that has the same name and the forward of `mixin`."""
+    return type(original.__name__, (mixin, original), {"__module__": __name__})
+
+
+def align_module(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Give `module` the forward of `mixin`. Its submodules and parameters stay the same."""
+    module.__class__ = cast(Any, aligned_class)(mixin, type(module))
+
 
 FP32_ATTENTION = "qarl_fp32"
 ENGINE_ATTENTION = "qarl_engine"
@@ -58,7 +128,7 @@ def fp32_attention(
     (`qarl.align.packed_attention`).
     """
     check_plain("model", module, kwargs)
-    tiles = not dropout and vllm_attention.uses_tiles(query.device.type, query.shape[-1])
+    tiles = not dropout and layer_ops.uses_tiles(query.device.type, query.shape[-1])
 
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if not tiles:
@@ -211,7 +281,7 @@ class _EngineAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.scaling = scaling
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return vllm_attention.causal_attention(query, key, value, scaling, prompt_lengths)
+        return layer_ops.causal_attention(query, key, value, scaling, prompt_lengths)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

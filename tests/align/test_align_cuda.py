@@ -17,13 +17,9 @@ import torch
 import torch.nn.functional as F
 from checkout import ROOT
 from contract_checks import (
-    ATTENTION,
     add_rms_norm_reference,
-    attention_roundings,
-    differing_shares,
     log_softmax_reference,
     rotary_reference,
-    vllm_logits,
 )
 
 from qarl.align import cuda
@@ -153,41 +149,6 @@ def test_flash_attention_against_float64(length: int) -> None:
     error = (found.double() - exact).abs()
     assert float(error.max()) < 2e-2 and float(error.mean()) < 1e-3
     assert float((found.double() - exact).norm() / exact.norm()) < 4e-3
-
-
-def tiled_attention(inputs: tuple[torch.Tensor, ...], scale: float, tile: int, rounded: bool) -> torch.Tensor:
-    """FlashAttention's formula with sums in float64, `rounded` or exact weights."""
-    query, key, value = (tensor.double().transpose(0, 1) for tensor in inputs)
-    key, value = (tensor.repeat_interleave(len(query) // len(tensor), 0) for tensor in (key, value))
-    length = query.shape[1]
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    scores = (query @ key.transpose(1, 2) * scale).masked_fill(later, -torch.inf)
-    largest = scores.new_full((len(query), length, 1), -1e300)
-    divisor, output = torch.zeros_like(largest), torch.zeros_like(query)
-    for start in reversed(range(0, length, tile)):
-        part = scores[:, :, start : start + tile]
-        before, largest = largest, torch.maximum(largest, part.amax(-1, keepdim=True))
-        weights, kept = (part - largest).exp(), (before - largest).exp()
-        divisor = divisor * kept + weights.sum(-1, keepdim=True)
-        weights = weights.float().bfloat16().double() if rounded else weights
-        output = output * kept + weights @ value[:, start : start + tile]
-    return (output / divisor).float().bfloat16().transpose(0, 1)
-
-
-@pytest.mark.parametrize(
-    ("tile", "rounded", "expected"),
-    [(128, True, ATTENTION), (64, True, "the same, tiles of 64"), (128, False, "weights in FP32")],
-)
-def test_the_device_test_tells_roundings_of_attention_apart(tile: int, rounded: bool, expected: str) -> None:
-    inputs = attention_inputs(333)
-    shares = differing_shares(tiled_attention(inputs, 0.1, tile, rounded), attention_roundings(*inputs, 0.1))
-    others = [share for name, share in shares.items() if name != expected]
-    assert shares[expected] < 5e-3 and min(others) > 2e-2
-
-
-def test_the_device_test_of_the_head_calls_vllms_method() -> None:
-    hidden, weight = random(30, 256), random(512, 256, seed=1, scale=0.1)
-    assert differing(vllm_logits(hidden, weight), F.linear(hidden, weight)) < 1e-2
 
 
 @pytest.mark.parametrize("length", [5, 128, 300])

@@ -6,7 +6,6 @@ test_align_cuda.py has the operators one by one.
 
 from __future__ import annotations
 
-import ast
 import copy
 from typing import Any
 
@@ -286,17 +285,3 @@ def test_a_confirmed_contract_names_its_results() -> None:
         assert not contract.confirmed or (ROOT / "benchmarks" / "results" / contract.confirmed).is_file()
         file, _, function = contract.test.partition("::")
         assert f"def {function}(" in (ROOT / file).read_text()
-
-
-def test_a_contract_that_rounds_is_confirmed_by_a_test_of_its_rounding() -> None:
-    """By comparing candidates. `log-softmax` rounds nothing."""
-    tree = ast.parse((ROOT / "tests" / "gpu" / "test_align_cuda.py").read_text())
-    called = {
-        function.name: {node.func.id for node in ast.walk(function)
-                        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-        for function in tree.body if isinstance(function, ast.FunctionDef)
-    }  # fmt: skip
-    for part, contract in layer_ops.CONTRACTS.items():
-        if part != "log-softmax":
-            assert called[contract.test.partition("::")[2]] & {"compare", "attention_roundings"}, part
-    assert "vllm_logits" in called["test_lm_head"]

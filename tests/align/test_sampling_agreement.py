@@ -272,14 +272,6 @@ def test_truncation_that_the_trainer_cannot_hold_is_refused(level, vocabulary, w
     check_sampling(config(tmp_path, *OVERRIDES), level=level, vocabulary=vocabulary)
 
 
-def test_truncation_at_an_unconfirmed_level_is_refused(tmp_path):
-    for override in ("rollout.top_p=0.9", "rollout.top_k=20"):
-        run = config(tmp_path, *OVERRIDES, override)
-        with pytest.raises(UserError, match="unconfirmed alignment level model"):
-            check_sampling(run, level="model", vocabulary=100, confirmed=False)
-    check_sampling(config(tmp_path, *OVERRIDES), level="model", vocabulary=100, confirmed=False)
-
-
 @pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=20"])
 def test_truncation_at_an_unconfirmed_level_is_refused_before_anything_is_loaded(override, tmp_path, monkeypatch):
     """As on a GPU, where no device has confirmed the level; and for experts, whose level falls back there."""
@@ -312,12 +304,3 @@ def test_a_run_passes_on_that_its_level_is_unconfirmed(tmp_path, monkeypatch):
     policy.limit_level = "linears"
     with pytest.raises(UserError, match="unconfirmed"):
         setup.prepare_run(run)
-
-
-def test_a_mismatch_is_an_error_before_the_first_update_and_a_warning_later():
-    batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None, routed_experts=None)
-    run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None), rollout=SimpleNamespace(temperature=1.0))
-    metrics = {"mismatch/abs_mean": 0.5, "rollout/preemptions": 0.0}
-    with pytest.raises(MismatchError):
-        watch(run, "model", batch, metrics, before_first_update=True, on_gpu=False)
-    assert watch(run, "model", batch, metrics, before_first_update=False, on_gpu=False)[1]

@@ -212,14 +212,6 @@ def test_nothing_sleeps_on_a_cpu_or_if_the_key_says_so(engine: Any, monkeypatch:
     assert engine.llm.calls == []
 
 
-def test_an_engine_is_awake_when_it_is_closed(engine: Any) -> None:
-    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
-    calls = engine.llm.calls
-    engine.sleep()
-    engine.close()
-    assert calls == ["sleep 1", "wake", "shutdown"]
-
-
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """It ends after the rollout, at a wrong version. `calls`: what it asks of its engine."""

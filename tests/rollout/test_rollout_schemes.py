@@ -16,7 +16,6 @@ from fresh_vllm import greedy_in_a_fresh_vllm
 from random_models import save_random_model
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
-from qarl.errors import UserError
 from qarl.quant import QuantLinear, Scheme, get_scheme, packed_state_dict, quantize_model
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 
@@ -24,7 +23,11 @@ pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
 PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(16)]
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-ENGINE_KERNELS = {"w8a8": "CPUInt8ScaledMMLinearKernel", "fp8": "ChannelWiseTorchFP8ScaledMMLinearKernel"}
+ENGINE_KERNELS = {
+    "w4a16": "CPUWNA16LinearKernel",
+    "w8a8": "CPUInt8ScaledMMLinearKernel",
+    "fp8": "ChannelWiseTorchFP8ScaledMMLinearKernel",
+}
 
 
 class Running(NamedTuple):
@@ -48,10 +51,10 @@ class Running(NamedTuple):
         return batch.response_token_ids, batch.rollout_log_probs
 
 
-@pytest.fixture(scope="module", params=[pytest.param("bf16", marks=pytest.mark.slow), "w8a8", "fp8"])
+@pytest.fixture(scope="module", params=[pytest.param("bf16", marks=pytest.mark.slow), "w4a16", "w8a8", "fp8"])
 def running(request, tmp_path_factory) -> Iterator[Running]:
     """Qwen2 has biases, which each engine kernel adds in its own way."""
-    scheme = get_scheme(request.param)
+    scheme = get_scheme(request.param, 32)
     folder = save_random_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
     config = EngineConfig(str(folder), scheme, ("lm_head",), max_model_len=64, kv_cache_gib=0.25)
     with RolloutEngine(config) as engine:
@@ -112,9 +115,3 @@ def test_running_engine_equals_a_freshly_started_vllm_on_the_saved_checkpoint(ru
     saved = save_model(tmp_path / "export", files, tensors, scheme=running.scheme, ignore=("lm_head",))
     tokens, log_probs = greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
     assert (tokens, log_probs) == running.greedy()
-
-
-def test_w4a8_is_refused_by_the_engine_itself(tmp_path):
-    folder = save_random_model(tmp_path / "qwen3")
-    with pytest.raises(UserError, match="w4a8 rollouts are refused"):
-        RolloutEngine(EngineConfig(str(folder), get_scheme("w4a8", group_size=32), ("lm_head",), max_model_len=64))

@@ -235,37 +235,6 @@ def test_nobody_comes_and_nobody_listens():
         WeightClient(server.address, TOKEN, seconds=1)
 
 
-def test_strangers_are_not_receivers(server):
-    """A port scanner, a client with another token, and one that says nothing readable."""
-    found, tensors = receiver(engine_model("llama")), weights("llama")
-    thread, outcome = publish_in_thread(server, lambda held: encode_publish(tensors, version=1, keep=True))
-    socket.create_connection(server.address).close()
-    with socket.create_connection(server.address) as peer:
-        peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    with pytest.raises(PeerLost, match="another token"):
-        WeightClient(server.address, "of another run", seconds=5)
-    with client_of(server, found) as client:
-        client.feed(found)
-    thread.join(20)
-    assert outcome == [[found.held]] and found.version == 1
-
-
-def test_two_receivers_get_one_stream():
-    server = WeightServer(TOKEN, receivers=2, seconds=20)
-    pair, outbox, tensors = [receiver(engine_model("llama")) for _ in range(2)], DeltaSender(), weights("llama")
-    for version in (1, 2):
-        thread, outcome = publish_in_thread(server, partial(stream_of, outbox, tensors, version))
-        clients = [client_of(server, found) for found in pair]
-        feeders = feeders_of(clients, pair)
-        for one in (*feeders, thread):
-            one.start() if one is not thread else one.join(20)
-        for one in feeders:
-            one.join(20)
-        assert outcome == [[outbox.cache.fingerprint] * 2] and outbox.tally.known == (version == 2)
-        tensors = moved(tensors)
-    server.close()
-
-
 def test_every_tensor_survives_a_socket():
     ours, theirs = socket.socketpair()
     client = object.__new__(WeightClient)

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,16 @@ from publish_streams import engine_model, receiver, weights
 
 from qarl.errors import UserError
 from qarl.rollout.publish.send import DeltaSender, encode_publish
-from qarl.rollout.publish.sockets import SMALLEST_LIMIT, PeerLost, WeightClient, WeightServer, _bytes_of, _send
+from qarl.rollout.publish.sockets import (
+    LOOPBACK,
+    SMALLEST_LIMIT,
+    PeerLost,
+    WeightClient,
+    WeightServer,
+    _bytes_of,
+    _send,
+    own_address,
+)
 from qarl.rollout.publish.wire import TransferFailed
 
 TOKEN = "of this run"
@@ -255,3 +265,36 @@ def test_every_tensor_survives_a_socket():
         assert name == found_name and tensor.dtype == found.dtype and tensor.shape == found.shape
         assert bytes(_bytes_of(tensor)) == bytes(_bytes_of(found))
     ours.close(), theirs.close()
+
+
+def node(address: str, alive: bool = True) -> dict[str, Any]:
+    return {"NodeManagerAddress": address, "Alive": alive}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (None, LOOPBACK),
+        ([node("10.0.0.1"), node("10.0.0.1"), node("10.0.0.2", alive=False)], LOOPBACK),
+        ([node("10.0.0.1"), node("10.0.0.2")], "10.0.0.1"),
+    ],
+    ids=["no Ray", "the other host is gone", "two hosts"],
+)
+def test_in_a_ray_cluster(monkeypatch, nodes, expected):
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    ray = SimpleNamespace(is_initialized=lambda: nodes is not None, nodes=lambda: nodes, util=util)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert own_address() == expected
+
+
+def test_towards_a_server():
+    """Loopback for a server of this host. For another host, an address of this host at which one can listen."""
+    assert own_address("localhost") == own_address("127.0.0.1") == LOOPBACK
+    try:
+        found = own_address("192.0.2.1")  # reserved for documentation; nothing is sent
+    except UserError:
+        pytest.skip("this machine has no route to other hosts")
+    assert found != LOOPBACK and found != "192.0.2.1"
+    socket.create_server((found, 0)).close()
+    with pytest.raises(UserError, match="cannot find an address of this host that the engine at no-such-host"):
+        own_address("no-such-host.invalid")

@@ -65,6 +65,7 @@ class QuantLayer(nn.Module):
     scheme: Scheme
     qualified_name: str
     choice: Choice[Any]
+    _marks: tuple[Mark, ...]
 
     def _choose(self, scheme: Scheme, qualified_name: str, choice: Choice[Any]) -> None:
         self.scheme, self.qualified_name, self.choice = scheme, qualified_name, choice
@@ -96,7 +97,7 @@ class QuantLayer(nn.Module):
         self._drop()
 
     def _drop(self) -> None:
-        self._marks: tuple[Mark, ...] = ()
+        self._marks = ()
         for name in self.MADE:
             setattr(self, name, None)
 

@@ -114,7 +114,7 @@ class SleepingLLM:
 
 
 class Receiver:
-    version, broken, kept, stale_because, kv_cache_spoilt = 1, False, None, "", False
+    version, broken, cache, stale_because, kv_cache_spoilt = 1, False, None, "", False
 
     def __init__(self, llm: SleepingLLM) -> None:
         self.kv_caches = lambda: [llm.cache]

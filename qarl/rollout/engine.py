@@ -27,7 +27,7 @@ import torch
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
-from qarl.rollout.engine_config import EngineConfig, check_served, llm_arguments
+from qarl.rollout.engine_config import EngineConfig, check_served, kernel_request, llm_arguments
 from qarl.rollout.gpu_sharing import check_free_memory, check_not_batch_invariant, eager, release_unused_memory
 from qarl.rollout.kernel_prediction import own_kernels
 from qarl.rollout.publish.receive import WeightReceiver
@@ -35,7 +35,7 @@ from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import Manifest, NamedTensor, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.response_fingerprint import fingerprint
-from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded, kernel_request
+from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
 from qarl.vllm_versions.differences import loaded_model, release_memory_pools
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.head import check_head_dtype

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from qarl.kernels.cuda.vllm_ops import chosen_int4_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
-from qarl.rollout.vllm_plugin import KernelRequest, check_linears_loaded, engine_arguments, kernel_request
+from qarl.rollout.engine_config import KernelRequest, engine_arguments, kernel_request
+from qarl.rollout.vllm_plugin import check_linears_loaded
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.uses import RULES
 

@@ -154,7 +154,8 @@ def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
 
 def test_a_model_in_which_no_kernel_is_found_is_refused() -> None:
     """For example if another vLLM keeps its kernels in other attributes."""
-    from qarl.rollout.vllm_plugin import KernelRequest, linears
+    from qarl.rollout.engine_config import KernelRequest
+    from qarl.rollout.vllm_plugin import linears
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     linears.check_in_use(model, None)

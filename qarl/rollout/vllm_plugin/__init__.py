@@ -23,7 +23,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from qarl.errors import UserError
 from qarl.vllm_versions.differences import transfer_factories
@@ -35,27 +35,6 @@ _why_not: str | None = _CALLED
 """The reason why the plugin is not registered in this process, or None if it is registered or not needed."""
 _no_linears: str | None = _CALLED
 """The reason why the plugin's linear kernels are not registered in this process, or None if they are."""
-
-
-REQUEST_KEY = "qarl_linears"
-"""The entry of vLLM's `additional_config` that names QaRL's linear kernels. Every process of the engine gets it."""
-
-
-class KernelRequest(NamedTuple):
-    """`kernels`: a value of `quant.kernels` other than engine. `scheme`: the name of the quantization scheme."""
-
-    kernels: str
-    scheme: str
-
-
-def kernel_request(kernels: str, scheme: str) -> KernelRequest | None:
-    """Return the request of a run, or None if the engine uses vLLM's own kernels."""
-    return None if kernels == "engine" else KernelRequest(kernels, scheme)
-
-
-def engine_arguments(request: KernelRequest | None) -> dict[str, Any]:
-    """Return the arguments of vLLM's `LLM` for this request."""
-    return {} if request is None else {"additional_config": {REQUEST_KEY: list(request)}}
 
 
 def register() -> None:

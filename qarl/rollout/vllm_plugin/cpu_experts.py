@@ -61,9 +61,10 @@ from qarl.errors import UserError
 from qarl.kernels.experts.cpu import PreparedExperts, VllmCpuExperts
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.quant.scheme import QuantArgs, get_scheme
-from qarl.rollout.publish.expert_writers import STORED
 
 Tensors = Mapping[str, torch.Tensor]
+_PARAMETERS = ("w13", "w2")
+"""vLLM's names of the two stacks, gate_up_proj and down_proj."""
 MEMBERS = {
     CompressedTensorsConfig: ("get_quant_method", "get_scheme_dict", "_add_fused_moe_to_target_scheme_map"),
     CPUUnquantizedExperts: ("_select_experts", "apply", "routing_replay_capture_fn", "supports_routing_replay_capture"),
@@ -165,10 +166,10 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         """Register empty parameters. Raise UserError if the kernel cannot multiply experts of these sizes."""
         shape = ExpertsShape(num_experts, self.moe.experts_per_token, hidden_size, intermediate_size_per_partition)
         self._check(layer, shape)
-        sizes = {"w13": (2 * shape.intermediate, hidden_size), "w2": (hidden_size, shape.intermediate)}
+        sizes = ((2 * shape.intermediate, hidden_size), (hidden_size, shape.intermediate))
         kind = "group" if self.scheme == "w4a16" else "channel"
         scheme = get_scheme(self.scheme, group_size=self.group_size or 0)
-        for stack, (rows, columns) in sizes.items():
+        for stack, (rows, columns) in zip(_PARAMETERS, sizes, strict=True):
             wire = scheme.wire_tensors(rows, columns)
             for name in self.names:
                 dtype, size = wire[name]
@@ -207,7 +208,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pass the loaded parameters to the kernel, and empty them."""
-        loaded = [{name: getattr(layer, f"{stack}_{name}").data for name in self.names} for stack in STORED.values()]
+        loaded = [{name: getattr(layer, f"{stack}_{name}").data for name in self.names} for stack in _PARAMETERS]
         self.write(layer, *loaded)
 
     def write(self, layer: Any, gate_up: Tensors, down: Tensors) -> None:
@@ -227,7 +228,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         experts: Any = self.moe_kernel.fused_experts
         experts.process_weights_after_loading(layer)
         experts.prepared = prepared
-        for stack in STORED.values():
+        for stack in _PARAMETERS:
             for name in self.names:
                 old = getattr(layer, f"{stack}_{name}")
                 old.data = old.data.new_empty(0)

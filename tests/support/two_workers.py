@@ -35,13 +35,13 @@ def publish(worker: Any, folder: str, scheme_name: str, version: int) -> tuple[l
         expected = expected_manifest(worker.vllm_config.model_config.hf_config, scheme, IGNORE)
         check_same_layers(model, expected)
         worker.receiver = WeightReceiver(model, worker.vllm_config, expected, kv_caches=lambda: [])
-        worker.outbox = DeltaSender()
+        worker.sender = DeltaSender()
     tensors = both(Path(folder), scheme)[version % 2]
     held = worker.receiver.cache.fingerprint if worker.receiver.cache else None
-    worker.receiver.feed(worker.outbox.stream(tensors.items(), version=version, held=[held]))
+    worker.receiver.feed(worker.sender.stream(tensors.items(), version=version, held=[held]))
     assert worker.receiver.version == version
     reloaded = [target.name for target in worker.receiver.plan.by_owner.values() if target.writer is None]
-    return reloaded, worker.outbox.tally.known
+    return reloaded, worker.sender.tally.known
 
 
 def both(folder: Path, scheme: Scheme) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -226,7 +226,7 @@ class PackedSource(WeightSource):
 
 
 class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
-    """The trainer's side. `outbox`: the last publish and its metrics.
+    """The trainer's side. `sender`: the last publish and its metrics.
 
     Only the first rank sends. On the other ranks, `send_weights` only iterates over the source, because all ranks must
     take part in its gathers."""
@@ -238,7 +238,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
     ) -> None:
         # vLLM declares its protocol WeightSource. QaRL reads any iterable of named tensors.
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)  # type: ignore[arg-type]
-        self.info, self.outbox, self.version = init_info, DeltaSender(), 0
+        self.info, self.sender, self.version = init_info, DeltaSender(), 0
         self.server: WeightServer | None = None
         if self.is_sender:
             url = getattr(client, "base_url", None)  # of vLLM's client for HTTP
@@ -319,7 +319,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
 
     def _stream(self, source: Iterator[NamedTensor], held: Any) -> Iterator[NamedTensor]:
         if self.info.delta:
-            return self.outbox.stream(source, version=self.version, held=held)
+            return self.sender.stream(source, version=self.version, held=held)
         return encode_publish(source, version=self.version)
 
     def shutdown(self) -> None:

@@ -52,34 +52,34 @@ def moved(tensors: list) -> list:
     return [(name, tensor + (name == LATE)) for name, tensor in tensors]
 
 
-def stream_of(outbox: DeltaSender, tensors: list, version: int, held: Any) -> Any:
-    return outbox.stream(tensors, version=version, held=held)
+def stream_of(sender: DeltaSender, tensors: list, version: int, held: Any) -> Any:
+    return sender.stream(tensors, version=version, held=held)
 
 
 def test_another_process_gets_the_same_tensors_and_then_changes(server):
-    outbox, tensors = DeltaSender(), weights("llama")
+    sender, tensors = DeltaSender(), weights("llama")
     process = start(server, 3)
     for version in (1, 2, 3):
-        held = server.publish(partial(stream_of, outbox, tensors, version))
-        assert held == [outbox.cache.fingerprint], "of the version and of the checksums of all tensors"
-        assert outbox.metrics()["publish/delta"] == (version > 1)
+        held = server.publish(partial(stream_of, sender, tensors, version))
+        assert held == [sender.cache.fingerprint], "of the version and of the checksums of all tensors"
+        assert sender.metrics()["publish/delta"] == (version > 1)
         tensors = moved(tensors)
     out, err = process.communicate(timeout=60)
     lines = out.splitlines()
     assert process.returncode == 0 and [line.split()[:2] for line in lines] == [[str(v), "False"] for v in (1, 2, 3)]
-    assert lines[-1].split()[2] == outbox.cache.fingerprint and "error" not in err
+    assert lines[-1].split()[2] == sender.cache.fingerprint and "error" not in err
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
 def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(how):
     """A killed one is noticed at once, a stopped one after the limit. The next publish sends all tensors."""
     limit = 5
-    server, outbox, tensors = WeightServer(TOKEN, seconds=30), DeltaSender(), weights("llama")
+    server, sender, tensors = WeightServer(TOKEN, seconds=30), DeltaSender(), weights("llama")
     process, begun = start(server, 1, LATE, how), []
 
     def stream(held: Any) -> Any:
         begun.append(time.monotonic())
-        return outbox.stream(tensors, version=1, held=held)
+        return sender.stream(tensors, version=1, held=held)
 
     accept = server._accept
 
@@ -99,7 +99,7 @@ def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(how):
         process.communicate(timeout=60)
     process = start(server)
     held = server.publish(stream)
-    assert held == [outbox.cache.fingerprint] and not outbox.tally.known
+    assert held == [sender.cache.fingerprint] and not sender.tally.known
     assert process.communicate(timeout=60)[0].split()[:2] == ["1", "False"]
     server.close()
 
@@ -148,7 +148,7 @@ def test_a_refusal_reaches_both_sides(server):
 def test_if_one_worker_refuses_no_worker_has_the_publish():
     """Otherwise the workers of one engine would hold weights of two versions. The next publish sends all tensors."""
     server = WeightServer(TOKEN, receivers=2, seconds=20)
-    pair, outbox, tensors = [receiver(engine_model("llama")) for _ in range(2)], DeltaSender(), weights("llama")
+    pair, sender, tensors = [receiver(engine_model("llama")) for _ in range(2)], DeltaSender(), weights("llama")
     take = pair[1]._take
     for version, fails in ((1, False), (2, True), (3, False), (4, False)):
 
@@ -158,7 +158,7 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
             take(name, tensor)
 
         pair[1]._take = failing
-        thread, outcome = publish_in_thread(server, partial(stream_of, outbox, tensors, version))
+        thread, outcome = publish_in_thread(server, partial(stream_of, sender, tensors, version))
         feeders = feeders_of([client_of(server, found) for found in pair], pair)
         for one in feeders:
             one.start()
@@ -172,8 +172,8 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
                 pair[0].stale_because
             )
         else:
-            assert outcome == [[outbox.cache.fingerprint] * 2] and [f.version for f in pair] == [version] * 2
-        assert outbox.tally.known == (version in (2, 4))
+            assert outcome == [[sender.cache.fingerprint] * 2] and [f.version for f in pair] == [version] * 2
+        assert sender.tally.known == (version in (2, 4))
         tensors = moved(tensors)
     server.close()
 

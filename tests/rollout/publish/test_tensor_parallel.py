@@ -90,7 +90,7 @@ def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, ran
     first, second = multiplied(model), multiplied(worker_model(checkpoints.folders[1], rank, workers)[0])
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
     assert any(not torch.equal(first[name], second[name]) for name in first)
-    receiver, outbox = receiver_of(model, config, checkpoints.scheme), DeltaSender()
+    receiver, sender = receiver_of(model, config, checkpoints.scheme), DeltaSender()
     if not (checkpoints.scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported()):  # vLLM packs int8 for AMX
         assert all(target.writer is not None for target in receiver.plan.by_owner.values())
     for version, which in enumerate((1, 0, 1, 0, 1)):
@@ -98,9 +98,9 @@ def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, ran
         stream = encode_publish(tensors.items(), version=version)
         if version >= 2:
             held = receiver.cache.fingerprint if receiver.cache else None
-            stream = outbox.stream(tensors.items(), version=version, held=[held])
+            stream = sender.stream(tensors.items(), version=version, held=[held])
         receiver.feed(stream)
-        assert outbox.tally.known == (version > 2)
+        assert sender.tally.known == (version > 2)
         check_equal(multiplied(model), (first, second)[which])
 
 

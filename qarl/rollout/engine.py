@@ -27,7 +27,14 @@ import torch
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
-from qarl.rollout.engine_config import EngineConfig, check_served, kernel_request, llm_arguments
+from qarl.rollout.engine_config import (
+    EngineConfig,
+    SamplingConfig,
+    check_served,
+    kernel_request,
+    llm_arguments,
+    sampling_params,
+)
 from qarl.rollout.gpu_sharing import check_free_memory, check_not_batch_invariant, eager, release_unused_memory
 from qarl.rollout.kernel_prediction import own_kernels
 from qarl.rollout.publish.receive import WeightReceiver
@@ -41,19 +48,6 @@ from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.head import check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
 from qarl.vllm_versions.uses import ENGINE, PUBLISH
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """`temperature`: 0 is greedy. `max_tokens`: limit on the response's length. `top_k`: -1 or 0 is no limit.
-    `top_tokens`: also return the likeliest token at each position."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    top_tokens: bool = False
-    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
@@ -325,43 +319,6 @@ def _close_all() -> None:
             engine.close()
     gc.unfreeze()
     gc.collect()
-
-
-def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
-    """Return vLLM's `SamplingParams`. Raise UserError if vLLM refuses a value or would replace it (vLLM increases a
-    temperature between 0 and 0.01 and only warns), because the trainer would then compute log-probs of a different
-    distribution."""
-    configure_vllm_process()
-    from vllm import SamplingParams
-
-    top_k = max(sampling.top_k, 0)
-    asked: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
-    where = ", ".join(f"rollout.{name}={value}" for name, value in asked.items())
-    try:
-        params = SamplingParams(
-            **asked,
-            max_tokens=sampling.max_tokens,
-            seed=seed,
-            logprobs=int(sampling.top_tokens),
-            detokenize=False,
-            ignore_eos=sampling.ignore_eos,
-        )
-    except Exception as error:
-        if not is_refusal(error):
-            raise
-        why = " ".join(str(error).split())
-        raise UserError("vLLM refuses these sampling values", where=where, why=why, fix="change that key") from error
-    if sampling.temperature == 0:
-        return params  # for greedy sampling vLLM resets top_p and top_k, which have no effect
-    changed = {name: found for name, value in asked.items() if (found := getattr(params, name)) != value}
-    if changed:
-        raise UserError(
-            "vLLM would sample with different values",
-            where=where,
-            why="it would use " + ", ".join(f"{name}={found}" for name, found in changed.items()),
-            fix="set " + ", ".join(f"rollout.{name}={found}" for name, found in changed.items()),
-        )
-    return params
 
 
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:

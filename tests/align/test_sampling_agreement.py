@@ -24,7 +24,8 @@ from qarl.errors import UserError
 from qarl.metrics.guard import MismatchError
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.quant import get_scheme
-from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, sampling_params
+from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.rollout.engine_config import sampling_params
 from qarl.trainer import setup
 from qarl.trainer.batch import Batch
 from qarl.trainer.guard import watch

@@ -75,9 +75,10 @@ def main(*, cpu: bool) -> int:
 
 def layer_facts() -> dict[str, Any]:
     """What level `model` needs: FlashAttention's version, and the reason if an operator cannot be called."""
-    from qarl.kernels.cuda import flash, layer_ops
+    from qarl.kernels.cuda import layer_ops
 
-    found = {"operators": layer_ops.unavailable(), "level": flash.unavailable(torch.cuda.get_device_capability())}
+    capability = torch.cuda.get_device_capability()
+    found = {"operators": layer_ops.unavailable(), "level": layer_ops.attention_unavailable(capability)}
     try:
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 

@@ -25,7 +25,8 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from qarl.kernels.triton import grouped, scaled_mm, tables, w4a16
+from qarl.kernels.triton import experts as grouped
+from qarl.kernels.triton import scaled_mm, tables, w4a16
 from qarl.kernels.triton.tables import Tile
 
 SHAPES = ((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584), (6144, 4096), (24576, 4096))

@@ -64,7 +64,7 @@ def test_what_the_user_told_malloc_stays() -> None:
 LOGGED = """
 import json, logging, os, sys
 from qarl.process import configure_vllm_process
-from qarl.rollout.engine import SamplingConfig, sampling_params
+from qarl.rollout.engine_config import SamplingConfig, sampling_params
 
 sampling_params(SamplingConfig(4))  # the first call of a run's set-up that imports vLLM
 configure_vllm_process()

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, batch_of, log_probs
 from benchmarks.proofs.harness import run_config as config_of
-from qarl.align.routing import known_routing
+from qarl.align.router_replay import known_routing
 from qarl.bench.sources import find_model
 from qarl.checks.memory import estimate
 from qarl.checks.memory_terms import GIB

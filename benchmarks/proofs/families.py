@@ -26,9 +26,8 @@ import yaml
 from pyarrow import parquet
 
 from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, TINY, Record, Row, arguments, delta
-from qarl.align.compared_keys import SIZES as SIZE_KEYS
-from qarl.align.compared_keys import read_keys
-from qarl.align.config_keys import REFUSED, UNREAD
+from qarl.align.config_keys import REFUSED, UNREAD, read_keys
+from qarl.align.config_keys import SIZES as SIZE_KEYS
 from qarl.align.families import FAMILIES, PADDED, SHOWN
 from qarl.checks.layers import meta_model
 from qarl.checks.model import applied_level

@@ -132,10 +132,10 @@ def refusals_off(model: Model) -> Iterator[None]:
         "qarl.checks.model.check_checkpoint_layers": lambda model, family: None,
         "qarl.checks.model.check_model": lambda config: None,
         "qarl.align.model.check_config_keys": lambda config: None,
-        "qarl.align.rows.check_arguments": lambda model: None,
+        "qarl.align.packed_attention.check_arguments": lambda model: None,
     }
     if "attn_logit_softcapping" in model.changes:
-        off["qarl.align.rows._needs_scores"] = lambda given: False
+        off["qarl.align.packed_attention._needs_scores"] = lambda given: False
     if model.family == "llama":  # the trainer has its own rotary embedding, and a publish may leave parameters out
         off["qarl.align.model.align_rotary"] = lambda model: None
         off["qarl.align.model.model_unavailable"] = lambda *args, **kwargs: None

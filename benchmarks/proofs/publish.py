@@ -28,9 +28,8 @@ from qarl.diagnose.diagnosis import with_quant
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig
-from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import publish_weights
+from qarl.rollout.publish.send import DeltaSender, publish_weights
 from qarl.trainer.loop import train
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
@@ -175,18 +174,18 @@ def _deltas(config_name: str, scheme: str, lr: float, publishes: int, parent: Pa
         assert engine.receiver is not None
         core: Any = engine.llm.llm_engine.engine_core
         runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-        second, outbox = WeightReceiver.of_runner(runner, engine.expected), Outbox()
+        second, outbox = WeightReceiver.of_runner(runner, engine.expected), DeltaSender()
         tensors = list(policy.quantize())
         full = engine.publish(tensors, version=0)
         list(outbox.stream(tensors, version=0, held=[None]))
         for version in range(1, publishes + 1):
             _update(policy, optimizer, generator)
             tensors, start = list(policy.quantize()), time.perf_counter()
-            stream = list(outbox.stream(tensors, version=version, held=[outbox.kept.fingerprint]))
+            stream = list(outbox.stream(tensors, version=version, held=[outbox.cache.fingerprint]))
             encoded = time.perf_counter()
             report = engine.publish(tensors, version=version)
-            sent, changed, kept = time.perf_counter(), copied(engine.model()), engine.receiver.kept
-            wrong += kept is None or differ(dict(tensors), kept.tensors) or differ(dict(tensors), outbox.kept.tensors)
+            sent, changed, kept = time.perf_counter(), copied(engine.model()), engine.receiver.cache
+            wrong += kept is None or differ(dict(tensors), kept.tensors) or differ(dict(tensors), outbox.cache.tensors)
             answers = _greedy(engine, prompts, 12) if version % 100 == 0 else None
             again = time.perf_counter()
             publish_weights(engine, second, tensors, version=version)

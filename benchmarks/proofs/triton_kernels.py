@@ -15,15 +15,17 @@ import triton.language as tl
 
 from qarl.kernels.triton.activations import quantize_tokens_kernel
 from qarl.kernels.triton.checksum import checksum_kernel, checksum_rows_kernel
-from qarl.kernels.triton.experts import clear_unused_kernel, combine_kernel, swiglu_backward_kernel
-from qarl.kernels.triton.grouped import (
+from qarl.kernels.triton.experts import (
+    clear_unused_kernel,
+    combine_kernel,
     grouped_scaled_mm_kernel,
     grouped_w4a16_backward_kernel,
     grouped_w4a16_kernel,
+    swiglu_backward_kernel,
 )
-from qarl.kernels.triton.marlin import codes_from_marlin_kernel
 from qarl.kernels.triton.quantize import (
     WEIGHT_TILE,
+    codes_from_marlin_kernel,
     dequantize_int4_kernel,
     dequantize_rows_kernel,
     quantize_int4_kernel,

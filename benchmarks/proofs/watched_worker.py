@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.proofs.engine_tensors import copied, differ
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import encode_publish
+from qarl.rollout.publish.send import encode_publish
 from qarl.verl.plugin.worker_extension import QaRLWorkerExtension, make_receiver
 
 
@@ -24,15 +24,15 @@ class WatchedWorker(QaRLWorkerExtension):
         super().update_weights_from_ipc(*args, **kwargs)
         receiver: WeightReceiver = self._qarl_receiver
         line: dict[str, Any] = {"version": receiver.version, "held": receiver.held, "delta": receiver._is_delta}
-        if receiver.kept:
+        if receiver.cache:
             line |= self._compared(receiver)
         file = Path(os.environ["QARL_WATCH"]) / f"{os.getpid()}.jsonl"
         with file.open("a") as lines:
             lines.write(json.dumps(line) + "\n")
 
     def _compared(self, receiver: WeightReceiver) -> dict[str, Any]:
-        assert receiver.kept is not None
-        tensors, digests = receiver.kept.tensors, receiver.kept.digests
+        assert receiver.cache is not None
+        tensors, digests = receiver.cache.tensors, receiver.cache.digests
         found = dict(zip(tensors, checksums(tensors.values()), strict=True))
         before = copied(receiver.model)
         if not hasattr(self, "_second"):

@@ -4,15 +4,15 @@
     rotary       transformers' formula on FP32 copies of vLLM's cosines and sines. Products of BF16 numbers are exact in
                  FP32, so this is vLLM's operator bit for bit
     SwiGLU       vLLM's `silu_and_mul`
-    attention    vLLM's FlashAttention 3 with one split (`qarl.kernels.cuda.flash`)
+    attention    vLLM's FlashAttention 3 with one split (`qarl.kernels.cuda.layer_ops`)
     lm_head      `F.linear` in BF16, as at all levels
 
-`qarl.kernels.cuda.contracts` says what each operator rounds. No device has confirmed them, so the level is
+`qarl.kernels.cuda.layer_ops` says what each operator rounds. No device has confirmed them, so the level is
 `unconfirmed`: it runs, but nothing is claimed about its δ, and the limit on the mismatch is that of `linears`. The same
-holds for head sizes outside `flash.HEAD_SIZES` and for rollout.enforce_eager=true, in both backends.
+holds for head sizes outside `layer_ops.HEAD_SIZES` and for rollout.enforce_eager=true, in both backends.
 
 The engine must run the same operators, so it must not compile the model, and it must use one split
-(`contracts.ENGINE_ARGUMENTS`).
+(`layer_ops.ENGINE_ARGUMENTS`).
 
 Linears are not part of this module. In W8A8 the engine's int8 sums are exact, so they are equal for any number of rows.
 W4A16 and FP8 sum in an order that depends on the number of rows.
@@ -28,12 +28,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from qarl.align.arguments import check_plain
-from qarl.align.blocks import align_module
+from qarl.align.cpu import align_module
+from qarl.align.packed_attention import Lengths, check_plain, in_rows, lengths_of_rows, rows_mask, varlen_attention
 from qarl.align.rotary import head_size_of
-from qarl.align.rows import Lengths, in_rows, lengths_of_rows, rows_mask, varlen_attention
-from qarl.kernels.cpu import rotary as vllm_rotary
-from qarl.kernels.cuda import contracts, flash, layer_ops
+from qarl.kernels.cpu import layer_ops as cpu_ops
+from qarl.kernels.cuda import layer_ops
 
 CUDA_ATTENTION = "qarl_cuda"
 
@@ -42,7 +41,7 @@ def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str 
     """Return why this level cannot be used for a model config and a compute capability (None: unknown), or None."""
     if config.model_type == "qwen3_moe":
         return "is built for dense models on cuda, not for mixtures of experts"
-    return flash.unavailable(capability)
+    return layer_ops.attention_unavailable(capability)
 
 
 def unconfirmed_on_cuda(config: Any, *, eager: bool) -> str | None:
@@ -51,12 +50,12 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool) -> str | None:
     `eager`: whether the engine runs without CUDA graphs, where no setting gives one split.
     """
     reasons = []
-    if names := contracts.unconfirmed():
+    if names := layer_ops.unconfirmed():
         reasons.append(
             f"no GPU has confirmed how vLLM rounds in {', '.join(names)}, so no mismatch is promised; "
             "scripts/gpu_check.sh compares them"
         )
-    if (size := head_size_of(config)) not in flash.HEAD_SIZES:
+    if (size := head_size_of(config)) not in layer_ops.HEAD_SIZES:
         reasons.append(f"with heads of {size}, a decode step may sum attention in another order than a prefill")
     if eager:
         reasons.append("with rollout.enforce_eager=true, vLLM may split the keys of a decode step")
@@ -134,8 +133,8 @@ class CudaRotaryEmbedding(nn.Module):
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if self.turns is None or self.turns[0].device != x.device:
-            engine = vllm_rotary.engine_rotary(self.config, head_size_of(self.config))
-            self.turns = vllm_rotary.computed_turns(engine, x.device)
+            engine = cpu_ops.engine_rotary(self.config, head_size_of(self.config))
+            self.turns = cpu_ops.computed_turns(engine, x.device)
         cosines, sines = (part[position_ids] for part in self.turns)
         return torch.cat((cosines, cosines), dim=-1), torch.cat((sines, sines), dim=-1)
 
@@ -184,7 +183,7 @@ class _Flash(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scale, ctx.lengths = scale, lengths
-        return flash.flash_attention(query, key, value, scale, lengths)
+        return layer_ops.flash_attention(query, key, value, scale, lengths)
 
     @staticmethod
     @once_differentiable

@@ -40,7 +40,7 @@ SHOWN = {
 
 PADDED = ("falcon", "nemotron")
 """Families of `SHOWN` whose attention is not chosen by transformers' AttentionInterface, so it cannot be told the rows
-of a pack (`qarl.align.rows`). In a pack of Falcon, rows would even see each other."""
+of a pack (`qarl.align.packed_attention`). In a pack of Falcon, rows would even see each other."""
 
 
 def check_rows(hf_config: Any, packed: bool) -> None:

@@ -18,28 +18,35 @@ begin with the first keys.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from qarl.align.attention import ENGINE_ATTENTION, FP32_ATTENTION, register_attention
-from qarl.align.blocks import AlignedDecoderLayer, AlignedRMSNorm, align_module
 from qarl.align.config_keys import ENGINE_ACTIVATIONS, check_config_keys
+from qarl.align.cpu import (
+    ENGINE_ATTENTION,
+    FP32_ATTENTION,
+    AlignedDecoderLayer,
+    AlignedRMSNorm,
+    align_module,
+    register_attention,
+)
 from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
+from qarl.align.packed_attention import use_rows_attention
 from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
-from qarl.align.routing import AlignedRouter, routers
-from qarl.align.rows import use_rows_attention
+from qarl.align.router_replay import AlignedRouter, routers
 from qarl.errors import UserError
-from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu import layer_ops
 from qarl.process import vllm_unusable, vllm_without_device
+from qarl.quant.expert_names import stacked_experts
 from qarl.quant.experts import QuantExperts
 from qarl.quant.fsdp import ShardedQuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import get_scheme
-from qarl.quant.stacks import stacked_experts
 
 LEVELS = ("off", "linears", "model", "exact")
 
@@ -261,4 +268,30 @@ def exact_unavailable(
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
         return "VLLM_CPU_ATTN_SPLIT_KV is set, so the result of vLLM's attention depends on the batch"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return vllm_attention.unavailable(device_type, head_dim)
+    return layer_ops.attention_unavailable(device_type, head_dim)
+
+
+@contextmanager
+def engine_arithmetic(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[bool]:
+    """Align a BF16 transformers model on a CPU to level `model`, and undo it at the end of the context.
+
+    At `off` and `linears` rounding hides small mistakes. Where level `model` exists, the guard compares the engine with
+    the same weights and buffers at `model`, where healthy runs have a mismatch of 0, or nearly.
+
+    Yield whether level `model` exists for it. If not, nothing changes. `dtype`: dtype of the weights in the forward, if
+    FSDP2 gathers another one than it shards. FSDP2 may shard the model, except experts that are not quantized."""
+    parameter = next(model.parameters())
+    if parameter.device.type != "cpu" or model_unavailable(model.config, "cpu", dtype or parameter.dtype):
+        yield False
+        return
+    modules = dict(model.named_modules())
+    classes = {name: type(module) for name, module in modules.items()}
+    attention = model.config._attn_implementation
+    try:
+        yield align_model(model, "model", dtype=torch.bfloat16).limit_level == "model"
+    finally:
+        for name, module in modules.items():
+            module.__class__ = classes[name]
+            if name and model.get_submodule(name) is not module:
+                model.set_submodule(name, module)
+        model.set_attn_implementation(attention)

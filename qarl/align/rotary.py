@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.kernels.cpu import rotary as vllm_rotary
+from qarl.kernels.cpu import layer_ops as cpu_ops
 
 _NEAR = 0.01
 """Largest relative error, in norm, of rounding. BF16 cosines and sines cause 0.003, a different formula 0.05 to 1."""
@@ -95,9 +95,9 @@ def _compare(config: Any, head_size: int) -> RotaryMatch:
     generator = torch.Generator().manual_seed(0)
     positions = torch.linspace(0, config.max_position_embeddings - 1, _PROBES).long().unique()
     query = torch.randn(len(positions), head_size, generator=generator).bfloat16()
-    engine = vllm_rotary.engine_rotary(config, head_size)
-    theirs = vllm_rotary.engine_turn(engine, positions, query)
-    turns = vllm_rotary.cached_turns(engine)
+    engine = cpu_ops.engine_rotary(config, head_size)
+    theirs = cpu_ops.engine_turn(engine, positions, query)
+    turns = cpu_ops.cached_turns(engine)
     if turns is not None and turns[0].shape[-1] * 2 != head_size:
         turns = None
     equal = turns is not None and torch.equal(_turn(query, *(part[positions] for part in turns)).bfloat16(), theirs)

@@ -31,9 +31,8 @@ from qarl.kernels.base import LinearKernel
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
-from qarl.quant.quantize import quantize
+from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.quant.tensor import QuantizedTensor
 
 FLUSH_BYTES, MOST_ROUNDS = 512 * 2**20, 1000
 Quantizer = Callable[[], tuple[torch.Tensor, torch.Tensor]]

@@ -5,9 +5,9 @@
     optimizer   Muon for the shard's matrices, in FP32
     publish     the checksums and records of the layer on both sides, and the receiver's writes of experts
 
-`qarl.quant.shards` does the work. FSDP2 itself is stood in for by what the shard reads of a DTensor, and by the three
-kernels of a gather (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py): one copies all tensors of a block into
-one buffer, NCCL gathers the buffer, and one copies the tensors out of it.
+`qarl.quant.weight_shard` does the work. FSDP2 itself is stood in for by what the shard reads of a DTensor, and by the
+three kernels of a gather (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py): one copies all tensors of a block
+into one buffer, NCCL gathers the buffer, and one copies the tensors out of it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from torch.distributed.tensor import Shard
 
 from qarl.bench.counting import Counting, Counts, counting
 from qarl.checks.model_size import ModelSize, wire_bytes
-from qarl.kernels.experts.vllm import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
+from qarl.kernels.experts.cuda import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.optim.optimizer import MuonAdamW
+from qarl.quant.expert_names import STACKS
 from qarl.quant.experts import QuantizedStack
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.quant.shards import WeightShard
-from qarl.quant.stacks import STACKS
-from qarl.rollout.publish.experts import by_parameter
-from qarl.rollout.publish.gpu_experts import copy_stacks, in_marlins_layout
-from qarl.rollout.publish.manifest import TensorSpec
+from qarl.quant.weight_shard import WeightShard
+from qarl.rollout.publish.expert_writers import by_parameter, copy_stacks, in_marlins_layout
+from qarl.rollout.publish.wire import TensorSpec
 
 ENGINE_KERNELS: dict[str, Any] = {"w4a16": VllmMarlinExperts, "w8a8": VllmTritonExperts, "fp8": VllmCutlassExperts}
 """QaRL's kernels for experts on a GPU of capability 9.0."""
@@ -182,7 +181,7 @@ def _muon(shapes: Sequence[tuple[int, ...]]) -> Counting:
 
 def publish_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
     """Count the sender's part of a layer: names, checksums, NaN and Inf, and records."""
-    from qarl.rollout.publish.wire import encode_publish
+    from qarl.rollout.publish.send import encode_publish
 
     tensors = _published(size, scheme_name, group_size)
     for version in (1, 2):  # the tables for tensors of these sizes, which the first makes, stay
@@ -197,7 +196,7 @@ def receive_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
     The dense weights, which vLLM's reload writes, are not counted as written. `least`: all tensors are read once, and
     experts are also read and written."""
     from qarl.rollout.publish.receive import WeightReceiver
-    from qarl.rollout.publish.wire import encode_publish
+    from qarl.rollout.publish.send import encode_publish
 
     tensors, plan = _published(size, scheme_name, group_size), _ExpertsPlan(scheme_name)
     receiver = WeightReceiver(torch.nn.Module(), None, {}, kv_caches=list)

@@ -20,7 +20,7 @@ from qarl.checkpoint.verl_shards import CONFIG_FOLDER, VerlWeights, step_of, who
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
-from qarl.quant.stacks import unstacked, unstacked_shapes
+from qarl.quant.expert_names import unstacked, unstacked_shapes
 
 Stream = Iterator[tuple[str, torch.Tensor]]
 

@@ -12,7 +12,7 @@ from qarl.errors import UserError
 from qarl.kernels.registry import kernels_of
 from qarl.process import runs_on_cpu
 from qarl.quant.convert import no_own_experts
-from qarl.rollout.engine import W4A8_ON_GPUS, check_served
+from qarl.rollout.engine_config import W4A8_ON_GPUS, check_served
 from qarl.rollout.vllm_plugin import experts_of
 
 _LAYER = (64, 64)

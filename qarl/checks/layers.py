@@ -17,7 +17,8 @@ from qarl.config import Config
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
-from qarl.quant import convert, meta
+from qarl.quant import convert
+from qarl.quant import meta_model as unloaded
 from qarl.quant.scheme import Scheme, get_scheme
 
 W4A16_CPU_MULTIPLE = 32
@@ -65,7 +66,7 @@ def linear_shapes(hf_config: Any, *, trust_remote_code: bool = False) -> Shapes:
 def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
     """Build the model that `hf_config` describes, in BF16 on the meta device. Raise UserError if that fails."""
     try:
-        return meta.meta_model(hf_config, trust_remote_code=trust_remote_code)
+        return unloaded.meta_model(hf_config, trust_remote_code=trust_remote_code)
     except Exception as error:  # the exception type depends on which config key the model class cannot use
         raise UserError(
             f"no causal language model can be built from a config of type {hf_config.model_type!r}",

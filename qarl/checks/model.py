@@ -18,7 +18,7 @@ from qarl.config import Config
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu, vllm_missing
-from qarl.rollout import vllm_rules
+from qarl.rollout import kernel_prediction
 
 _WHERE = "model.path: config.json"
 
@@ -102,7 +102,7 @@ def check_architecture(hf_config: Any) -> None:
         )
     if hf_config.model_type in FAMILIES or vllm_missing():
         return
-    module = vllm_rules.serving_module(name)
+    module = kernel_prediction.serving_module(name)
     if module is None:
         raise UserError(
             f"vLLM has no class for {name}, so it cannot make the rollouts",

@@ -134,7 +134,7 @@ class ModelSize:
         """Return the bytes that one block saves per token for the backward. At level `model` some tensors are FP32.
 
         `align`: an alignment level, or `CUDA_MODEL` for level `model` on a GPU. At level `model` on a CPU, attention
-        pads a row with up to 15 zeros and computes the first 192 tokens of a longer row twice (`qarl.align.attention`).
+        pads a row with up to 15 zeros and computes the first 192 tokens of a longer row twice (`qarl.align.cpu`).
         That is not counted.
         """
         if align == CUDA_MODEL:  # each operator saves its BF16 inputs, and a linear saves its input

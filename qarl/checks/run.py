@@ -39,7 +39,7 @@ from qarl.data.run_prompts import load_train_prompts, load_val_prompts, prompt_s
 from qarl.metrics.tracker import check_loggers
 from qarl.process import runs_on_cpu
 from qarl.rollout import vllm_plugin
-from qarl.rollout.gpu import check_not_batch_invariant, eager
+from qarl.rollout.gpu_sharing import check_not_batch_invariant, eager
 
 
 class RunInputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.kernels.sampling_mask import Truncation, packed_width
-from qarl.rollout.engine import SamplingConfig, sampling_params
+from qarl.rollout.engine_config import SamplingConfig, sampling_params
 
 KEPT_GIB = 4.0
 """Memory limit in GiB for the masks of one batch. A mask says which tokens top-p or top-k keep."""

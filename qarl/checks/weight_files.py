@@ -16,7 +16,7 @@ from qarl.checkpoint.compressed_tensors import header_shapes
 from qarl.checks.layers import meta_model
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
-from qarl.quant.stacks import unstacked_shapes
+from qarl.quant.expert_names import unstacked_shapes
 
 
 def cannot_load(path: str, why: str) -> UserError:

@@ -15,7 +15,7 @@ KernelsName = Literal["engine", "qarl", "dequantized"]
 KERNELS: tuple[str, ...] = get_args(KernelsName)
 ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
 """Schemes that vLLM computes correctly with its own kernels. w4a8 needs quant.kernels=qarl
-(`qarl.rollout.engine.check_served` says why)."""
+(`qarl.rollout.engine_config.check_served` says why)."""
 
 
 class QuantConfig(Section):

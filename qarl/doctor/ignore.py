@@ -10,7 +10,7 @@ from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 from qarl.process import vllm_missing
-from qarl.rollout import vllm_rules
+from qarl.rollout import kernel_prediction
 
 
 def check_fused(context: Context, topic: Topic) -> None:
@@ -52,7 +52,7 @@ def check_engine_agrees(context: Context, topic: Topic) -> None:
     for fused, members in groups.items():
         ours = all(is_ignored(name, context.ignore) for name in members)
         try:
-            theirs = vllm_rules.leaves_unquantized(fused, context.ignore, layers.FUSED_LAYERS)
+            theirs = kernel_prediction.leaves_unquantized(fused, context.ignore, layers.FUSED_LAYERS)
         except ValueError:
             continue  # a split group, which check_fused has reported
         if ours != theirs:
@@ -76,7 +76,7 @@ def check_routers(context: Context, topic: Topic) -> None:
     if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     routers = _routers(size)
-    quantized = [name for name in routers if not vllm_rules.leaves_unquantized(name, context.ignore, {})]
+    quantized = [name for name in routers if not kernel_prediction.leaves_unquantized(name, context.ignore, {})]
     if quantized:
         topic.error(
             f"vLLM would quantize {len(quantized)} routers, which the trainer keeps in BF16",

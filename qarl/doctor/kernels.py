@@ -11,11 +11,11 @@ from qarl.checks.tensor_parallel import ROW_PARALLEL
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 from qarl.errors import UserError
-from qarl.kernels.experts.fused import choose_experts_kernel
+from qarl.kernels.experts.autograd import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.registry import choose_linear_kernel
 from qarl.process import vllm_missing, vllm_unusable
-from qarl.rollout import vllm_rules
+from qarl.rollout import kernel_prediction
 
 
 def check_choice(context: Context, topic: Topic) -> None:
@@ -129,7 +129,7 @@ def check_engine(context: Context, topic: Topic) -> None:
         key = (n, k, *parts[fused])
         if key not in answers:
             try:
-                answers[key] = True, vllm_rules.chosen_kernel(scheme, parts[fused], (n, k), kernels)
+                answers[key] = True, kernel_prediction.chosen_kernel(scheme, parts[fused], (n, k), kernels)
             except ValueError as error:
                 answers[key] = False, " ".join(str(error).split())
         taken, answer = answers[key]

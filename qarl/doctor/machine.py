@@ -11,7 +11,7 @@ from qarl.checks.kernels import check_capability
 from qarl.checks.memory_terms import GIB
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
-from qarl.rollout.engine import check_served
+from qarl.rollout.engine_config import check_served
 
 NEEDS_CAPABILITY = {
     "bf16": (80, "BF16 arithmetic"),

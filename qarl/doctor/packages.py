@@ -13,7 +13,7 @@ from qarl.checks.verl_plugin import check_plugin_installed
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 from qarl.kernels.cuda import vllm_ops
-from qarl.kernels.experts import vllm as vllm_experts
+from qarl.kernels.experts import cuda as vllm_experts
 from qarl.metrics.tracker import check_loggers
 from qarl.process import configure_vllm_process, package_versions, vllm_missing
 from qarl.rollout import vllm_plugin

@@ -7,7 +7,7 @@ import torch
 from qarl.checks.memory import readable
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
-from qarl.rollout.publish.manifest import expected_manifest, quantized_layers
+from qarl.rollout.publish.wire import expected_manifest, quantized_layers
 
 
 def check_dtypes(context: Context, topic: Topic) -> None:

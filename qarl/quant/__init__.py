@@ -6,9 +6,8 @@ from qarl.quant import get_scheme, quantize, quantize_model, packed_state_dict
 from qarl.quant.convert import QuantReport, invalidate_quantized, packed_state_dict, quantize_model
 from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.quantize import quantize
+from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.quant.tensor import QuantizedTensor
 
 __all__ = [
     "QuantExperts",

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.quant.experts import QuantExperts, check_experts, quantize_stack
+from qarl.quant.expert_names import STACKS, is_stack, matrices, stacked_experts, unstacked
+from qarl.quant.experts import QuantExperts, check_experts
+from qarl.quant.layer import watch_optimizers
 from qarl.quant.linear import QuantLinear
-from qarl.quant.marks import watch_optimizers
-from qarl.quant.quantize import quantize
+from qarl.quant.quantize import quantize, quantize_stack
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.quant.stacks import STACKS, is_stack, matrices, stacked_experts, unstacked
 
 DEFAULT_IGNORE = ("lm_head",)
 
@@ -225,7 +227,7 @@ def packed_state_dict(
     A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. For a model that was
     not converted (`quant.align=off`), pass `scheme` and `ignore`, and the selected linears are quantized here. A tied
     `lm_head.weight` is left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints. `stacks`:
-    leave them whole (`qarl.quant.stacks`). An engine takes both, but whole stacks are published faster.
+    leave them whole (`qarl.quant.expert_names`). An engine takes both, but whole stacks are published faster.
 
     Tensors are not copied, so clone any that must outlive the next optimizer step.
     """
@@ -286,3 +288,37 @@ def invalidate_quantized(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.invalidate()
+
+
+@contextmanager
+def published_forward(
+    model: nn.Module, scheme: Scheme, ignore: Sequence[str], *, kernels: str = "engine"
+) -> Iterator[None]:
+    """Let the linears and experts that `scheme` quantizes multiply by low-bit tensors, in forwards without gradients.
+
+    At level `off` the trainer's forward is plain BF16, so its mismatch contains the whole error of quantization. The
+    guard (`qarl.metrics.mismatch_limit`) must not judge that error, and therefore compares the engine with this
+    forward.
+
+    A layer is quantized during its forward and its tensors are dropped after it, so memory grows by one layer, and the
+    weight may be one that FSDP has gathered for this forward. Layers that are quantized already stay as they are.
+    `kernels`: a value of `quant.kernels`.
+    """
+
+    def low_bit(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor:
+        made: nn.Module
+        if isinstance(module, nn.Linear):
+            made = QuantLinear(module, scheme, qualified_name=name, kernels=kernels)
+        else:
+            made = QuantExperts(module, scheme, qualified_name=name)
+        result: torch.Tensor = made(*inputs)
+        return result
+
+    selected = owners(select_linears(model, scheme, ignore)[0])
+    with ExitStack() as stack:
+        for name, module in selected.items():
+            if isinstance(module, QuantLinear | QuantExperts):
+                continue
+            handle = module.register_forward_hook(lambda module, inputs, _, name=name: low_bit(name, module, inputs))
+            stack.callback(handle.remove)
+        yield

@@ -1,13 +1,13 @@
 """Quantized layers under FSDP2, which shards the FP32 masters but gathers only low-bit tensors for a forward.
 
-    once per optimizer step   each rank quantizes its own rows of each weight (`qarl.quant.shards`)
+    once per optimizer step   each rank quantizes its own rows of each weight (`qarl.quant.weight_shard`)
     forward, backward         FSDP2 gathers codes and scales of one block, and frees them when it reshards the block
     publish                   the same codes and scales are gathered, one layer at a time
 
 So no rank ever has a BF16 copy of a whole quantized weight, or the whole model in low bits. Three things differ from
 `qarl.quant.linear`:
 
-- If the kernel's layout cannot be gathered (`qarl.kernels.layouts`), each forward makes it and then drops it.
+- If the kernel's layout cannot be gathered (`qarl.kernels.int4`), each forward makes it and then drops it.
 - Each backward dequantizes the weight.
 - The caller must call `quantize_shards` before a forward. It quantizes weights that changed, and makes FSDP2 gather
   them in low bits.
@@ -25,17 +25,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qarl.errors import UserError
-from qarl.kernels.experts.fused import ExpertsKernel, ExpertsWeights
-from qarl.kernels.layouts import wire_tensors
+from qarl.kernels.experts.autograd import ExpertsWeights
+from qarl.kernels.experts.grouped import ExpertsKernel
+from qarl.kernels.int4 import wire_tensors
 from qarl.quant import convert
-from qarl.quant.experts import QuantExperts, QuantizedStack
-from qarl.quant.gathered import GatheredWeight
+from qarl.quant.expert_names import STACKS
+from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.phases import phase
+from qarl.quant.quantize import QuantizedStack, QuantizedTensor
 from qarl.quant.scheme import Scheme
-from qarl.quant.shards import WeightShard
-from qarl.quant.stacks import STACKS
-from qarl.quant.tensor import QuantizedTensor
+from qarl.quant.timing import phase
+from qarl.quant.weight_shard import GatheredWeight, WeightShard
 
 
 class _Sharded(nn.Module):

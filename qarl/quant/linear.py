@@ -8,8 +8,7 @@ The backward ignores the rounding of x and of the master weight (arXiv 2604.0785
 quantization) also rounds the weight, but multiplies in BF16. `weight` stays an ordinary parameter, so optimizers,
 checkpoints and FSDP need no change.
 
-The weight is quantized when its storage or its autograd version counter has changed, so once per optimizer step. After
-writing through `weight.data`, which does not advance the counter, call `invalidate_quantized`.
+The weight is quantized once per optimizer step (`qarl.quant.layer`).
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.errors import UserError
-from qarl.kernels.base import LinearKernel
-from qarl.kernels.registry import Choice, choose_linear_kernel
-from qarl.quant.marks import Mark
-from qarl.quant.phases import phase
-from qarl.quant.quantize import quantize
+from qarl.kernels.registry import choose_linear_kernel
+from qarl.quant.layer import QuantLayer
+from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.quant.scheme import Scheme
-from qarl.quant.tensor import QuantizedTensor
+from qarl.quant.timing import phase
 
 
 class _StraightThroughLinear(torch.autograd.Function):
@@ -39,8 +35,7 @@ class _StraightThroughLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,), (x,), layer = grad_outputs, ctx.saved_tensors, ctx.layer
-        if layer.generation != ctx.generation or layer.stale:
-            raise RuntimeError(f"{layer.qualified_name}.weight changed between its forward and its backward")
+        layer.check_unchanged(ctx.generation)
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         return (
             layer.input_gradient(grad) if need_x else None,
@@ -50,8 +45,15 @@ class _StraightThroughLinear(torch.autograd.Function):
         )
 
 
-class QuantLinear(nn.Linear):
+class QuantLinear(QuantLayer, nn.Linear):
     """`nn.Linear` whose forward is a low-bit GEMM. Weight [N, K] and activations [..., K] are BF16."""
+
+    WEIGHTS = ("weight",)
+    MADE = ("_quantized", "_dequantized", "prepared")
+    multiplies = "low-bit kernels"
+    _quantized: QuantizedTensor | None
+    _dequantized: torch.Tensor | None
+    prepared: Any
 
     def __init__(
         self,
@@ -71,8 +73,7 @@ class QuantLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.scheme, self.qualified_name = scheme, qualified_name
-        self.choice: Choice = choose_linear_kernel(
+        choice = choose_linear_kernel(
             scheme.name,
             device or linear.weight.device,
             (linear.out_features, linear.in_features),
@@ -80,37 +81,18 @@ class QuantLinear(nn.Linear):
             force=kernel,
             kernels=kernels,
         )
-        self._generation = 0
-        self._made_from: Mark | None = None
-        self._quantized: QuantizedTensor | None = None
-        self._dequantized: torch.Tensor | None = None
-        self.prepared: Any = None
-
-    @property
-    def kernel(self) -> type[LinearKernel]:
-        return self.choice.kernel
-
-    @property
-    def generation(self) -> int:
-        """How many times the weight was quantized."""
-        return self._generation
+        self._choose(scheme, qualified_name, choice)
 
     def quantized(self) -> QuantizedTensor:
         """Return the low-bit tensors of the current weight, for the forward and the publisher."""
         if self._quantized is None or self.stale:
-            self._quantized = self._make(self.weight.detach())
-            self._made_from = Mark.of(self.weight)
-            self._dequantized = None
+            with torch.no_grad():
+                made = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
+                with phase("prepare"):
+                    self.prepared = self.kernel.prepare(made.tensors)
+            self._quantized, self._dequantized = made, None
+            self._mark()
         return self._quantized
-
-    @torch.no_grad()
-    def _make(self, weight: torch.Tensor) -> QuantizedTensor:
-        """Quantize `weight`, and let the kernel prepare the result."""
-        made = quantize(weight, self.scheme, name=f"{self.qualified_name}.weight")
-        with phase("prepare"):
-            self.prepared = self.kernel.prepare(made.tensors)
-        self._generation += 1
-        return made
 
     def make_ready(self) -> None:
         """Quantize the weight for a forward, if it has changed."""
@@ -135,27 +117,8 @@ class QuantLinear(nn.Linear):
             self._dequantized = quantized.dequantize(torch.bfloat16) if weight is None else weight
         return self._dequantized
 
-    def invalidate(self) -> None:
-        """Drop the quantized tensors. The next use makes them again."""
-        self._made_from = self._quantized = self._dequantized = self.prepared = None
-
-    @property
-    def stale(self) -> bool:
-        """Whether the weight was changed or replaced since it was quantized."""
-        return self._made_from is None or not self._made_from.holds_for(self.weight)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the quantized tensors out of copies and pickles, because a kernel may own their memory."""
-        made = ("_made_from", "_quantized", "_dequantized", "prepared")
-        return {**self.__dict__, **dict.fromkeys(made)}
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.dtype != torch.bfloat16:
-            raise UserError(
-                f"{self.qualified_name} got {input.dtype} activations",
-                why="the low-bit kernels multiply BF16 activations, as the rollout engine does",
-                fix="run the model in bfloat16, without autocast to a different dtype",
-            )
+        self.check_input(input.dtype)
         self.make_ready()
         x = input.reshape(-1, self.in_features)
         y = _StraightThroughLinear.apply(x, self.weight, self.bias, self)

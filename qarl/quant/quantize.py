@@ -11,21 +11,114 @@ is rounded to the weight's dtype:
 
 For int4, integer arithmetic on the bits gets the same results in a third of the time. Do not compile this code, because
 a compiler that keeps BF16 intermediates in FP32 would change the results. It needs a little-endian machine. On GPUs one
-fused kernel replaces it if both give equal bits (`qarl.quant.fused`).
+fused Triton kernel replaces it if both give equal bytes. `fused_quantizer` compares the two on the device, once for
+each kind of weight: every BF16 number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a
+byte differs, it warns and returns the PyTorch steps.
+
+`QuantizedTensor` and `QuantizedStack` hold the result: the same tensors that are sent to the engine and written to
+disk.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.quant.fused import fused_quantizer
-from qarl.quant.phases import phase
+from qarl.kernels.device import is_gpu
+from qarl.kernels.int4 import dequantize_int4
+from qarl.quant.expert_names import matrices
 from qarl.quant.scheme import QuantArgs, Scheme
-from qarl.quant.tensor import QuantizedTensor
+from qarl.quant.timing import phase
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A [N, K] weight that was quantized with `scheme`. `tensors`: the wire tensors, by compressed-tensors' names.
+
+    w4a16, w4a8   `weight_packed` int32 [N, K/8], `weight_scale` [N, K/group_size] in the dtype of the original weight
+                  (BF16 on the wire), and `weight_shape` int64 [2], always on the CPU
+    w8a8, fp8     `weight` int8 or float8_e4m3fn [N, K], and `weight_scale` FP32 [N, 1]
+    """
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    tensors: dict[str, Tensor]
+
+    def named(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield checkpoint names, such as `<prefix>.weight_packed`, and tensors for the layer called `prefix`."""
+        for name, tensor in self.tensors.items():
+            yield f"{prefix}.{name}", tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, including the 16 bytes of `weight_shape`."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def equals(self, other: QuantizedTensor) -> bool:
+        """Return whether names, dtypes, shapes and bytes are equal. Devices may differ. 0.0 and -0.0 are not equal."""
+        if self.tensors.keys() != other.tensors.keys():
+            return False
+        for name, mine in self.tensors.items():
+            theirs = other.tensors[name]
+            if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+                return False
+            if not torch.equal(_bytes(mine), _bytes(theirs.to(mine.device))):
+                return False
+        return True
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return the weight [N, K] that the low-bit GEMM multiplies by, as `dtype`. The backward uses it as Ŵ.
+
+        It equals compressed-tensors' `dequantize`: the product of code and scale, rounded to the scale's dtype, then
+        cast to `dtype`. For a BF16 weight and BF16 output every scheme rounds once: `bf16(float(code) * float(scale))`.
+        For int4 this is the operand of vLLM's CPU kernel. 8-bit GEMMs multiply the codes themselves and apply the scale
+        to the sum.
+        """
+        if "weight_packed" in self.tensors:
+            return dequantize_int4(self.tensors["weight_packed"], self.tensors["weight_scale"], dtype)
+        return self.tensors["weight"].float().mul_(self.tensors["weight_scale"]).to(dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedStack:
+    """The stack `name` of `shape` [E, N, K], quantized with `scheme`.
+
+    `tensors`: the wire tensors of all matrices, stacked [E, N, ...], with compressed-tensors names. `weight_shape` is
+    left out because it is the same for every matrix.
+    """
+
+    name: str
+    scheme: Scheme
+    shape: tuple[int, int, int]
+    tensors: dict[str, Tensor]
+
+    def stacked(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and the tensors of a publish."""
+        for leaf, tensor in self.tensors.items():
+            yield f"{self.name}.{leaf}", tensor
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield checkpoint names and wire tensors of each expert's matrices, as views of the stacked tensors."""
+        for matrix in matrices(self.name, self.shape):
+            for leaf, tensor in self.tensors.items():
+                yield f"{matrix.name}.{leaf}", tensor[matrix.expert, matrix.rows]
+            if "weight_packed" in self.tensors:
+                size = [matrix.rows.stop - matrix.rows.start, self.shape[2]]
+                yield f"{matrix.name}.weight_shape", torch.tensor(size, dtype=torch.int64, device="cpu")
+
 
 _HALF_RANGE = {(4, "int"): 7.5, (8, "int"): 127.5, (8, "float"): 448.0}
 """(num_bits, type) -> half the range. For int4 this is half of the 15 steps from -8 to 7, so -absmax gets the code -8
@@ -75,6 +168,20 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     if nonfinite.item():
         raise nonfinite_error(weight, name)
     return made
+
+
+def quantize_stack(weight: Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
+    """Quantize the BF16 stack `weight` [E, N, K], with the same result as `quantize` on each of its matrices.
+
+    `name`: the stack's state-dict name. Raises UserError if the shape does not fit the scheme, or if a weight is NaN or
+    Inf.
+    """
+    experts, rows, columns = weight.shape
+    tensors = {"weight": weight}
+    if scheme.quantized:
+        flat = quantize(weight.reshape(experts * rows, columns), scheme, name=name).tensors
+        tensors = {leaf: t.view(experts, rows, t.shape[1]) for leaf, t in flat.items() if leaf != "weight_shape"}
+    return QuantizedStack(name, scheme, (experts, rows, columns), tensors)
 
 
 @torch.no_grad()
@@ -181,3 +288,76 @@ def _pack(codes: Tensor) -> Tensor:
     lanes.bitwise_or_(lanes >> 12)
     lanes.bitwise_or_(lanes >> 24)
     return lanes.view(torch.int16)[:, ::4].contiguous().view(torch.int32)
+
+
+Quantizer = Callable[[Tensor, QuantArgs], tuple[Tensor, Tensor, Tensor]]
+"""A function that quantizes a weight [N, K] and returns (values, scale, flag). The flag, int32 [1], is nonzero if the
+weight holds a NaN or an Inf."""
+
+
+def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:
+    """Return the fused quantizer for a GPU's `weight` if its bytes equal those of `eager`. Otherwise return `eager`."""
+    if not is_gpu(weight.device) or weight.dtype == torch.float16 or importlib.util.find_spec("triton") is None:
+        return eager
+    equal = weight.is_meta or _checked(weight.dtype, weight.device, args, eager)
+    return _run_fused if equal else eager
+
+
+@cache
+def _checked(dtype: torch.dtype, device: torch.device, args: QuantArgs, eager: Quantizer) -> bool:
+    difference = find_difference(_run_fused, eager, dtype, device, args)
+    if difference is not None:
+        warnings.warn(
+            f"the fused quantizer is not used on {device}: for {args.num_bits}-bit {args.type} of {dtype} {difference}",
+            stacklevel=2,
+        )
+    return difference is None
+
+
+def find_difference(
+    fused: Quantizer, eager: Quantizer, dtype: torch.dtype, device: torch.device, args: QuantArgs
+) -> str | None:
+    """Return where `fused` and `eager` first differ on the weights of `check_weights`, or None if they never do."""
+    for what, weight in check_weights(dtype, device, args.group_size or 64):
+        for name, a, b in zip(("values", "scale", "flag"), fused(weight, args), eager(weight, args), strict=True):
+            same = a.dtype == b.dtype and a.shape == b.shape
+            if not same or not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
+                return f"the {name} of {what} differ"
+    return None
+
+
+def check_weights(dtype: torch.dtype, device: torch.device, group_size: int) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    numbers = bits.to(torch.int16).view(torch.bfloat16)
+    numbers = numbers[numbers.isfinite()]
+    shuffled = numbers[torch.randperm(len(numbers), generator=generator)]
+    if dtype == torch.float32:
+        shuffled = shuffled.float() * (1 + torch.rand(len(shuffled), generator=generator) / 256)
+        numbers, shuffled = numbers.float(), shuffled.clamp(-3.3e38, 3.3e38)
+    width = 24 * group_size
+    rows = len(numbers) // width
+    normal = torch.randn(67, 3 * group_size, generator=generator).mul_(0.02)
+    normal[5:7] = 0
+    halves = torch.arange(-15, 16).div(2).repeat(group_size // 31 + 1)[:group_size].expand(4, -1)
+    return [
+        (what, weight.to(dtype).contiguous().to(device))
+        for what, weight in (
+            ("all numbers in order", numbers[: rows * width].view(rows, width)),
+            ("all numbers shuffled", shuffled[: rows * width].view(rows, width)),
+            ("normal numbers", normal),
+            ("ties", halves),
+        )
+    ]
+
+
+def _run_fused(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
+    from qarl.kernels.triton import quantize as kernels
+
+    with phase("quantize"):
+        if args.num_bits == 4:
+            made = kernels.quantize_int4(weight, args.group_size or weight.shape[1], grid=weight.dtype)
+        else:
+            dtype = torch.int8 if args.type == "int" else torch.float8_e4m3fn
+            made = kernels.quantize_rows(weight, dtype, grid=weight.dtype)
+    return made.values, made.scale, made.nonfinite

@@ -26,18 +26,23 @@ import torch
 
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
-from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
-from qarl.rollout.engine_config import EngineConfig, llm_arguments
-from qarl.rollout.gpu import check_free_memory, check_not_batch_invariant, eager, release_unused_memory
-from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
+from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
+from qarl.rollout.engine_config import (
+    EngineConfig,
+    SamplingConfig,
+    check_served,
+    kernel_request,
+    llm_arguments,
+    sampling_params,
+)
+from qarl.rollout.gpu_sharing import check_free_memory, check_not_batch_invariant, eager, release_unused_memory
+from qarl.rollout.kernel_prediction import own_kernels
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
-from qarl.rollout.publish.wire import NamedTensor
+from qarl.rollout.publish.wire import Manifest, NamedTensor, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.writers import ReloadFailed
-from qarl.rollout.sampled import fingerprint
+from qarl.rollout.response_fingerprint import fingerprint
 from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
-from qarl.rollout.vllm_plugin.asked import asked_for
-from qarl.rollout.vllm_rules import own_kernels
 from qarl.vllm_versions.differences import loaded_model, release_memory_pools
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.head import check_head_dtype
@@ -46,26 +51,13 @@ from qarl.vllm_versions.uses import ENGINE, PUBLISH
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
-    """`temperature`: 0 is greedy. `max_tokens`: limit on the response's length. `top_k`: -1 or 0 is no limit.
-    `top_tokens`: also return the likeliest token at each position."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    top_tokens: bool = False
-    ignore_eos: bool = False
-
-
-@dataclass(frozen=True)
 class RolloutBatch:
     """Each list has one entry per response, in the order of the prompts. `preemptions`: number of times that vLLM freed
     a response's KV cache for other requests and computed it again later. `routed_experts`: for each response, the
     experts that each router chose, in its order: [tokens - 1, layers, k], for all tokens of prompt and response except
     the last. The dtype is uint8, or int16 if a layer has more than 256 experts. A dense layer has zeros. `sampled`: the
-    fingerprint of each response (`qarl.rollout.sampled`), by which a batch knows that nobody has changed it; None if it
-    does not come from an engine."""
+    fingerprint of each response (`qarl.rollout.response_fingerprint`), by which a batch knows that nobody has changed
+    it; None if it does not come from an engine."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -125,7 +117,7 @@ class RolloutEngine:
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         num_threads = torch.get_num_threads()
         try:
-            with default_dtype_kept(), own_kernels(asked_for(self.config.kernels, self.config.scheme.name)):
+            with default_dtype_kept(), own_kernels(kernel_request(self.config.kernels, self.config.scheme.name)):
                 self.llm = LLM(**llm_arguments(self.config))
             self._prepare_publish()
             if torch.get_num_threads() != num_threads:
@@ -329,65 +321,9 @@ def _close_all() -> None:
     gc.collect()
 
 
-def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
-    """Return vLLM's `SamplingParams`. Raise UserError if vLLM refuses a value or would replace it (vLLM increases a
-    temperature between 0 and 0.01 and only warns), because the trainer would then compute log-probs of a different
-    distribution."""
-    configure_vllm_process()
-    from vllm import SamplingParams
-
-    top_k = max(sampling.top_k, 0)
-    asked: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
-    where = ", ".join(f"rollout.{name}={value}" for name, value in asked.items())
-    try:
-        params = SamplingParams(
-            **asked,
-            max_tokens=sampling.max_tokens,
-            seed=seed,
-            logprobs=int(sampling.top_tokens),
-            detokenize=False,
-            ignore_eos=sampling.ignore_eos,
-        )
-    except Exception as error:
-        if not is_refusal(error):
-            raise
-        why = " ".join(str(error).split())
-        raise UserError("vLLM refuses these sampling values", where=where, why=why, fix="change that key") from error
-    if sampling.temperature == 0:
-        return params  # for greedy sampling vLLM resets top_p and top_k, which have no effect
-    changed = {name: found for name, value in asked.items() if (found := getattr(params, name)) != value}
-    if changed:
-        raise UserError(
-            "vLLM would sample with different values",
-            where=where,
-            why="it would use " + ", ".join(f"{name}={found}" for name, found in changed.items()),
-            fix="set " + ", ".join(f"rollout.{name}={found}" for name, found in changed.items()),
-        )
-    return params
-
-
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
     """Make the receiver. vLLM calls this in its worker, which is in this process."""
     return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
-
-
-W4A8_ON_GPUS = (
-    "on GPUs of capability 9.0 vLLM rounds activations and group scales to FP8 (e4m3), also where the checkpoint says "
-    "int8, and on other GPUs it has no kernel"
-)
-"""What vLLM 0.24.0 makes of a W4A8 checkpoint: `CompressedTensorsConfig._is_fp8_w4a8` does not look at the type of the
-activations, and `CutlassW4A8LinearKernel` multiplies float8_e4m3fn."""
-
-
-def check_served(scheme_name: str, kernels: str = "engine") -> None:
-    """Raise UserError if vLLM would accept this scheme but compute a different one. `kernels`: see `EngineConfig`."""
-    if scheme_name == "w4a8" and kernels != "qarl":
-        raise UserError(
-            "w4a8 rollouts are refused",
-            where=f"quant.scheme=w4a8 with quant.kernels={kernels}",
-            why=f"from such a checkpoint vLLM computes W4A16 on CPUs, without a warning; {W4A8_ON_GPUS}",
-            fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
-        )
 
 
 def _check_kernels(model: torch.nn.Module, config: EngineConfig) -> None:
@@ -395,7 +331,7 @@ def _check_kernels(model: torch.nn.Module, config: EngineConfig) -> None:
     if config.kernels != "engine":
         from qarl.rollout.vllm_plugin.linears import check_in_use
 
-        check_in_use(model, asked_for(config.kernels, config.scheme.name))
+        check_in_use(model, kernel_request(config.kernels, config.scheme.name))
 
 
 def _check_requests(prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None) -> None:

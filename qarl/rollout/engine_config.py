@@ -1,17 +1,38 @@
-"""The settings of a rollout engine, and the arguments that vLLM gets from them."""
+"""The settings of a rollout engine and of its sampling, and the arguments that vLLM gets from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from qarl.errors import UserError
+from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
-from qarl.rollout.gpu import eager, graph_arguments
-from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
+from qarl.rollout.gpu_sharing import eager, graph_arguments
 from qarl.vllm_versions.head import FP32_HEAD
+from qarl.vllm_versions.refusals import is_refusal
+
+REQUEST_KEY = "qarl_linears"
+"""The entry of vLLM's `additional_config` that names QaRL's linear kernels. Every process of the engine gets it."""
+
+
+class KernelRequest(NamedTuple):
+    """`kernels`: a value of `quant.kernels` other than engine. `scheme`: the name of the quantization scheme."""
+
+    kernels: str
+    scheme: str
+
+
+def kernel_request(kernels: str, scheme: str) -> KernelRequest | None:
+    """Return the request of a run, or None if the engine uses vLLM's own kernels."""
+    return None if kernels == "engine" else KernelRequest(kernels, scheme)
+
+
+def engine_arguments(request: KernelRequest | None) -> dict[str, Any]:
+    """Return the arguments of vLLM's `LLM` for this request."""
+    return {} if request is None else {"additional_config": {REQUEST_KEY: list(request)}}
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,19 @@ class EngineConfig:
             )
 
 
+@dataclass(frozen=True)
+class SamplingConfig:
+    """`temperature`: 0 is greedy. `max_tokens`: limit on the response's length. `top_k`: -1 or 0 is no limit.
+    `top_tokens`: also return the likeliest token at each position."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    top_tokens: bool = False
+    ignore_eos: bool = False
+
+
 def llm_arguments(config: EngineConfig) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`."""
     arguments: dict[str, Any] = {
@@ -76,7 +110,7 @@ def llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if config.scheme.quantized:
         arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
-    arguments |= engine_arguments(asked_for(config.kernels, config.scheme.name))
+    arguments |= engine_arguments(kernel_request(config.kernels, config.scheme.name))
     if config.head_dtype == "fp32":
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():
@@ -93,3 +127,59 @@ def llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["enable_prefix_caching"] = False
         arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)
     return arguments
+
+
+def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
+    """Return vLLM's `SamplingParams`. Raise UserError if vLLM refuses a value or would replace it (vLLM increases a
+    temperature between 0 and 0.01 and only warns), because the trainer would then compute log-probs of a different
+    distribution."""
+    configure_vllm_process()
+    from vllm import SamplingParams
+
+    top_k = max(sampling.top_k, 0)
+    asked: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
+    where = ", ".join(f"rollout.{name}={value}" for name, value in asked.items())
+    try:
+        params = SamplingParams(
+            **asked,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            logprobs=int(sampling.top_tokens),
+            detokenize=False,
+            ignore_eos=sampling.ignore_eos,
+        )
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        why = " ".join(str(error).split())
+        raise UserError("vLLM refuses these sampling values", where=where, why=why, fix="change that key") from error
+    if sampling.temperature == 0:
+        return params  # for greedy sampling vLLM resets top_p and top_k, which have no effect
+    changed = {name: found for name, value in asked.items() if (found := getattr(params, name)) != value}
+    if changed:
+        raise UserError(
+            "vLLM would sample with different values",
+            where=where,
+            why="it would use " + ", ".join(f"{name}={found}" for name, found in changed.items()),
+            fix="set " + ", ".join(f"rollout.{name}={found}" for name, found in changed.items()),
+        )
+    return params
+
+
+W4A8_ON_GPUS = (
+    "on GPUs of capability 9.0 vLLM rounds activations and group scales to FP8 (e4m3), also where the checkpoint says "
+    "int8, and on other GPUs it has no kernel"
+)
+"""What vLLM 0.24.0 makes of a W4A8 checkpoint: `CompressedTensorsConfig._is_fp8_w4a8` does not look at the type of the
+activations, and `CutlassW4A8LinearKernel` multiplies float8_e4m3fn."""
+
+
+def check_served(scheme_name: str, kernels: str = "engine") -> None:
+    """Raise UserError if vLLM would accept this scheme but compute a different one. `kernels`: see `EngineConfig`."""
+    if scheme_name == "w4a8" and kernels != "qarl":
+        raise UserError(
+            "w4a8 rollouts are refused",
+            where=f"quant.scheme=w4a8 with quant.kernels={kernels}",
+            why=f"from such a checkpoint vLLM computes W4A16 on CPUs, without a warning; {W4A8_ON_GPUS}",
+            fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
+        )

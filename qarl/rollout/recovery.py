@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
-from qarl.rollout.gpu import drop_frames
-from qarl.rollout.publish.manifest import PublishReport
-from qarl.rollout.publish.wire import TransferFailed
+from qarl.rollout.gpu_sharing import drop_frames
+from qarl.rollout.publish.wire import PublishReport, TransferFailed
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 
 

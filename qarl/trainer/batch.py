@@ -5,7 +5,8 @@ B: responses. T: tokens of the longest prompt plus response. R: tokens of the lo
 A micro-batch has either a fixed number of rows (`actor.ppo_micro_batch_size_per_gpu`) or, if `actor.use_dynamic_bsz`
 is set, a limit on its tokens (`actor.ppo_max_token_len_per_gpu`). These keys mean the same as in verl. The rows of a
 micro-batch are packed into one forward [1, tokens] without padding. Positions start at 0 in each row, and attention
-stays within the row (`qarl.align.rows`). So the cost of a forward depends on its tokens, not on its longest row.
+stays within the row (`qarl.align.packed_attention`). So the cost of a forward depends on its tokens, not on its longest
+row.
 
 With a limit on tokens, a batch is split into as few micro-batches as possible, with nearly equal numbers of tokens.
 Like verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py) this uses the differencing method of Karmarkar
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from qarl.rollout.engine import RolloutBatch
-from qarl.rollout.sampled import refuse_changed
+from qarl.rollout.response_fingerprint import refuse_changed
 
 if TYPE_CHECKING:
     from qarl.config import ActorConfig

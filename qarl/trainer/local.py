@@ -35,10 +35,10 @@ from qarl.objectives.loss import batch_weights, objective_loss
 from qarl.objectives.metrics import update_metrics
 from qarl.objectives.settings import objective_settings
 from qarl.process import keep_freed_memory
-from qarl.quant.phases import measure_phases
-from qarl.quant.stacks import stacked_experts
+from qarl.quant.expert_names import stacked_experts
+from qarl.quant.timing import measure_phases
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
-from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.publish.wire import PublishReport
 from qarl.rollout.recovery import EngineRecovery
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches, request_seed

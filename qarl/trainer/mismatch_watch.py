@@ -14,15 +14,15 @@ from typing import Protocol
 
 import torch
 
+from qarl.align.model import engine_arithmetic
 from qarl.align.noise import Roots
-from qarl.align.routing import known_routing
-from qarl.align.temporary import engine_arithmetic
+from qarl.align.router_replay import known_routing
 from qarl.checks.sampling import sampling_config
 from qarl.config import Config
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
-from qarl.quant.published import published_forward
-from qarl.quant.stacks import stacked_experts
+from qarl.quant.convert import published_forward
+from qarl.quant.expert_names import stacked_experts
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch, request_seed
 from qarl.trainer.policy import Policy

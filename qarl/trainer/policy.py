@@ -18,8 +18,8 @@ from torch import nn
 
 from qarl.align import align_model
 from qarl.align.buffers import check_buffers
-from qarl.align.routing import differing_tokens, recorded_routing, replayed_routing, replays
-from qarl.align.rows import attends_in_rows
+from qarl.align.packed_attention import attends_in_rows
+from qarl.align.router_replay import differing_tokens, recorded_routing, replayed_routing, replays
 from qarl.checks import hub
 from qarl.checks.head import PLAIN_HEADS, no_fp32_head
 from qarl.checks.model_folder import load_hf_config
@@ -30,7 +30,7 @@ from qarl.kernels.sampling_mask import Truncation
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
+from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.trainer.batch import FEWEST_TOKENS, Batch, Layout, Rows, lay_out, micro_batches
 

@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from qarl.config import Config
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
-from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.publish.wire import PublishReport
 from qarl.tbpo import reduce_metrics
 from qarl.trainer.mismatch_watch import PROBE_RESPONSES, compare_with_noise
 from qarl.trainer.policy import Policy

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
-from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.publish.wire import PublishReport
 from qarl.trainer.local import request_seed
 from qarl.trainer.policy import Policy
 

@@ -26,8 +26,8 @@ from qarl.config import Config
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.process import keep_freed_memory
+from qarl.quant.expert_names import stacked_experts
 from qarl.quant.scheme import get_scheme
-from qarl.quant.stacks import stacked_experts
 from qarl.rollout.engine import RolloutEngine
 from qarl.tbpo import tbpo_loss
 from qarl.trainer.policy import Policy

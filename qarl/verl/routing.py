@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qarl.align.routing import replays
+from qarl.align.router_replay import replays
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config

@@ -253,8 +253,8 @@ def model_keys(config: Config) -> Keys:
         f"{model}.enable_gradient_checkpointing": config.model.gradient_checkpointing,
         f"{model}.use_remove_padding": config.model.use_remove_padding,
         f"+{model}.override_config.attention_dropout": 0.0,
-        # verl's default, flash_attention_2, needs a package that neither lock has. `qarl.align.rows` replaces sdpa, on
-        # CUDA by PyTorch's own variable-length Flash Attention.
+        # verl's default, flash_attention_2, needs a package that neither lock has. `qarl.align.packed_attention`
+        # replaces sdpa, on CUDA by PyTorch's own variable-length Flash Attention.
         f"+{model}.override_config.attn_implementation": "sdpa",
     }
 

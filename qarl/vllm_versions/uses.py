@@ -1,7 +1,7 @@
 """The functions and classes of vLLM that QaRL calls, by the part of QaRL that needs them.
 
 The kernels have their own lists next to their calls (`FUNCTIONS` in `qarl.kernels.cuda.vllm_ops` and
-`qarl.kernels.experts.vllm`). The plugin for experts on CPUs has `qarl.rollout.vllm_plugin.internals`.
+`qarl.kernels.experts.cuda`). The plugin for experts on CPUs has `qarl.rollout.vllm_plugin.cpu_experts`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ RULES: Functions = {
     (f"{_QUANTIZATION}.utils.quant_utils", "kFp8StaticChannelSym"): (),
     ("vllm.scalar_type", "scalar_types.uint4b8"): (),
 }  # fmt: skip
-"""For `qarl.rollout.vllm_rules`."""
+"""For `qarl.rollout.kernel_prediction`."""
 
 USES: dict[str, Functions] = {"engine": ENGINE, "publish": PUBLISH, "rules": RULES}
 """Part of QaRL -> what it calls."""

@@ -14,7 +14,7 @@ from random_models import save_random_model
 from torch.nn.modules.module import register_module_forward_hook
 
 from qarl.align import AlignReport, align_model
-from qarl.align.blocks import AlignedRMSNorm, add_residual, align_module
+from qarl.align.cpu import AlignedRMSNorm, add_residual, align_module
 from qarl.align.model import resolve_level
 from qarl.errors import UserError
 from qarl.kernels.reference import ReferenceW4A16Linear

@@ -16,10 +16,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkout import ROOT
-from contract_checks import ATTENTION, attention_roundings, differing_shares, vllm_logits
+from contract_checks import (
+    add_rms_norm_reference,
+    log_softmax_reference,
+    rotary_reference,
+)
 
 from qarl.align import cuda
-from qarl.kernels.cuda import flash, layer_ops
+from qarl.kernels.cuda import layer_ops
 
 pytest.importorskip("vllm")
 BF16_STEP = 2**-7
@@ -55,7 +59,7 @@ def test_norms_round_as_vllms_do(operators: Any, size: int) -> None:
     # vLLM's CPU operator takes the variance from the unrounded sum, so only sums that need no rounding are compared.
     for exact in (False, True):
         parts = [torch.randint(-64, 64, x.shape).bfloat16() for _ in range(2)] if exact else [x, residual]
-        ours, total = layer_ops.add_rms_norm_reference(*parts, weight, 1e-6)
+        ours, total = add_rms_norm_reference(*parts, weight, 1e-6)
         normed, summed = (part.clone() for part in parts)
         operators.fused_add_rms_norm(normed, summed, weight, 1e-6)
         assert torch.equal(total, summed)
@@ -91,7 +95,7 @@ def test_the_rotary_formula_is_vllms_bit_for_bit(operators: Any) -> None:
     found = x.clone().flatten(1)
     operators.rotary_embedding(positions, found, x.clone().flatten(1), 128, cache, True)
     cosines, sines = cache[positions].chunk(2, -1)
-    assert torch.equal(layer_ops.rotary_reference(x, cosines, sines).flatten(1), found)
+    assert torch.equal(rotary_reference(x, cosines, sines).flatten(1), found)
     # transformers' formula on FP32 copies, which the trainer computes
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -120,7 +124,7 @@ def test_the_log_softmax_is_that_of_vllms_triton_kernel(tmp_path: Any) -> None:
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-2000:]
     found = torch.load(tmp_path / "out.pt")
-    ours = layer_ops.log_softmax_reference(logits, tokens, 0.7)
+    ours = log_softmax_reference(logits, tokens, 0.7)
     bits = 2**-22 * found.abs() + 1e-6  # two roundings of an FP32 number of this size
     assert bool(((ours - found).abs() <= bits).all())
     pytorchs = (logits.float() / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -141,80 +145,45 @@ def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 @pytest.mark.parametrize("length", [1, 16, 128, 129, 400])
 def test_flash_attention_against_float64(length: int) -> None:
     inputs, scale = attention_inputs(length), 128**-0.5
-    found, exact = flash.flash_reference(*inputs, scale), exact_attention(*inputs, scale)
+    found, exact = layer_ops.flash_reference(*inputs, scale), exact_attention(*inputs, scale)
     error = (found.double() - exact).abs()
     assert float(error.max()) < 2e-2 and float(error.mean()) < 1e-3
     assert float((found.double() - exact).norm() / exact.norm()) < 4e-3
 
 
-def tiled_attention(inputs: tuple[torch.Tensor, ...], scale: float, tile: int, rounded: bool) -> torch.Tensor:
-    """FlashAttention's formula with sums in float64, `rounded` or exact weights."""
-    query, key, value = (tensor.double().transpose(0, 1) for tensor in inputs)
-    key, value = (tensor.repeat_interleave(len(query) // len(tensor), 0) for tensor in (key, value))
-    length = query.shape[1]
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    scores = (query @ key.transpose(1, 2) * scale).masked_fill(later, -torch.inf)
-    largest = scores.new_full((len(query), length, 1), -1e300)
-    divisor, output = torch.zeros_like(largest), torch.zeros_like(query)
-    for start in reversed(range(0, length, tile)):
-        part = scores[:, :, start : start + tile]
-        before, largest = largest, torch.maximum(largest, part.amax(-1, keepdim=True))
-        weights, kept = (part - largest).exp(), (before - largest).exp()
-        divisor = divisor * kept + weights.sum(-1, keepdim=True)
-        weights = weights.float().bfloat16().double() if rounded else weights
-        output = output * kept + weights @ value[:, start : start + tile]
-    return (output / divisor).float().bfloat16().transpose(0, 1)
-
-
-@pytest.mark.parametrize(
-    ("tile", "rounded", "expected"),
-    [(128, True, ATTENTION), (64, True, "the same, tiles of 64"), (128, False, "weights in FP32")],
-)
-def test_the_device_test_tells_roundings_of_attention_apart(tile: int, rounded: bool, expected: str) -> None:
-    inputs = attention_inputs(333)
-    shares = differing_shares(tiled_attention(inputs, 0.1, tile, rounded), attention_roundings(*inputs, 0.1))
-    others = [share for name, share in shares.items() if name != expected]
-    assert shares[expected] < 5e-3 and min(others) > 2e-2
-
-
-def test_the_device_test_of_the_head_calls_vllms_method() -> None:
-    hidden, weight = random(30, 256), random(512, 256, seed=1, scale=0.1)
-    assert differing(vllm_logits(hidden, weight), F.linear(hidden, weight)) < 1e-2
-
-
 @pytest.mark.parametrize("length", [5, 128, 300])
 def test_a_row_of_a_prefill_is_a_decode_step_if_the_tiles_are_the_same(length: int) -> None:
     """What one split gives: neither later tokens nor other queries change a row's bits. With other tiles they change,
-    which is why heads of 64 are left out of `flash.HEAD_SIZES`."""
+    which is why heads of 64 are left out of `layer_ops.HEAD_SIZES`."""
     query, key, value = attention_inputs(length)
-    prefill = flash.flash_reference(query, key, value, 0.1)
+    prefill = layer_ops.flash_reference(query, key, value, 0.1)
     other = 0
     for place in {0, length // 2, length - 1}:
         rows = slice(0, place + 1)
-        step = flash.flash_reference(query[place : place + 1], key[rows], value[rows], 0.1)
+        step = layer_ops.flash_reference(query[place : place + 1], key[rows], value[rows], 0.1)
         assert torch.equal(step[0], prefill[place])
-        step = flash.flash_reference(query[place : place + 1], key[rows], value[rows], 0.1, tile=160)
+        step = layer_ops.flash_reference(query[place : place + 1], key[rows], value[rows], 0.1, tile=160)
         other += int((step[0] != prefill[place]).sum())
-    assert (other > 0) == (length > flash.TILE)
+    assert (other > 0) == (length > layer_ops.TILE)
 
 
 def test_rows_of_a_pack_do_not_see_each_other() -> None:
     lengths = (3, 130, 1)
     inputs = attention_inputs(sum(lengths))
-    found = flash.flash_attention(*inputs, 0.1, lengths)
+    found = layer_ops.flash_attention(*inputs, 0.1, lengths)
     for row in zip(*(tensor.split(lengths) for tensor in (*inputs, found)), strict=True):
-        assert torch.equal(flash.flash_attention(*row[:3], 0.1, (len(row[0]),)), row[3])
+        assert torch.equal(layer_ops.flash_attention(*row[:3], 0.1, (len(row[0]),)), row[3])
 
 
 @pytest.mark.parametrize("lengths", [(1,), (16,), (17, 1, 40), (5, 160, 16, 3)], ids=str)
 def test_pages_hold_every_token_of_their_row(lengths: tuple[int, ...]) -> None:
-    table, slots = flash.pages(torch.tensor(lengths, dtype=torch.int32))
-    assert table.dtype == torch.int32 and table.shape == (len(lengths), -(-max(lengths) // flash.PAGE))
+    table, slots = layer_ops.pages(torch.tensor(lengths, dtype=torch.int32))
+    assert table.dtype == torch.int32 and table.shape == (len(lengths), -(-max(lengths) // layer_ops.PAGE))
     tensor = random(sum(lengths), 2, 8)
-    paged = flash.into_pages(tensor, slots, int(table.max()) + 1)
+    paged = layer_ops.into_pages(tensor, slots, int(table.max()) + 1)
     for pages, row in zip(table, tensor.split(lengths), strict=True):
         assert torch.equal(paged[pages].flatten(0, 1)[: len(row)], row)
-    used = [pages[: -(-length // flash.PAGE)].tolist() for pages, length in zip(table, lengths, strict=True)]
+    used = [pages[: -(-length // layer_ops.PAGE)].tolist() for pages, length in zip(table, lengths, strict=True)]
     flat = [page for pages in used for page in pages]
     assert sorted(flat) == list(range(len(paged)))
 
@@ -236,7 +205,7 @@ def test_the_call_fits_vllms_function(monkeypatch: pytest.MonkeyPatch) -> None:
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", module)
     inputs = attention_inputs(20)
-    assert flash.vllm_flash_attention(*inputs, 0.25, (17, 3)) is not None
+    assert layer_ops.vllm_flash_attention(*inputs, 0.25, (17, 3)) is not None
     assert (seen["fa_version"], seen["num_splits"], seen["causal"], seen["softmax_scale"]) == (3, 1, True, 0.25)
     assert seen["cu_seqlens_q"].tolist() == [0, 17, 20] and seen["seqused_k"].tolist() == [17, 3]
     assert seen["block_table"].tolist() == [[0, 1], [2, 0]] and seen["k"].shape == (3, 16, 2, 128)

@@ -6,7 +6,6 @@ test_align_cuda.py has the operators one by one.
 
 from __future__ import annotations
 
-import ast
 import copy
 from typing import Any
 
@@ -15,11 +14,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from checkout import ROOT
+from contract_checks import add_rms_norm_reference, rotary_reference
 from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model, cuda
 from qarl.align.model import resolve_level, unconfirmed
-from qarl.kernels.cuda import contracts, flash, layer_ops
+from qarl.kernels.cuda import layer_ops
 from qarl.trainer.policy import Policy
 
 pytest.importorskip("vllm")
@@ -67,7 +67,7 @@ def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     def add(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             return norm(states, weight, 1e-6), states
-        return layer_ops.add_rms_norm_reference(states, residual, weight, 1e-6)
+        return add_rms_norm_reference(states, residual, weight, 1e-6)
 
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -76,8 +76,8 @@ def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
             F.linear(states, getattr(attention, f"{name}_proj").weight).unflatten(-1, (-1, 32)) for name in "qkv"
         )
         q, k = norm(q, attention.q_norm.weight, 1e-6), norm(k, attention.k_norm.weight, 1e-6)
-        q, k = (layer_ops.rotary_reference(x, cosines, sines) for x in (q, k))
-        states = F.linear(flash.flash_reference(q, k, v, 32**-0.5).flatten(1), attention.o_proj.weight)
+        q, k = (rotary_reference(x, cosines, sines) for x in (q, k))
+        states = F.linear(layer_ops.flash_reference(q, k, v, 32**-0.5).flatten(1), attention.o_proj.weight)
         states, residual = add(layer.post_attention_layernorm.weight)
         gate, up = (F.linear(states, getattr(mlp, f"{name}_proj").weight) for name in ("gate", "up"))
         states = F.linear(layer_ops.silu_and_mul_reference(gate, up), mlp.down_proj.weight)
@@ -137,19 +137,19 @@ def test_vllms_modules_are_neither_read_nor_left_to_engines() -> None:
     """An engine's buffers cannot be read while it sleeps, and an engine must not get a table of this process's CPU."""
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-    from qarl.kernels.cpu import rotary
+    from qarl.kernels.cpu import layer_ops as cpu_ops
 
     before = dict(_ROPE_DICT)
-    engine = rotary.engine_rotary(CONFIG, 32)
+    engine = cpu_ops.engine_rotary(CONFIG, 32)
     assert dict(_ROPE_DICT) == before
     expected = engine.cos_sin_cache.clone()
     engine.cos_sin_cache.fill_(float("nan"))
-    found = rotary.computed_turns(engine, torch.device("cpu"))
+    found = cpu_ops.computed_turns(engine, torch.device("cpu"))
     assert torch.equal(torch.cat(found, -1), expected) and found[0].dtype == torch.bfloat16
 
 
-def confirmed_contracts() -> dict[str, contracts.Contract]:
-    return {part: contract._replace(confirmed="gpu.json") for part, contract in contracts.CONTRACTS.items()}
+def confirmed_contracts() -> dict[str, layer_ops.Contract]:
+    return {part: contract._replace(confirmed="gpu.json") for part, contract in layer_ops.CONTRACTS.items()}
 
 
 def test_the_level_says_that_no_device_has_confirmed_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +160,9 @@ def test_the_level_says_that_no_device_has_confirmed_it(monkeypatch: pytest.Monk
     assert report.limit_level == "linears"
     assert all(unconfirmed(*place, config, eager=True) is None for place in (("linears", "cuda"), ("model", "cpu")))
     done = confirmed_contracts()
-    monkeypatch.setattr(contracts, "CONTRACTS", done | {"norm": contracts.CONTRACTS["norm"]})
+    monkeypatch.setattr(layer_ops, "CONTRACTS", done | {"norm": layer_ops.CONTRACTS["norm"]})
     assert "rounds in rms_norm, so" in str(unconfirmed("model", "cuda", config, eager=False))
-    monkeypatch.setattr(contracts, "CONTRACTS", done)
+    monkeypatch.setattr(layer_ops, "CONTRACTS", done)
     report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU)
     assert report.unconfirmed is None and report.limit_level == "model"
 
@@ -173,7 +173,7 @@ def test_the_level_says_that_no_device_has_confirmed_it(monkeypatch: pytest.Monk
 def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
     size: int, eager: bool, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contracts, "CONTRACTS", confirmed_contracts())
+    monkeypatch.setattr(layer_ops, "CONTRACTS", confirmed_contracts())
     config = copy.deepcopy(CONFIG)
     config.head_dim = size
     report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU, eager=eager)
@@ -239,7 +239,7 @@ def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> No
     from qarl.quant.scheme import get_scheme
     from qarl.rollout.engine_config import EngineConfig, llm_arguments
 
-    given = contracts.ENGINE_ARGUMENTS
+    given = layer_ops.ENGINE_ARGUMENTS
     compilation = CompilationConfig(**given["compilation_config"])
     assert compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode.has_full_cudagraphs()
     assert AttentionConfig(**given["attention_config"]).flash_attn_max_num_splits_for_cuda_graph == 1
@@ -269,33 +269,19 @@ def test_the_engine_follows_the_level_that_applies(
     local.LocalTrainer(load_config(["config=quickstart.yaml"]), parts)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     arguments = llm_arguments(started[0])
-    assert {key: arguments[key] for key in contracts.ENGINE_ARGUMENTS if key in arguments} == (
-        contracts.ENGINE_ARGUMENTS if one_split else {}
+    assert {key: arguments[key] for key in layer_ops.ENGINE_ARGUMENTS if key in arguments} == (
+        layer_ops.ENGINE_ARGUMENTS if one_split else {}
     )
 
 
 def test_the_page_has_the_table_of_contracts() -> None:
     text = " ".join((ROOT / "docs" / "gpu.md").read_text().split())
-    for part, contract in contracts.CONTRACTS.items():
+    for part, contract in layer_ops.CONTRACTS.items():
         assert f"| {part} | `{contract.operator}` | {contract.rounds} | {contract.open} |" in text, part
 
 
 def test_a_confirmed_contract_names_its_results() -> None:
-    for contract in contracts.CONTRACTS.values():
+    for contract in layer_ops.CONTRACTS.values():
         assert not contract.confirmed or (ROOT / "benchmarks" / "results" / contract.confirmed).is_file()
         file, _, function = contract.test.partition("::")
         assert f"def {function}(" in (ROOT / file).read_text()
-
-
-def test_a_contract_that_rounds_is_confirmed_by_a_test_of_its_rounding() -> None:
-    """By comparing candidates. `log-softmax` rounds nothing."""
-    tree = ast.parse((ROOT / "tests" / "gpu" / "test_align_cuda.py").read_text())
-    called = {
-        function.name: {node.func.id for node in ast.walk(function)
-                        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-        for function in tree.body if isinstance(function, ast.FunctionDef)
-    }  # fmt: skip
-    for part, contract in contracts.CONTRACTS.items():
-        if part != "log-softmax":
-            assert called[contract.test.partition("::")[2]] & {"compare", "attention_roundings"}, part
-    assert "vllm_logits" in called["test_lm_head"]

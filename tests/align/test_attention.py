@@ -6,8 +6,8 @@ import pytest
 import torch
 from engine_attention import needs_engine_attention
 
-from qarl.align.attention import _sdpa, _TileAttention, engine_attention, fp32_attention
-from qarl.kernels.cpu import attention as vllm_attention
+from qarl.align.cpu import _sdpa, _TileAttention, engine_attention, fp32_attention
+from qarl.kernels.cpu import layer_ops
 
 
 def random_attention(
@@ -51,13 +51,13 @@ def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, h
         assert torch.equal(exact[row], expected)
         # Vectors: PyTorch's own order, the scale after the product, would leave 4e-4 of them different. Tiles: they
         # sum neighbours apart, and a weight that rounds otherwise counts; weights in FP32 would leave 1e-1 different.
-        tiles = vllm_attention.uses_tiles("cpu", head_dim)
+        tiles = layer_ops.uses_tiles("cpu", head_dim)
         assert (close[row] != expected).float().mean() < (1e-3 if tiles else 2e-4)
         torch.testing.assert_close(close[row], expected, rtol=2**-7, atol=1e-3 if tiles else 1e-6)
 
 
 @needs_engine_attention
-@pytest.mark.skipif(vllm_attention.uses_tiles("cpu", 64), reason="the tile kernel differs in one output in 1,000")
+@pytest.mark.skipif(layer_ops.uses_tiles("cpu", 64), reason="the tile kernel differs in one output in 1,000")
 @pytest.mark.parametrize("heads", [(4, 2, 32), (9, 3, 64), (16, 8, 128)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_of_every_length_have_the_engines_bits_up_to_192_tokens(heads, packed):
@@ -75,7 +75,7 @@ def test_rows_of_every_length_have_the_engines_bits_up_to_192_tokens(heads, pack
 
 
 @needs_engine_attention
-@pytest.mark.skipif(vllm_attention.uses_tiles("cpu", 64), reason="the tile kernel differs in one output in 1,000")
+@pytest.mark.skipif(layer_ops.uses_tiles("cpu", 64), reason="the tile kernel differs in one output in 1,000")
 @pytest.mark.parametrize("length", [193, 200, 232, 256, 300, 384, 500, 1000])
 def test_the_first_192_tokens_of_longer_rows_have_the_engines_bits(length):
     row = random_attention(1, length, 9, 3, 64)

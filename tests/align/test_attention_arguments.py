@@ -14,12 +14,17 @@ import transformers
 from family_models import LENGTHS, random_model
 from torch import nn
 
-from qarl.align import rows
-from qarl.align.arguments import APPLIED, check_arguments, check_source, passed_arguments, scored_attention
-from qarl.align.attention import engine_attention, fp32_attention
+from qarl.align import packed_attention
+from qarl.align.cpu import engine_attention, fp32_attention
 from qarl.align.cuda import cuda_attention
-from qarl.align.families import FAMILIES, PADDED, SHOWN
-from qarl.align.rows import rows_attention, use_rows_attention
+from qarl.align.packed_attention import (
+    APPLIED,
+    check_source,
+    passed_arguments,
+    rows_attention,
+    scored_attention,
+    use_rows_attention,
+)
 from qarl.errors import UserError
 
 ROWS = (5, 12, 1, 9)
@@ -91,7 +96,7 @@ def run(form: str, attend: Any, tensors: list[torch.Tensor], given: dict[str, An
     if form == "alone":
         window = given.get("sliding_window")
         masks = [
-            rows._window_mask(part[0], window) for part in parts
+            packed_attention._window_mask(part[0], window) for part in parts
         ]  # transformers makes it, as the row is not packed
         return torch.cat(
             [attend(module(), *part, mask, **given)[0] for part, mask in zip(parts, masks, strict=True)], 1
@@ -193,9 +198,11 @@ def test_a_mask_acts(case, kind):
 
 @pytest.mark.parametrize("name", ["none", *CASES])
 def test_a_pack_on_cuda_takes_the_fused_operator_only_if_it_has_the_argument(monkeypatch, name):
-    """A stand-in for a tensor on CUDA; the operator itself is compared in test_rows.py and tests/gpu."""
+    """A stand-in for a tensor on CUDA; the operator itself is compared in test_packed_attention.py and tests/gpu."""
     called = []
-    monkeypatch.setattr(rows, "varlen_attention", lambda *given: called.append(given[3:]) or given[0].transpose(1, 2))
+    monkeypatch.setattr(
+        packed_attention, "varlen_attention", lambda *given: called.append(given[3:]) or given[0].transpose(1, 2)
+    )
 
     class OnCuda(torch.Tensor):
         is_cuda = True
@@ -223,7 +230,7 @@ def test_levels_model_and_exact_refuse_what_they_do_not_apply(attend, name):
 def test_blocks_of_queries_give_the_same_values_and_gradients(monkeypatch):
     results = []
     for block in (1024, 4):
-        monkeypatch.setattr("qarl.align.arguments._QUERIES", block)
+        monkeypatch.setattr("qarl.align.packed_attention._QUERIES", block)
         for given in (
             {"mask": None, "causal": True},
             {"mask": torch.ones(27, 27).bool().tril()[None, None], "causal": False},
@@ -264,11 +271,6 @@ def test_gemma_2_is_its_eager_self(cap):
         found = model(input_ids=padded, use_cache=False, **given).logits
         rows_found = torch.cat([row[:length] for row, length in zip(found, LENGTHS, strict=True)])[None]
         torch.testing.assert_close(rows_found, alone, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", [family for family in (*FAMILIES, *SHOWN) if family not in PADDED])
-def test_each_family_that_is_trained_passes(family):
-    check_arguments(random_model(family))
 
 
 def test_a_model_that_is_refused_is_refused_when_it_is_built():

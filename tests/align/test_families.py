@@ -11,10 +11,7 @@ from engine_helpers import config
 
 from qarl.align import families
 from qarl.align.families import FAMILIES, SHOWN, check_family, shown_mismatch
-from qarl.checks import run as checks_run
 from qarl.checks.model import check_model, report_level
-from qarl.config import load_config
-from qarl.doctor import model as doctor_model
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS
 
@@ -78,13 +75,3 @@ def test_the_level_is_told_before_the_model_is_loaded(asked, tmp_path, capsys):
     report_level(config(tmp_path, f"quant.align={asked}"), named("qwen3"))
     assert capsys.readouterr().err == ""
     assert shown_mismatch(named("qwen3")) is None
-
-
-def test_every_way_in_tells_it(monkeypatch, startable_run, capsys):
-    """`startable_run` holds a run that would start: its checks tell the level, and the doctor lists the same text."""
-    told = []
-    monkeypatch.setattr(checks_run, "report_level", lambda config, hf_config: told.append(hf_config.model_type))
-    for backend in ("local", "verl"):
-        checks_run.check_run(load_config(["config=run.yaml", f"backend={backend}"]))
-    assert told == ["qwen3", "qwen3"]
-    assert doctor_model.shown_mismatch is shown_mismatch

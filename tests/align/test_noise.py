@@ -8,11 +8,10 @@ import pytest
 import torch
 from family_models import random_model
 
+from qarl.align.model import engine_arithmetic
 from qarl.align.noise import Roots, other_roundings
-from qarl.align.temporary import engine_arithmetic
 from qarl.metrics.mismatch_limit import noise_limit, times_noise
-from qarl.quant.convert import quantize_model
-from qarl.quant.published import published_forward
+from qarl.quant.convert import published_forward, quantize_model
 from qarl.quant.scheme import get_scheme
 
 TOKENS = torch.randint(1, 64, (4, 32), generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,8 @@ from qarl.errors import UserError
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import MismatchError
 from qarl.quant import get_scheme
-from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, sampling_params
+from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.rollout.engine_config import sampling_params
 from qarl.trainer import setup
 from qarl.trainer.batch import Batch
 from qarl.trainer.local import LocalTrainer
@@ -264,14 +265,6 @@ def test_truncation_that_the_trainer_cannot_hold_is_refused(level, vocabulary, w
         with pytest.raises(UserError, match=words):
             check_sampling(run, level=level, vocabulary=vocabulary)
     check_sampling(config(tmp_path, *OVERRIDES), level=level, vocabulary=vocabulary)
-
-
-def test_truncation_at_an_unconfirmed_level_is_refused(tmp_path):
-    for override in ("rollout.top_p=0.9", "rollout.top_k=20"):
-        run = config(tmp_path, *OVERRIDES, override)
-        with pytest.raises(UserError, match="unconfirmed alignment level model"):
-            check_sampling(run, level="model", vocabulary=100, confirmed=False)
-    check_sampling(config(tmp_path, *OVERRIDES), level="model", vocabulary=100, confirmed=False)
 
 
 @pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=20"])

@@ -21,7 +21,7 @@ from qarl.bench.report import kernel_tables
 from qarl.bench.sources import MODELS, find_model, linear_shapes
 from qarl.errors import UserError
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
-from qarl.kernels.experts.fused import ExpertsShape, ReferenceExperts
+from qarl.kernels.experts.autograd import ExpertsShape, ReferenceExperts
 from qarl.kernels.registry import LINEAR_KERNELS
 
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -24,7 +24,7 @@ from qarl.checks import layers, model_folder
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.rollout.engine_config import EngineConfig, llm_arguments
-from qarl.rollout.publish.manifest import expected_manifest
+from qarl.rollout.publish.wire import expected_manifest
 from qarl.trainer import setup
 from qarl.trainer.policy import Policy
 

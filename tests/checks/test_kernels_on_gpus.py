@@ -11,7 +11,7 @@ from engine_helpers import config
 from qarl.checks.kernels import check_capability, check_kernels
 from qarl.checks.run import CHECKS
 from qarl.errors import UserError
-from qarl.rollout.engine import W4A8_ON_GPUS
+from qarl.rollout.engine_config import W4A8_ON_GPUS
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 

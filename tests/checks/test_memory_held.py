@@ -22,16 +22,16 @@ from qarl.checkpoint.compressed_tensors import ModelFiles
 from qarl.checkpoint.folder import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate
 from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_bytes
-from qarl.kernels.cpu import attention as vllm_attention
-from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
+from qarl.kernels.cpu import layer_ops
+from qarl.kernels.cpu.qarl_linears import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
-from qarl.kernels.experts.fused import LowBitExperts, TritonExperts, fused_experts
+from qarl.kernels.experts.autograd import LowBitExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.process import vllm_without_device
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import SCHEMES, get_scheme
-from qarl.rollout.publish.manifest import expected_manifest
+from qarl.rollout.publish.wire import expected_manifest
 from qarl.trainer.optim import MasterOptimizer
 
 MODELS = sorted((ROOT / "qarl" / "bench" / "models").glob("*/config.json"))
@@ -124,7 +124,7 @@ def test_activations_are_what_autograd_keeps(family: str, level: str) -> None:
     config, held = tiny(family), (kept[1] - kept[0]) / 2 / 192
     size = ModelSize.from_config(config)
     # vLLM's own attention, and ours with its tiles' rounding, keep BF16 operands and no log-sum-exp: 4 bytes a head.
-    if level == "exact" or (level == "model" and vllm_attention.uses_tiles("cpu", config.head_dim)):
+    if level == "exact" or (level == "model" and layer_ops.uses_tiles("cpu", config.head_dim)):
         assert held == size.activation_bytes_per_token("exact") - 4 * config.num_attention_heads
     else:
         assert held == size.activation_bytes_per_token(level)

@@ -42,7 +42,7 @@ from reach_rows import (
 )
 from reach_shared import SHARED, band, metric
 
-from qarl.align.blocks import AlignedRMSNorm
+from qarl.align.cpu import AlignedRMSNorm
 from qarl.config import ConfigError, build_config
 from qarl.quant.linear import QuantLinear
 from qarl.rollout.engine_config import llm_arguments

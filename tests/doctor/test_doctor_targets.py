@@ -24,7 +24,7 @@ from qarl.doctor.findings import Topic
 from qarl.doctor.target import GPUS, find_target, this_machine
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
-from qarl.rollout.engine import W4A8_ON_GPUS
+from qarl.rollout.engine_config import W4A8_ON_GPUS
 
 pytestmark = pytest.mark.usefixtures("startable_run")
 

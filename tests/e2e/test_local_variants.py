@@ -9,7 +9,7 @@ import torch
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import config
 
-from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu import layer_ops
 from qarl.quant import linear
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.loop import train
@@ -66,7 +66,7 @@ def test_own_kernels_train_at_every_level(tmp_path, scheme, level):
         assert ("publish/dequantized" in metrics) == (scheme == "w4a16")
         if level in ("off", "linears"):
             assert 1e-5 < metrics["mismatch/abs_mean"] < {"linears": 1e-2, "off": 1.0}[level]
-        elif level == "exact" or not vllm_attention.uses_tiles("cpu", 32):
+        elif level == "exact" or not layer_ops.uses_tiles("cpu", 32):
             assert metrics["mismatch/abs_max"] == 0.0
         else:
             assert metrics["mismatch/abs_mean"] < 1e-3

@@ -2,7 +2,7 @@
 
 Each test prints, for every rounding that the operator might have, how many outputs differ and by how much, and asks
 that the contract's be the nearest. `pytest -rP` shows what is printed. A contract is confirmed by writing the file of
-these results into its `confirmed` (qarl/kernels/cuda/contracts.py).
+these results into its `confirmed` (qarl/kernels/cuda/layer_ops.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,19 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from contract_checks import ATTENTION, attention_roundings, differing_shares, vllm_logits
+from contract_checks import (
+    ATTENTION,
+    add_rms_norm_reference,
+    attention_roundings,
+    differing_shares,
+    log_softmax_reference,
+    rotary_reference,
+    vllm_logits,
+)
 
-from qarl.align.attention import fp32_attention
-from qarl.align.rows import varlen_attention
-from qarl.kernels.cuda import flash, layer_ops
+from qarl.align.cpu import fp32_attention
+from qarl.align.packed_attention import varlen_attention
+from qarl.kernels.cuda import layer_ops
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +75,7 @@ def test_fused_add_rms_norm(tokens: int, hidden: int) -> None:
     x, residual, weight = random(tokens, hidden), random(tokens, hidden), random(hidden)
     exact_sum = x.float() + residual.float()
     rounded = exact_sum.bfloat16()
-    contract = layer_ops.add_rms_norm_reference(x, residual, weight, EPSILON)[0]
+    contract = add_rms_norm_reference(x, residual, weight, EPSILON)[0]
     candidates = {
         "sum rounded, value in FP32": contract,
         "sum rounded, value rounded": normalised(rounded.float()).bfloat16() * weight,
@@ -128,7 +136,7 @@ def test_rotary_embedding(tokens: int) -> None:
     flat_query, flat_key = query.flatten(1).clone(), key.flatten(1).clone()
     ops.rotary_embedding(positions, flat_query, flat_key, size, cache, True)
     for name, x, found in (("query", query, flat_query), ("key", key, flat_key)):
-        contract = layer_ops.rotary_reference(x, *turns)
+        contract = rotary_reference(x, *turns)
         compare(f"rotary {name} {tokens}", found.view_as(x), {"FP32": contract, "products rounded": rounded(x)})
         assert torch.equal(contract, found.view_as(x))
 
@@ -137,14 +145,14 @@ def test_the_rotary_table_of_cpu_and_gpu() -> None:
     """vLLM computes its table on the GPU: how many entries differ from one that is computed on a CPU."""
     import transformers
 
-    from qarl.kernels.cpu import rotary
+    from qarl.kernels.cpu import layer_ops as cpu_ops
 
     config = transformers.Qwen3Config(head_dim=128, max_position_embeddings=16384, rope_theta=1e6)
     tables = []
     for device in ("cpu", "cuda"):
         with torch.device(device):
-            engine = rotary.engine_rotary(config, 128)
-        turns = rotary.computed_turns(engine, torch.device(device))
+            engine = cpu_ops.engine_rotary(config, 128)
+        turns = cpu_ops.computed_turns(engine, torch.device(device))
         assert engine.cos_sin_cache.device.type == device
         assert torch.equal(torch.cat(turns, -1), engine.cos_sin_cache)
         tables.append(torch.cat(turns, -1).cpu())
@@ -172,7 +180,7 @@ def attention_inputs(total: int, size: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def skip_unless_flash_3() -> None:
-    if missing := flash.unavailable(torch.cuda.get_device_capability()):
+    if missing := layer_ops.attention_unavailable(torch.cuda.get_device_capability()):
         pytest.skip(missing)
 
 
@@ -183,7 +191,7 @@ def test_attention_of_prefill(lengths: tuple[int, ...]) -> None:
     skip_unless_flash_3()
     size = 128
     inputs = attention_inputs(sum(lengths), size)
-    theirs = flash.flash_attention(*inputs, size**-0.5, lengths)
+    theirs = layer_ops.flash_attention(*inputs, size**-0.5, lengths)
     module = torch.nn.Module()
     for *row, found in zip(*(tensor.split(lengths) for tensor in (*inputs, theirs)), strict=True):
         length = len(found)
@@ -215,9 +223,9 @@ def test_attention_of_decoding(length: int, size: int) -> None:
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     query, key, value = attention_inputs(length, size)
-    whole = flash.flash_attention(query, key, value, size**-0.5, (length,))
-    table, slots = flash.pages(torch.tensor([length], dtype=torch.int32))
-    caches = [flash.into_pages(tensor, slots.cuda(), table.numel()) for tensor in (key, value)]
+    whole = layer_ops.flash_attention(query, key, value, size**-0.5, (length,))
+    table, slots = layer_ops.pages(torch.tensor([length], dtype=torch.int32))
+    caches = [layer_ops.into_pages(tensor, slots.cuda(), table.numel()) for tensor in (key, value)]
     places = torch.arange(1, length + 1)[torch.linspace(0, length - 1, min(length, 64)).long()]
     found = {}
     for batch in (1, len(places)):
@@ -241,7 +249,7 @@ def test_attention_of_decoding(length: int, size: int) -> None:
         found[batch] = torch.cat(steps)
         share = float((found[batch] != whole[(places - 1).cuda()]).float().mean())
         print(f"decode steps of {batch}, {length} keys, heads of {size}: {share:.2e} differ from the whole row")
-        if size in flash.HEAD_SIZES:
+        if size in layer_ops.HEAD_SIZES:
             assert share == 0
     assert torch.equal(found[1], found[len(places)])
 
@@ -253,8 +261,8 @@ def test_attention_depends_on_splits() -> None:
 
     length, size = 8192, 128
     query, key, value = attention_inputs(length, size)
-    table, slots = flash.pages(torch.tensor([length], dtype=torch.int32))
-    caches = [flash.into_pages(tensor, slots.cuda(), table.numel()) for tensor in (key, value)]
+    table, slots = layer_ops.pages(torch.tensor([length], dtype=torch.int32))
+    caches = [layer_ops.into_pages(tensor, slots.cuda(), table.numel()) for tensor in (key, value)]
     outputs = [
         flash_attn_varlen_func(
             q=query[-1:], k=caches[0], v=caches[1], cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
@@ -312,7 +320,7 @@ def test_log_softmax() -> None:
     logits, tokens = random(256, 151936) * 4, torch.randint(151936, (256,), device="cuda")
     for temperature in (1.0, 0.7):
         theirs = compute_token_logprobs(logits.float() / temperature, tokens[:, None])[:, 0]
-        contract = layer_ops.log_softmax_reference(logits, tokens, temperature)
+        contract = log_softmax_reference(logits, tokens, temperature)
         ours, _ = log_probs_of_logits(logits, tokens, temperature=temperature)
         for name, found in (("the contract", contract), ("the trainer's", ours)):
             difference = (found - theirs).abs()

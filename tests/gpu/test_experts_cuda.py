@@ -8,7 +8,7 @@ from expert_cases import exact, exact_weight, make, off, stacked
 
 from qarl.bench.expert_products import ROUTINGS, ExpertLayer, experts
 from qarl.bench.kernels import Arguments
-from qarl.kernels.experts.fused import EXPERTS_KERNELS, LowBitExperts, fused_experts
+from qarl.kernels.experts.autograd import EXPERTS_KERNELS, LowBitExperts, fused_experts
 from qarl.kernels.experts.grouped import ExpertsShape
 
 pytestmark = pytest.mark.gpu

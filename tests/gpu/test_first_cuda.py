@@ -52,8 +52,8 @@ def test_plane(device: torch.device) -> None:
 
 
 def test_split_sums(device: torch.device) -> None:
-    """The acquire and release counter of `_split.py`: the same bits every time, and counters left at zero."""
-    from qarl.kernels.triton import _split
+    """The acquire and release counter of `_compat.py`: the same bits every time, and counters left at zero."""
+    from qarl.kernels.triton import _compat
     from qarl.kernels.triton.tables import choose, parts
     from qarl.kernels.triton.w4a16 import w4a16_linear
 
@@ -65,7 +65,7 @@ def test_split_sums(device: torch.device) -> None:
     first = w4a16_linear(x, packed, scale)
     assert error(first, x.double() @ dequantize_int4(packed, scale).double().t()) <= 3e-3
     assert all(torch.equal(w4a16_linear(x, packed, scale), first) for _ in range(rounds))
-    assert [int(counter.abs().sum()) for counter in _split._COUNTERS.values()] == [0] * len(_split._COUNTERS)
+    assert [int(counter.abs().sum()) for counter in _compat._COUNTERS.values()] == [0] * len(_compat._COUNTERS)
 
 
 def test_tensor_maps(device: torch.device) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qarl.rollout.publish.checksum import checksums
-from qarl.rollout.publish.manifest import not_finite
-from qarl.rollout.publish.units import _has_kernel, check_unit
+from qarl.rollout.publish.checksum import _has_kernel, check_unit, checksums
+from qarl.rollout.publish.wire import not_finite
 
 pytestmark = pytest.mark.gpu
 

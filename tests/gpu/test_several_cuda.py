@@ -14,7 +14,7 @@ from checkout import ROOT
 from publish_streams import engine_model, receiver
 
 from qarl.quant import packed_state_dict
-from qarl.rollout.publish.outbox import Outbox
+from qarl.rollout.publish.send import DeltaSender
 from qarl.rollout.publish.sockets import WeightClient, WeightServer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -40,7 +40,7 @@ def test_the_gather_over_nccl(tmp_path: Path, kind: str, scheme: str) -> None:
 def test_a_publish_between_two_gpus() -> None:
     """Over the sockets that engines on GPUs of their own use: first whole, then what has changed."""
     source, target = engine_model("llama", seed=2).to("cuda:0"), engine_model("llama", seed=1).to("cuda:1")
-    server, outbox, held = WeightServer("of this run", seconds=60), Outbox(), receiver(target)
+    server, outbox, held = WeightServer("of this run", seconds=60), DeltaSender(), receiver(target)
 
     def receive() -> None:
         for _ in range(2):

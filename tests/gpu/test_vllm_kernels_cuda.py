@@ -85,7 +85,7 @@ def test_marlins_layout_of_experts_is_that_of_vllms_operators(sizes: tuple[int, 
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_moe_permute_scales
 
-    from qarl.kernels.cuda.marlin import CODES, SCALES, from_marlin, to_marlin
+    from qarl.kernels.int4 import CODES, SCALES, from_marlin, to_marlin
 
     tensors = {name: tensor.cuda() for name, tensor in random_stack(*sizes, group_size).items()}
     found, columns = to_marlin(tensors), tensors["weight_packed"].mT.contiguous()

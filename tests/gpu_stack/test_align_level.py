@@ -13,7 +13,7 @@ import torch
 from gpu_lock import pretend, required
 from random_models import save_random_model
 
-from qarl.kernels.cuda import contracts, flash, layer_ops
+from qarl.kernels.cuda import layer_ops
 from qarl.quant import get_scheme
 
 required()
@@ -43,17 +43,17 @@ def engine_config(folder: Path, **arguments: Any) -> Any:
 def test_the_operators_and_their_arguments_exist() -> None:
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    assert layer_ops.unavailable() is None and flash.unavailable((9, 0)) is None
+    assert layer_ops.unavailable() is None and layer_ops.attention_unavailable((9, 0)) is None
     given = {"q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal"}
     given |= {"block_table", "fa_version", "num_splits"}
     assert given <= inspect.signature(flash_attn_varlen_func).parameters.keys()
-    assert all(f" {name}=" in inspect.getsource(flash.vllm_flash_attention) for name in given)
+    assert all(f" {name}=" in inspect.getsource(layer_ops.vllm_flash_attention) for name in given)
 
 
 def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    found = engine_config(folder, **contracts.ENGINE_ARGUMENTS)
+    found = engine_config(folder, **layer_ops.ENGINE_ARGUMENTS)
     compilation = found.compilation_config
     assert compilation.mode == CompilationMode.NONE
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY and "all" in compilation.custom_ops
@@ -69,11 +69,11 @@ def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> 
 @pytest.mark.parametrize(
     ("given", "tokens", "splits"),
     [
-        (contracts.ENGINE_ARGUMENTS, 8, 1),
-        (contracts.ENGINE_ARGUMENTS, 512, 1),
-        (contracts.ENGINE_ARGUMENTS, 513, 0),
-        ({"compilation_config": contracts.ENGINE_ARGUMENTS["compilation_config"]}, 8, 32),
-        ({"enforce_eager": True, "attention_config": contracts.ENGINE_ARGUMENTS["attention_config"]}, 8, 0),
+        (layer_ops.ENGINE_ARGUMENTS, 8, 1),
+        (layer_ops.ENGINE_ARGUMENTS, 512, 1),
+        (layer_ops.ENGINE_ARGUMENTS, 513, 0),
+        ({"compilation_config": layer_ops.ENGINE_ARGUMENTS["compilation_config"]}, 8, 32),
+        ({"enforce_eager": True, "attention_config": layer_ops.ENGINE_ARGUMENTS["attention_config"]}, 8, 0),
     ],
     ids=["decode", "largest graph", "large step", "default", "eager"],
 )
@@ -91,7 +91,7 @@ def test_the_splits_that_the_engine_asks_for(
         flash_attn, "get_scheduler_metadata", lambda **kwargs: asked.append(kwargs["num_splits"]) or torch.zeros(4)
     )
     found = engine_config(folder, **given)
-    spec = SimpleNamespace(dtype=torch.bfloat16, block_size=flash.PAGE)
+    spec = SimpleNamespace(dtype=torch.bfloat16, block_size=layer_ops.PAGE)
     lengths = torch.full((tokens,), 40, dtype=torch.int32)
     step = SimpleNamespace(
         num_reqs=tokens, num_actual_tokens=tokens, max_query_len=1, max_seq_len=40, seq_lens=lengths, causal=True,
@@ -112,9 +112,9 @@ def test_the_level_is_built_where_vllm_runs_flash_attention_3(
 
     pretend(monkeypatch, capability)
     assert get_flash_attn_version() == version
-    assert (flash.unavailable(capability) is None) == (version == 3)
+    assert (layer_ops.attention_unavailable(capability) is None) == (version == 3)
 
 
 def test_the_engines_pages_have_the_size_of_the_trainers(folder: Path) -> None:
-    found = engine_config(folder, **contracts.ENGINE_ARGUMENTS)
-    assert found.cache_config.block_size in (None, flash.PAGE)
+    found = engine_config(folder, **layer_ops.ENGINE_ARGUMENTS)
+    assert found.cache_config.block_size in (None, layer_ops.PAGE)

@@ -20,13 +20,13 @@ from marlin_reference import random_stack, vllm_layout
 from random_models import save_random_model
 
 from qarl.kernels.cuda import vllm_ops
-from qarl.kernels.cuda.marlin import to_marlin
-from qarl.kernels.experts import vllm as vllm_experts
-from qarl.kernels.experts.fused import choose_experts_kernel
+from qarl.kernels.experts import cuda as vllm_experts
+from qarl.kernels.experts.autograd import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.int4 import to_marlin
 from qarl.kernels.registry import choose_linear_kernel
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.rollout.vllm_rules import chosen_kernel
+from qarl.rollout.kernel_prediction import chosen_kernel
 
 required()
 

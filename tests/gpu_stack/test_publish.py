@@ -20,12 +20,12 @@ from random_moe import IGNORE, wire_tensors
 from same_bytes import same_bytes
 
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.publish import captured, writers
-from qarl.rollout.publish.experts import holds_experts
-from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
+from qarl.rollout.engine_config import kernel_request
+from qarl.rollout.publish import graph_addresses, writers
+from qarl.rollout.publish.expert_writers import holds_experts
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import encode_publish
-from qarl.rollout.vllm_plugin.asked import asked_for
+from qarl.rollout.publish.send import encode_publish
+from qarl.rollout.publish.wire import check_same_layers, expected_manifest
 
 required()
 
@@ -72,9 +72,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def experts_tensors(model: torch.nn.Module) -> dict[str, captured.Place]:
+def experts_tensors(model: torch.nn.Module) -> dict[str, graph_addresses.Place]:
     """All tensors of the layers' experts: parameters, and what their methods and kernels have."""
-    found = captured.places({name: module for name, module in model.named_modules() if holds_experts(module)})
+    found = graph_addresses.places({name: module for name, module in model.named_modules() if holds_experts(module)})
     return {path: place for path, place in found.items() if not path.endswith("weight_shape")}
 
 
@@ -119,7 +119,7 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
         load(engine, config, first)
         assert differing(engine, models[1]) == [] and len(differing(engine, models[2])) > 10
         check_same_layers(engine, expected)
-        check_in_use(engine, asked_for(kernels, scheme_name))
+        check_in_use(engine, kernel_request(kernels, scheme_name))
         receiver = WeightReceiver(engine, config, expected, kv_caches=list, direct=direct)
         written = {target.name for target in receiver.plan.by_owner.values() if target.writer is not None}
         layers = hf_config.num_hidden_layers if model_name == "experts" else 0

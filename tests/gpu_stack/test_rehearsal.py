@@ -27,7 +27,7 @@ from random_models import save_tokenizer
 from qarl.checks.memory import estimate
 from qarl.checks.memory_terms import ranks
 from qarl.checks.model_size import ModelSize
-from qarl.kernels.experts.fused import choose_experts_kernel
+from qarl.kernels.experts.autograd import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.registry import choose_linear_kernel
 from qarl.verl.process import UNKNOWN_GPU_BYTES
@@ -178,7 +178,7 @@ def test_the_actor_is_built_and_its_attention_is_ours(resolved: Any) -> None:
     """The class and the attention that verl's engine asks transformers for, at real size."""
     from verl.utils.model import get_hf_auto_model_class
 
-    from qarl.align.rows import ROWS_ATTENTION, use_rows_attention
+    from qarl.align.packed_attention import ROWS_ATTENTION, use_rows_attention
 
     config = model_config(resolved).hf_config
     with init_empty_weights(include_buffers=False):

@@ -23,11 +23,11 @@ from random_models import save_random_model
 from random_moe import IGNORE, wire_tensors
 
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.engine import SamplingConfig, sampling_params
+from qarl.rollout.engine_config import SamplingConfig, sampling_params
 from qarl.rollout.publish import writers
-from qarl.rollout.publish.manifest import expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import encode_publish
+from qarl.rollout.publish.send import encode_publish
+from qarl.rollout.publish.wire import expected_manifest
 
 required()
 

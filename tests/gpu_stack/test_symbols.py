@@ -60,29 +60,6 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (9, 0))
 
 
-def test_the_reader_finds_every_kind_of_use(tmp_path: Path) -> None:
-    source = tmp_path / "source.py"
-    source.write_text(
-        "import importlib\nimport a.b\nfrom c import d as e\n_F = 'f'\n"
-        "def g(h):\n    import i as j\n    k = importlib.import_module(f'{_F}.l')\n"
-        "    j.m(1, n=2)\n    h.o()\n    k.p(*h)\n    e.q\n    return a.b.r(**h)\n"
-        "class S(e.t):\n    def u(self, j):\n        j.v()\n"
-    )
-    from third_party_uses import Call, uses
-
-    found = {(use.target, use.call) for use in uses(source)}
-    assert found >= {
-        ("a.b", None), ("c.d", None), ("i", None), ("f.l", None), ("c.d.q", None), ("c.d.t", None),
-        ("i.m", Call(1, ("n",), False)), ("f.l.p", Call(0, (), True)), ("a.b.r", Call(0, (), True)),
-    }  # fmt: skip
-    assert not [target for target, _ in found if target.endswith((".o", ".v"))]
-
-
-def test_the_sources_use_what_the_issue_is_about() -> None:
-    counts = {package: sum(use.package == package for use in USES) for package in ("vllm", "verl", "transformers")}
-    assert counts["vllm"] > 100 and counts["verl"] > 50 and counts["transformers"] > 30
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_name_exists(name: str) -> None:
     resolve(name)

@@ -15,10 +15,10 @@ pytest.importorskip("vllm")
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from expert_cases import exact, exact_bf16, exact_weight, make, off, stacked
 
-from qarl.kernels.cpu import experts as cpu
-from qarl.kernels.cpu.experts import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.kernels.cpu.vllm_ops import cpu_ops_missing
-from qarl.kernels.experts.fused import choose_experts_kernel
+from qarl.kernels.experts import cpu
+from qarl.kernels.experts.autograd import choose_experts_kernel
+from qarl.kernels.experts.cpu import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.process import allow_matrix_tiles
 

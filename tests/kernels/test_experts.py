@@ -11,15 +11,15 @@ from expert_cases import SHAPE, exact, exact_weight, make, off, stacked
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from qarl.errors import UserError
-from qarl.kernels.cpu.experts import VllmCpuExperts
 from qarl.kernels.experts import grouped
-from qarl.kernels.experts.fused import (
+from qarl.kernels.experts.autograd import (
     EXPERTS_KERNELS,
     LowBitExperts,
     ReferenceExperts,
     choose_experts_kernel,
     fused_experts,
 )
+from qarl.kernels.experts.cpu import VllmCpuExperts
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
 CPU = torch.device("cpu")

@@ -376,16 +376,3 @@ def test_an_int8_layer_with_a_bias_rounds_once():
     once = (sums.double() * scale.double() + bias.double()).float()
     twice = (sums * scale).add(bias.float())
     assert torch.equal(found, once.bfloat16()) and not torch.equal(found, twice.bfloat16())
-
-
-def test_an_fp8_product_never_has_few_rows(monkeypatch):
-    """Libraries multiply a few rows by other code, whose sums have another order: rows are filled up."""
-    quantized = make_weight("fp8", (96, 320))
-    prepared = cpu.VllmCpuFP8Linear.prepare(quantized.tensors)
-    given = []
-    for module, name in ((cpu.F, "linear"), (cpu, "_scaled_mm")):
-        original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda x, w, f=original: given.append(len(x)) or f(x, w))
-    for rows in (0, 1, 16, 17, 40):
-        assert cpu.VllmCpuFP8Linear.linear(make_input(rows, 320), prepared, None).shape == (rows, 96)
-    assert given == [17, 17, 17, 17, 40]

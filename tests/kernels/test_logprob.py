@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from live_bytes import LiveBytes
 from random_models import save_random_model
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import qarl.checks.memory_terms
 from qarl.kernels import logprob
@@ -128,55 +127,15 @@ def test_no_tokens() -> None:
     assert found.shape == top.shape == (0,) and not weight.grad.any()
 
 
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operator returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
-def test_no_tensor_holds_more_than_a_block_of_logits() -> None:
-    hidden, weight, tokens, grad = operands()
-    with LargestTensor() as largest:
-        chosen_log_probs(hidden, weight, tokens, temperature=0.7, rows=100)[0].backward(grad)
-    assert largest.elements == 100 * VOCABULARY < TOKENS * VOCABULARY
-
-
-class LiveBytes(TorchDispatchMode):
-    """The largest number of bytes that all results of operators held at one time, without views of `given`."""
-
-    def __init__(self, *given: torch.Tensor) -> None:
-        super().__init__()
-        self.given = {tensor.untyped_storage()._cdata for tensor in given}
-        self.peak, self._live = 0, dict[int, tuple[StorageWeakRef, int]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.given:
-                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
-        return out
-
-
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_bytes_for_each_logit_are_those_of_the_memory_estimate(blocks: int) -> None:
-    hidden, weight, tokens, grad = given = operands()
+    hidden, weight, tokens, grad = operands()
     rows = TOKENS // blocks
-    with LiveBytes(*given) as entropies:
+    with LiveBytes() as entropies:
         log_probs_and_entropies(hidden, weight, tokens, temperature=0.7, rows=rows)
-    with LiveBytes(*given) as forward:
+    with LiveBytes() as forward:
         log_probs, _ = chosen_log_probs(hidden, weight, tokens, temperature=0.7, rows=rows)
-    with LiveBytes(*given) as backward:
+    with LiveBytes() as backward:
         log_probs.backward(grad)
     found = [one.peak / (rows * VOCABULARY) for one in (entropies, forward, backward)]
     assert found[:2] == pytest.approx([8, 10], rel=0.02)

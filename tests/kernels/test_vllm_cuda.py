@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from qarl.errors import UserError
 from qarl.kernels.activations import quantize_fp8, quantize_int8
 from qarl.kernels.cuda import vllm_ops as vllm_cuda
-from qarl.kernels.int4 import dequantize_int4, unpack_int4
+from qarl.kernels.int4 import unpack_int4
 from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, quantize
@@ -245,30 +245,3 @@ def test_operators_are_handed_what_they_expect(
             y = kernel.linear(x, prepared, added)
             torch.testing.assert_close(y, expected, rtol=2**-6, atol=0.1)
             assert torch.equal(kernel.dequantized_input(x), reference.dequantized_input(x))
-
-
-@pytest.mark.parametrize("kernel", [vllm_cuda.VllmMacheteLinear, vllm_cuda.VllmMarlinLinear])
-def test_many_rows_go_to_cublas_only_if_a_bound_is_set(
-    operators: None, kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bound is off until it is measured. With one, rows from it on are multiplied by the dequantized weight."""
-    assert vllm_cuda.CUBLAS_FROM_ROWS is None
-    torch.manual_seed(0)
-    tensors = quantize(torch.randn(128, 256).bfloat16(), get_scheme("w4a16", 64)).tensors
-    prepared, bias, x = kernel.prepare(tensors), torch.randn(128).bfloat16(), torch.randn(9, 256).bfloat16()
-    assert prepared.wire is None
-    theirs = kernel.linear(x, prepared, bias)
-    asked: list[torch.Size] = []
-
-    def dequantize(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        asked.append(packed.shape)
-        return dequantize_int4(packed, scale)
-
-    monkeypatch.setattr(vllm_cuda, "dequantize_int4", dequantize)
-    monkeypatch.setattr(vllm_cuda, "CUBLAS_FROM_ROWS", 9)
-    prepared = kernel.prepare(tensors)
-    assert torch.equal(kernel.linear(x[:8], prepared, bias), theirs[:8]) and asked == []
-    found = kernel.linear(x, prepared, bias)
-    assert asked == [(128, 32)]
-    weight = dequantize_int4(tensors["weight_packed"], tensors["weight_scale"])
-    assert torch.equal(found, torch.nn.functional.linear(x, weight, bias))

@@ -21,8 +21,8 @@ from marlin_reference import unpermuted
 
 from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.cuda import vllm_ops as vllm_cuda
-from qarl.kernels.experts import vllm as vllm_experts
-from qarl.kernels.experts.fused import EXPERTS_KERNELS, LowBitExperts, choose_experts_kernel, fused_experts
+from qarl.kernels.experts import cuda as vllm_experts
+from qarl.kernels.experts.autograd import EXPERTS_KERNELS, LowBitExperts, choose_experts_kernel, fused_experts
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.process import configure_vllm_process
 from qarl.vllm_versions.functions import changed_functions

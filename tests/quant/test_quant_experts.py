@@ -15,7 +15,7 @@ from random_models import save_random_model
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.experts.fused import BF16_KERNELS, EXPERTS_KERNELS, ReferenceExperts
+from qarl.kernels.experts.autograd import BF16_KERNELS, EXPERTS_KERNELS, ReferenceExperts
 from qarl.quant import (
     QuantExperts,
     Scheme,
@@ -25,7 +25,7 @@ from qarl.quant import (
     quantize_model,
 )
 from qarl.quant.convert import linear_shapes, select_linears
-from qarl.quant.stacks import STACKS, unstacked, unstacked_shapes
+from qarl.quant.expert_names import STACKS, unstacked, unstacked_shapes
 
 LOW_BIT = ("w4a16", "w8a8", "fp8")
 KERNELS = [*((s, k.name) for s, kernels in EXPERTS_KERNELS.items() for k in kernels)] + [

@@ -163,7 +163,7 @@ def test_an_update_between_forward_and_backward_is_refused():
     y = layer(torch.randn(4, 64).bfloat16().requires_grad_())
     with torch.no_grad():
         layer.weight.add_(1)
-    with pytest.raises(RuntimeError, match=r"layer\.weight changed between"):
+    with pytest.raises(RuntimeError, match="layer changed between"):
         y.sum().backward()
 
 

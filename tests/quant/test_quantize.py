@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -85,20 +87,13 @@ def test_w4a8_weights_are_those_of_w4a16() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rounds_ties_to_even_and_clamps_only_above(dtype: torch.dtype) -> None:
-    ties = torch.arange(-15, 16, dtype=torch.float32) / 2  # absmax 7.5, so the scale is exactly 1
-    weight = torch.cat([ties, torch.zeros(1)]).to(dtype)[None, :]
-    codes = unpack_int4(quantize(weight, get_scheme("w4a16", 32)).tensors["weight_packed"])
-    assert codes[0, :31].tolist() == [min(round(tie), 7) for tie in ties.tolist()]
-    assert codes.min() == -8 and codes.max() == 7
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_rounds_ties_to_even_and_clamps_only_above(dtype: torch.dtype) -> None:
-    ties = torch.arange(-255, 256, dtype=torch.float32) / 2  # absmax 127.5: each is exact in BF16, and the scale is 1
-    codes = quantize(ties.to(dtype)[None, :], get_scheme("w8a8")).tensors["weight"]
-    assert codes[0].tolist() == [min(round(tie), 127) for tie in ties.tolist()]
-    assert codes.min() == -128 and codes.max() == 127
+@pytest.mark.parametrize(("name", "most"), [("w4a16", 7), ("w8a8", 127)])
+def test_rounds_ties_to_even_and_clamps_only_above(name: str, most: int, dtype: torch.dtype) -> None:
+    ties = torch.arange(-2 * most - 1, 2 * most + 2, dtype=torch.float32) / 2  # each exact in BF16, and the scale is 1
+    tensors = quantize(torch.cat([ties, torch.zeros(1)]).to(dtype)[None, :], get_scheme(name, 32)).tensors
+    codes = unpack_int4(tensors["weight_packed"]) if name == "w4a16" else tensors["weight"]
+    assert codes[0, :-1].tolist() == [min(round(tie), most) for tie in ties.tolist()]
+    assert codes.min() == -most - 1 and codes.max() == most
 
 
 def test_e4m3_rounds_ties_to_even_on_its_whole_grid() -> None:
@@ -134,13 +129,6 @@ def test_zero_and_subnormal_groups_have_a_finite_scale(dtype: torch.dtype, name:
     scale = quantize(weight, get_scheme(name, 32)).tensors["weight_scale"]
     assert torch.isfinite(scale).all() and (scale > 0).all()
     assert (scale[0, 0] == torch.finfo(dtype).eps) == (multiple <= ZERO_SCALE_UP_TO[name])
-
-
-@pytest.mark.parametrize("name", ["w4a16", *EIGHT_BIT])
-def test_all_zero_group_has_eps_as_scale_and_zero_codes(name: str) -> None:
-    quantized = quantize(torch.zeros(4, 128, dtype=torch.bfloat16), get_scheme(name))
-    assert quantized.tensors["weight_scale"].unique().tolist() == [torch.finfo(torch.bfloat16).eps]
-    assert not quantized.dequantize().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -224,18 +212,6 @@ def test_dequantize_is_what_the_cpu_kernel_multiplies_by(group_size: int) -> Non
     assert_same_bytes(quantized.dequantize(), kernel)
 
 
-@pytest.mark.parametrize("name", EIGHT_BIT)
-def test_8_bit_dequantize_of_bf16_weights_rounds_once(name: str) -> None:
-    """Against float64: Ŵ is bf16(code * scale), the product being exact in FP32, whatever the magnitudes."""
-    generator = torch.Generator().manual_seed(0)
-    for weight in (torch.randn(64, 256, generator=generator).bfloat16(), random_weight(4).bfloat16()):
-        quantized = quantize(weight, get_scheme(name))
-        product = quantized.tensors["weight"].double() * quantized.tensors["weight_scale"].double()
-        assert torch.equal(product.float().double(), product)
-        assert_same_bytes(quantized.dequantize(), product.bfloat16())
-        assert_same_bytes(quantized.dequantize(torch.float32), product.float())
-
-
 @pytest.mark.parametrize(
     ("name", "group_size", "share"),
     [
@@ -288,12 +264,12 @@ def test_equals_sees_every_byte(name: str) -> None:
 
 def test_a_fused_quantizer_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice, with the CPU in a GPU's place: equal quantizers take over, others are refused with a warning."""
-    from qarl.quant import fused
+    fused_or_eager: Any = importlib.import_module("qarl.quant.quantize")
     from qarl.quant.quantize import _eager
 
     args = get_scheme("w8a8").weights
     assert args is not None
-    assert fused.fused_quantizer(torch.ones(2, 64, dtype=torch.bfloat16), args, _eager) is _eager
+    assert fused_or_eager.fused_quantizer(torch.ones(2, 64, dtype=torch.bfloat16), args, _eager) is _eager
 
     def equal(weight: torch.Tensor, args: object) -> tuple[torch.Tensor, ...]:
         return _eager(weight, args)
@@ -303,10 +279,10 @@ def test_a_fused_quantizer_that_differs_is_not_used(monkeypatch: pytest.MonkeyPa
         return values, scale * 1.01, flag
 
     for quantizer, accepted in ((equal, True), (different, False)):
-        fused._checked.cache_clear()
-        monkeypatch.setattr(fused, "_run_fused", quantizer)
+        fused_or_eager._checked.cache_clear()
+        monkeypatch.setattr(fused_or_eager, "_run_fused", quantizer)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert fused._checked(torch.bfloat16, torch.device("cpu"), args, _eager) is accepted
+            assert fused_or_eager._checked(torch.bfloat16, torch.device("cpu"), args, _eager) is accepted
         assert bool(caught) is not accepted
-    fused._checked.cache_clear()
+    fused_or_eager._checked.cache_clear()

@@ -188,14 +188,6 @@ def test_matches_as_vllm_does() -> None:
         assert is_ignored(name, ENTRIES[:3]) == utils.should_ignore_layer(name, ignore=ENTRIES[:3]), name
 
 
-def test_router_does_not_take_gate_proj_with_it() -> None:
-    assert is_ignored("model.layers.0.mlp.gate", ["model.layers.0.mlp.gate"])
-    assert not is_ignored("model.layers.0.mlp.gate_proj", ["model.layers.0.mlp.gate"])
-    assert is_ignored("model.layers.0.mlp.gate", ["re:.*mlp[.]gate$"])
-    assert not is_ignored("model.layers.0.mlp.gate_proj", ["re:.*mlp[.]gate$"])
-    assert not is_ignored("lm_head", [])
-
-
 def test_a_class_name_ignores_nothing_here_nor_in_vllm() -> None:
     assert resolve_ignored(["lm_head"], ["Linear"]) == (["lm_head"], [], ["Linear"])
 

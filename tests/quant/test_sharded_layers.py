@@ -203,7 +203,7 @@ def test_a_weight_that_changes_between_forward_and_backward_is_refused(results: 
 
 
 def test_a_gathered_weight_refuses_to_be_read_as_bf16() -> None:
-    from qarl.quant.gathered import GatheredWeight
+    from qarl.quant.weight_shard import GatheredWeight
 
     weight = torch.nn.Parameter(GatheredWeight(torch.Size((4, 8)), torch.bfloat16, {"weight": torch.zeros(4, 8)}))
     assert isinstance(weight, GatheredWeight) and weight.shape == (4, 8) and weight.dtype == torch.bfloat16

@@ -1,81 +1,93 @@
-"""BF16, W8A8 and FP8 rollouts: publishes into a running vLLM against its own layers and a freshly started vLLM.
+"""Rollouts in each scheme and with each value of `quant.kernels`: the trainer's layers against the running engine's,
+publishes there and back, and a freshly started vLLM that knows nothing of QaRL.
 
-W4A16, and what the engine refuses, are in test_rollout.py.
+What the engine refuses is in test_rollout.py.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
+from engine_helpers import PROMPTS, greedy, load_model
 from fresh_vllm import greedy_in_a_fresh_vllm
 from random_models import save_random_model
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
 from qarl.errors import UserError
-from qarl.quant import QuantLinear, Scheme, get_scheme, packed_state_dict, quantize_model
+from qarl.quant import QuantLinear, Scheme, get_scheme, packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
-PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(16)]
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-ENGINE_KERNELS = {"w8a8": "CPUInt8ScaledMMLinearKernel", "fp8": "ChannelWiseTorchFP8ScaledMMLinearKernel"}
+ENGINE_KERNELS = {
+    ("w4a16", "engine"): "CPUWNA16LinearKernel",
+    ("w8a8", "engine"): "CPUInt8ScaledMMLinearKernel",
+    ("fp8", "engine"): "ChannelWiseTorchFP8ScaledMMLinearKernel",
+    ("w4a8", "qarl"): "QaRLInt4LinearKernel",
+    ("w4a16", "dequantized"): "QaRLInt4LinearKernel",
+}
+CASES = [pytest.param(("bf16", "engine"), marks=pytest.mark.slow), *ENGINE_KERNELS]
 
 
 class Running(NamedTuple):
     scheme: Scheme
+    kernels: str
     folder: Path
     engine: RolloutEngine
 
-    def load_model(self, noise_seed: int) -> torch.nn.Module:
-        from transformers import AutoModelForCausalLM
+    def load_model(self, noise_seed: int) -> Any:
+        return load_model(self.folder, noise_seed=noise_seed, scheme=self.scheme, kernels=self.kernels)
 
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16)
-        torch.manual_seed(noise_seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-        quantize_model(model, scheme=self.scheme)
-        return model
-
-    def greedy(self, max_tokens: int = 24) -> tuple[list[list[int]], list[list[float]]]:
-        batch = self.engine.generate(PROMPTS, SamplingConfig(max_tokens, temperature=0.0))
-        return batch.response_token_ids, batch.rollout_log_probs
+    def layers(self) -> dict[str, Any]:
+        """The engine's quantized layers."""
+        return {name: m for name, m in self.engine.model().named_modules() if getattr(m, "scheme", None) is not None}
 
 
-@pytest.fixture(scope="module", params=[pytest.param("bf16", marks=pytest.mark.slow), "w8a8", "fp8"])
-def running(request, tmp_path_factory) -> Iterator[Running]:
-    """Qwen2 has biases, which each engine kernel adds in its own way."""
-    scheme = get_scheme(request.param)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Qwen2 has biases, which each kernel adds in its own way. With `delta`, the engine gets only what changed."""
+    name, kernels = request.param
+    scheme = get_scheme(name, group_size=32)
     folder = save_random_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
-    config = EngineConfig(str(folder), scheme, ("lm_head",), max_model_len=64, kv_cache_gib=0.25)
+    config = EngineConfig(
+        str(folder),
+        scheme,
+        ("lm_head",),
+        max_model_len=64,
+        kv_cache_gib=0.25,
+        kernels=kernels,
+        delta=kernels != "engine",
+    )
+    before = os.environ.get("VLLM_DISABLED_KERNELS")
     with RolloutEngine(config) as engine:
-        yield Running(scheme, folder, engine)
+        assert os.environ.get("VLLM_DISABLED_KERNELS") == before
+        yield Running(scheme, kernels, folder, engine)
 
 
-def test_quant_linear_equals_the_running_engines_layers_bit_for_bit(running):
-    """Inputs captured from the engine while it generates, one and many rows; fused layers slice by slice."""
+def test_the_trainers_layers_equal_the_engines_bit_for_bit(running: Running) -> None:
+    """Inputs captured while the engine generates, of one and of many rows; fused layers slice by slice."""
     if not running.scheme.quantized:
         pytest.skip("bf16 has no QuantLinear")
     model = running.load_model(noise_seed=1)
     running.engine.publish(packed_state_dict(model), version=1)
     captured: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     handles = []
-    for name, module in running.engine.model().named_modules():
-        if name.rpartition(".")[2] in (*FUSED, "o_proj", "down_proj"):
-            kernel = getattr(module.scheme, "kernel", None) or module.scheme.fp8_linear
-            assert type(kernel).__name__ == ENGINE_KERNELS[running.scheme.name]
+    for name, module in running.layers().items():
+        kernel = getattr(module.scheme, "kernel", None) or module.scheme.fp8_linear
+        assert type(kernel).__name__ == ENGINE_KERNELS[running.scheme.name, running.kernels]
 
-            def hook(module, args, output, name=name):
-                captured.append((name, args[0].clone(), output[0].clone()))
+        def hook(module: Any, args: Any, output: Any, name: str = name) -> None:
+            captured.append((name, args[0].clone(), output[0].clone()))
 
-            handles.append(module.register_forward_hook(hook))
-    running.greedy(max_tokens=6)
+        handles.append(module.register_forward_hook(hook))
+    greedy(running.engine, max_tokens=6)
     running.engine.generate(PROMPTS[:1], SamplingConfig(3, temperature=0.0))
     for handle in handles:
         handle.remove()
@@ -86,35 +98,110 @@ def test_quant_linear_equals_the_running_engines_layers_bit_for_bit(running):
         layers = [model.get_submodule(f"{parent}.{part}") for part in FUSED.get(leaf, (leaf,))]
         assert all(isinstance(layer, QuantLinear) for layer in layers)
         with torch.no_grad():
-            ours = torch.cat([layer(x) for layer in layers], dim=-1)
-        assert torch.equal(ours, expected), (name, len(x))
+            assert torch.equal(torch.cat([layer(x) for layer in layers], dim=-1), expected), (name, len(x))
 
 
-def test_publishes_there_and_back_are_exact(running):
+def test_publishes_there_and_back_are_exact(running: Running) -> None:
     """Memory is allocated in between: a kernel that points into freed tensors would show."""
-    states = {name: list(packed_state_dict(running.load_model(seed))) for seed, name in enumerate("AB")}
-    outputs, junk = [], []
-    for version, name in enumerate("ABBA"):
-        running.engine.publish(states[name], version=version)
+    states = [list(packed_state_dict(running.load_model(seed))) for seed in range(2)]
+    outputs, places, junk = [], [], []
+    for version, number in enumerate((0, 1, 1, 0)):
+        running.engine.publish(states[number], version=version)
         junk += [torch.full((size,), float("nan")) for size in (96, 128, 192, 256) for _ in range(64)]
-        outputs.append(running.greedy(max_tokens=12))
+        outputs.append(greedy(running.engine, max_tokens=12))
+        places.append([(p.data_ptr(), p.shape) for layer in running.layers().values() for p in layer.parameters()])
     assert outputs[0] == outputs[3] != outputs[1] == outputs[2]
+    assert places[0] == places[1] == places[2] == places[3]
 
 
-def test_running_engine_equals_a_freshly_started_vllm_on_the_saved_checkpoint(running, tmp_path):
-    """A vLLM in a separate process that knows nothing of QaRL loads the folder as it is."""
+def test_a_publish_of_the_only_weight_that_changed(running: Running) -> None:
+    if running.kernels == "engine":
+        pytest.skip("test_publish_delta_engine.py has vLLM's own kernels")
+    model, other = (running.load_model(seed) for seed in range(2))
+    running.engine.publish(packed_state_dict(model), version=1)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    report = running.engine.publish(packed_state_dict(model), version=2)
+    assert report.is_delta and report.sent_bytes < report.bytes / 2
+    changed = greedy(running.engine)
+    running.engine.publish(packed_state_dict(other), version=3)
+    running.engine.publish(packed_state_dict(model), version=4)
+    assert changed == greedy(running.engine)
+
+
+def test_a_freshly_started_vllm_on_the_saved_checkpoint(running: Running, tmp_path: Path) -> None:
+    """In a process that knows nothing of QaRL: equal with vLLM's own kernels. It takes W4A8 for W4A16."""
     from transformers import AutoTokenizer
 
     model = running.load_model(noise_seed=3)
     running.engine.publish(packed_state_dict(model), version=9)
+    found = greedy(running.engine)
     tokenizer = AutoTokenizer.from_pretrained(running.folder)
-    files, tensors = ModelFiles.of(model, tokenizer), packed_state_dict(model)
-    saved = save_model(tmp_path / "export", files, tensors, scheme=running.scheme, ignore=("lm_head",))
-    tokens, log_probs = greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
-    assert (tokens, log_probs) == running.greedy()
+
+    def fresh(name: str) -> tuple[list[list[int]], list[list[float]]]:
+        files, tensors = ModelFiles.of(model, tokenizer), packed_state_dict(model)
+        scheme = get_scheme(name, group_size=32)
+        saved = save_model(tmp_path / name, files, tensors, scheme=scheme, ignore=("lm_head",))
+        return greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
+
+    plain = fresh(running.scheme.name)
+    if running.kernels == "engine":
+        assert plain == found
+        return
+    first = [[row[0] for row in log_probs] for _, log_probs in (found, plain)]
+    apart = max(abs(a - b) for a, b in zip(*first, strict=True))
+    if running.scheme.name == "w4a8":
+        assert plain == fresh("w4a16") and apart > 1e-3
+    else:
+        assert apart < 0.1
 
 
-def test_w4a8_is_refused_by_the_engine_itself(tmp_path):
+def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
+    if running.kernels == "engine":
+        pytest.skip("vLLM's own kernels")
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from qarl.rollout import kernel_prediction
+    from qarl.rollout.vllm_plugin import linears
+
+    scheme = get_scheme("w4a16", group_size=32)
+    assert kernel_prediction.chosen_kernel(scheme, (64, 64), (64, 64)) == "CPUWNA16LinearKernel"
+    with set_current_vllm_config(VllmConfig()):
+        assert linears.requested() is None
+        assert linears._Own.why_not(("w4a16",), (64, 64)) == "quant.kernels=engine"
+    with pytest.raises(UserError, match="vLLM chose QaRLInt4LinearKernel"):
+        linears.check_in_use(running.engine.model(), None)
+
+
+def test_a_model_in_which_no_kernel_is_found_is_refused() -> None:
+    """For example if another vLLM keeps its kernels in other attributes."""
+    from qarl.rollout.engine_config import KernelRequest
+    from qarl.rollout.vllm_plugin import linears
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    linears.check_in_use(model, None)
+    with pytest.raises(UserError, match=r"(?s)no layer.*has a linear kernel.*quant\.kernels=qarl"):
+        linears.check_in_use(model, KernelRequest("qarl", "w4a8"))
+
+
+@pytest.mark.parametrize("kernels", ["engine", "dequantized"])
+def test_w4a8_is_refused_without_our_kernel(tmp_path: Path, kernels: str) -> None:
     folder = save_random_model(tmp_path / "qwen3")
-    with pytest.raises(UserError, match="w4a8 rollouts are refused"):
-        RolloutEngine(EngineConfig(str(folder), get_scheme("w4a8", group_size=32), ("lm_head",), max_model_len=64))
+    config = EngineConfig(
+        str(folder), get_scheme("w4a8", group_size=32), ("lm_head",), max_model_len=64, kernels=kernels
+    )
+    with pytest.raises(UserError, match=r"(?s)w4a8 rollouts are refused.*quant.kernels=qarl"):
+        RolloutEngine(config)
+
+
+def test_an_engine_without_the_plugin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qarl.rollout import vllm_plugin
+
+    monkeypatch.setattr(vllm_plugin, "_no_linears", "this vLLM has no register_linear_kernel")
+    monkeypatch.setattr("vllm.plugins.load_general_plugins", lambda: None)
+    folder = save_random_model(tmp_path / "qwen3")
+    config = EngineConfig(
+        str(folder), get_scheme("w4a8", group_size=32), ("lm_head",), max_model_len=64, kernels="qarl"
+    )
+    with pytest.raises(UserError, match=r"(?s)without QaRL's linear kernels.*no register_linear_kernel"):
+        RolloutEngine(config)

@@ -165,11 +165,11 @@ def test_a_failed_update_is_closed_in_all_workers(workers):
         with pytest.raises(UserError, match=r"does not generate, because its last publish failed[\s\S]*no memory"):
             worker.logits()
     send.send_weights()
-    assert [version(worker) for worker in executor.workers] == [3] * workers and not send.outbox.tally.known
+    assert [version(worker) for worker in executor.workers] == [3] * workers and not send.sender.tally.known
     for worker in executor.workers:
         worker.logits()
     send.send_weights()
-    assert send.outbox.tally.known and executor.left_over == 0
+    assert send.sender.tally.known and executor.left_over == 0
     send.shutdown()
 
 

@@ -29,8 +29,7 @@ from qarl.quant import get_scheme
 from qarl.rollout import vllm_plugin
 
 configure_vllm_process()
-experts: Any = importlib.import_module("qarl.rollout.vllm_plugin.experts")
-internals: Any = importlib.import_module("qarl.rollout.vllm_plugin.internals")
+experts: Any = importlib.import_module("qarl.rollout.vllm_plugin.cpu_experts")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the plugin is for CPUs")
 
 
@@ -44,7 +43,7 @@ def test_registering_twice_is_registering_once() -> None:
     for _ in range(2):
         vllm_plugin.register()
         vllm_plugin.check_loaded(dense(num_experts=8))
-        assert internals.get_quantization_config("compressed-tensors") is experts.QaRLCompressedTensorsConfig
+        assert experts.get_quantization_config("compressed-tensors") is experts.QaRLCompressedTensorsConfig
         assert op_registry_oot["UnquantizedFusedMoEMethod"] is experts.RepairedUnquantizedMethod
 
 
@@ -60,7 +59,7 @@ def test_other_platforms_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_vllm_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_plugin, "_why_not", vllm_plugin._CALLED)
-    monkeypatch.setitem(internals.MEMBERS, internals.RoutedExperts, ("weight_loader", "of_another_vllm"))
+    monkeypatch.setitem(experts.MEMBERS, experts.RoutedExperts, ("weight_loader", "of_another_vllm"))
     vllm_plugin.register()
     with pytest.raises(UserError, match=r"(?s)without QaRL's plugin.*no RoutedExperts\.of_another_vllm.*requirements"):
         vllm_plugin.check_loaded(dense(num_experts=8))
@@ -179,7 +178,7 @@ except UserError as error:
 @pytest.mark.parametrize("name", ["w4a16", "w8a8", "fp8"])
 def test_our_schemes_are_known_in_vllms_own_reading_of_them(name: str) -> None:
     scheme = get_scheme(name, 32)
-    config = internals.CompressedTensorsConfig.from_config(scheme.quantization_config(["lm_head"]))
+    config = experts.CompressedTensorsConfig.from_config(scheme.quantization_config(["lm_head"]))
     assert experts.scheme_of(config.target_scheme_map["Linear"]) == (name, scheme.group_size)
 
 
@@ -209,7 +208,7 @@ class Layer(torch.nn.Module):
     """What `create_weights` reads of vLLM's RoutedExperts."""
 
     layer_name = "model.layers.0.mlp.experts"
-    activation = internals.MoEActivation.SILU
+    activation = experts.MoEActivation.SILU
     apply_router_weight_on_input = False
 
 
@@ -238,7 +237,7 @@ def test_experts_that_the_kernel_does_not_multiply_are_refused(given: Any, sizes
 @needs_w4a16_cpu
 def test_other_activations_are_refused() -> None:
     layer: Any = Layer()
-    layer.activation = internals.MoEActivation.GELU
+    layer.activation = experts.MoEActivation.GELU
     with pytest.raises(UserError, match="supports only SiLU experts"):
         method("fp8", None).create_weights(layer, 4, 128, 64, torch.bfloat16)
 

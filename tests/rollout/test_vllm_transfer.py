@@ -84,7 +84,7 @@ def test_two_processes_and_a_killed_engine(tmp_path):
     answers, kinds = [], []
     for number in range(3):
         transfer.send_weights()
-        kinds.append(transfer.outbox.tally.known)
+        kinds.append(transfer.sender.tally.known)
         names, tensors = zip(*packed_state_dict(model), strict=True)
         assert remote.digests() == dict(zip(names, checksums(tensors), strict=True))
         answers.append(([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS)))
@@ -95,7 +95,7 @@ def test_two_processes_and_a_killed_engine(tmp_path):
     with pytest.raises(TransferFailed, match="no memory"):
         transfer.send_weights()
     transfer.send_weights()
-    assert not transfer.outbox.tally.known
+    assert not transfer.sender.tally.known
     answers.append(([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS)))
 
     step(model, 8)
@@ -109,7 +109,7 @@ def test_two_processes_and_a_killed_engine(tmp_path):
     remote = transfer.client = Remote(folder, "w4a16")
     transfer.connect()
     transfer.send_weights()
-    assert not transfer.outbox.tally.known
+    assert not transfer.sender.tally.known
     answers.append(([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS)))
     with pytest.raises(RuntimeError, match="without a matching start_weight_update"):
         remote.finish_weight_update("7")

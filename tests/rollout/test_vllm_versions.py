@@ -18,10 +18,10 @@ if not vllm_is_for_cpus():  # that of the GPU lock lacks classes that are import
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import get_scheme
-from qarl.rollout import vllm_rules
+from qarl.rollout import kernel_prediction
 from qarl.rollout.engine import EngineConfig, RolloutEngine
 from qarl.rollout.engine_config import llm_arguments
-from qarl.rollout.vllm_plugin import internals, transfer
+from qarl.rollout.vllm_plugin import cpu_experts, transfer
 from qarl.vllm_versions import differences, functions
 from qarl.vllm_versions.functions import changed_functions, check_functions
 from qarl.vllm_versions.uses import ENGINE, PUBLISH, RULES, USES
@@ -33,7 +33,7 @@ configure_vllm_process()
 @pytest.mark.parametrize("part", USES)
 def test_the_installed_vllm_has_what_is_called(part: str) -> None:
     assert changed_functions(USES[part]) == ()
-    assert internals.changed() is None
+    assert cpu_experts.changed() is None
 
 
 def test_what_is_gone_or_takes_other_arguments_is_named() -> None:
@@ -73,7 +73,7 @@ def test_an_engine_is_not_started_with_another_vllm(name: str, monkeypatch: pyte
 def test_the_rules_are_not_asked_of_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "should_ignore_layer")
     with pytest.raises(UserError, match=r"(?s)choice of layers and kernels.*no should_ignore_layer"):
-        vllm_rules.leaves_unquantized("lm_head", ["lm_head"], {})
+        kernel_prediction.leaves_unquantized("lm_head", ["lm_head"], {})
 
 
 def test_the_transfer_engine_is_not_made_in_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,12 @@ def imported_from_vllm(path: Path) -> set[str]:
     ("files", "listed", "besides"),
     [
         (["qarl/rollout/engine.py"], ENGINE, {"LLM"}),
-        (["qarl/rollout/publish/writers.py", "qarl/rollout/publish/captured.py"], PUBLISH, {"_custom_ops"}),
-        (["qarl/rollout/vllm_rules.py"], RULES, {"VllmConfig", "set_current_vllm_config", "linear", "quant_utils"}),
+        (["qarl/rollout/publish/writers.py", "qarl/rollout/publish/graph_addresses.py"], PUBLISH, {"_custom_ops"}),
+        (
+            ["qarl/rollout/kernel_prediction.py"],
+            RULES,
+            {"VllmConfig", "set_current_vllm_config", "linear", "quant_utils"},
+        ),
     ],
 )
 def test_nothing_is_imported_that_the_guard_does_not_list(files: list[str], listed: Any, besides: set[str]) -> None:

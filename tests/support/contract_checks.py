@@ -1,10 +1,10 @@
-"""What the device tests of qarl/kernels/cuda/contracts.py compare vLLM's attention and head with."""
+"""PyTorch functions with the rounding that qarl/kernels/cuda/layer_ops.py ascribes to vLLM's operators, for tests."""
 
 from __future__ import annotations
 
 import torch
 
-from qarl.kernels.cuda import flash
+from qarl.kernels.cuda import layer_ops
 
 ATTENTION = "weights rounded, then divided"
 """The contract's name among `attention_roundings`."""
@@ -27,8 +27,8 @@ def attention_roundings(
         return ((weights.bfloat16().float() if rounded else weights) @ v).bfloat16().transpose(0, 1)
 
     return {
-        ATTENTION: flash.flash_reference(query, key, value, scale),
-        **{f"the same, tiles of {n}": flash.flash_reference(query, key, value, scale, tile=n) for n in (64, 176)},
+        ATTENTION: layer_ops.flash_reference(query, key, value, scale),
+        **{f"the same, tiles of {n}": layer_ops.flash_reference(query, key, value, scale, tile=n) for n in (64, 176)},
         "weights divided, then rounded": whole(scores, rounded=True),
         "weights in FP32": whole(scores, rounded=False),
         "scores rounded": whole(scores.bfloat16().float(), rounded=False),
@@ -49,3 +49,32 @@ def vllm_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     method.process_weights_after_loading(layer)
     logits: torch.Tensor = method.apply(layer, hidden)
     return logits
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return norm and sum as vLLM's `fused_add_rms_norm` does. All tensors are BF16; x and residual are [..., K]."""
+    total = x + residual
+    return layer_ops.rms_norm_reference(total, weight, epsilon), total
+
+
+def rotary_reference(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotate x BF16 [T, heads, D] by cosines and sines BF16 [T, D / 2], as vLLM's `rotary_embedding` does."""
+    first, second = x.float().chunk(2, dim=-1)
+    cosines, sines = cosines.float()[:, None], sines.float()[:, None]
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(x.dtype)
+
+
+def log_softmax_reference(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return FP32 log-probs [T] of `tokens` int64 [T] as vLLM's `compute_token_logprobs` does from BF16 logits [T, V].
+
+    vLLM sums 1024 exponentials at a time.
+    """
+    scaled = logits.float() / temperature
+    largest = scaled.amax(-1, keepdim=True)
+    total = torch.zeros_like(largest)
+    for block in (scaled - largest).exp().split(1024, dim=-1):
+        total += block.sum(-1, keepdim=True)
+    chosen = scaled.gather(-1, tokens[:, None])
+    return (chosen - largest - total.log())[:, 0]

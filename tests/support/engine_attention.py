@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qarl.kernels.cpu import attention
+from qarl.kernels.cpu.layer_ops import attention_unavailable
 
 needs_engine_attention = pytest.mark.skipif(
-    attention.unavailable("cpu", 32) is not None, reason=str(attention.unavailable("cpu", 32))
+    attention_unavailable("cpu", 32) is not None, reason=str(attention_unavailable("cpu", 32))
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.rollout.publish.manifest import TensorSpec
+from qarl.rollout.publish.wire import TensorSpec
 from qarl.rollout.publish.writers import WritePlan
 
 EXPERTS, HIDDEN, WIDTH = 11, 8, 4

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from qarl.config import Config, load_config
-from qarl.quant import get_scheme, quantize_model
+from qarl.quant import Scheme, get_scheme, quantize_model
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
 
 SCHEME = get_scheme("w4a16", group_size=32)
 PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(16)]
 
 
-def load_model(folder: Path, *, noise_seed: int | None = None) -> torch.nn.Module:
+def load_model(folder: Path, *, noise_seed: int | None = None, scheme: Scheme = SCHEME, kernels: str = "engine") -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -23,7 +24,7 @@ def load_model(folder: Path, *, noise_seed: int | None = None) -> torch.nn.Modul
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    quantize_model(model, scheme=SCHEME)
+    quantize_model(model, scheme=scheme, kernels=kernels)
     return model
 
 

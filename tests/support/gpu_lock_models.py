@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from qarl.process import configure_vllm_process
-from qarl.quant.meta import default_dtype_kept
+from qarl.quant.meta_model import default_dtype_kept
 from qarl.quant.scheme import Scheme
+from qarl.rollout.engine_config import REQUEST_KEY
 from qarl.rollout.vllm_plugin import check_linears_loaded
-from qarl.rollout.vllm_plugin.asked import KEY
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ def _kernels_of(config: Any) -> AbstractContextManager[None]:
     """The context in which the rollout engine starts vLLM: vLLM's own kernels are disabled if QaRL's are asked for."""
     from qarl.rollout.vllm_plugin.linears import own_kernels_only
 
-    return own_kernels_only() if KEY in config.additional_config else nullcontext()
+    return own_kernels_only() if REQUEST_KEY in config.additional_config else nullcontext()
 
 
 def load(model: Any, config: Any, tensors: dict[str, torch.Tensor]) -> None:

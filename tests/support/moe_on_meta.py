@@ -18,7 +18,7 @@ import torch
 
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.publish.manifest import Manifest, check_same_layers, expected_manifest
+from qarl.rollout.publish.wire import Manifest, check_same_layers, expected_manifest
 from qarl.rollout.publish.writers import WritePlan
 
 Found = dict[tuple[str, str], tuple[torch.dtype, tuple[int, ...]]]

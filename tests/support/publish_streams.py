@@ -1,4 +1,5 @@
-"""Publishes into a model of transformers' in the place of vLLM's: the model, the weights, the receiver."""
+"""Publishes into a model of transformers' in the place of vLLM's: the model, the weights, the receiver; and what can
+go wrong with a stream on its way."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import transformers
 from torch import nn
 
 from qarl.quant import get_scheme, packed_state_dict
-from qarl.rollout.publish.manifest import expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.wire import UNIT, expected_manifest
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -69,3 +70,27 @@ def feed_in_buckets(receiver: WeightReceiver, stream: Any) -> None:
         view = buffer[: raw.numel()]
         view.copy_(raw)
         receiver.feed([(name, view.view(tensor.dtype).view(tensor.shape))])
+
+
+def flip(name: str, at: int = -1) -> Any:
+    """A transport that flips a bit of the byte `at` of the tensor `name`."""
+
+    def transport(stream: Any) -> Any:
+        for n, tensor in stream:
+            if n == name:
+                tensor = tensor.clone()
+                tensor.view(torch.uint8).view(-1)[at] ^= 1
+            yield n, tensor
+
+    return transport
+
+
+def lose(name: str) -> Any:
+    return lambda stream: (item for item in stream if item[0] != name)
+
+
+def twice(stream: Any) -> Any:
+    """The second unit is sent again."""
+    items = list(stream)
+    unit = [i for i, (name, _) in enumerate(items) if name == UNIT]
+    return iter(items[: unit[1] + 1] + items[unit[0] + 1 :])

@@ -28,9 +28,9 @@ from qarl.checks import machine
 from qarl.config import Config, build_config
 from qarl.metrics.tracker import read_metrics
 from qarl.process import configure_vllm_process
-from qarl.quant.meta import TORCH_DTYPES
+from qarl.quant.meta_model import TORCH_DTYPES
 from qarl.rollout.engine import RolloutEngine
-from qarl.rollout.publish.manifest import PublishReport, expected_manifest
+from qarl.rollout.publish.wire import PublishReport, expected_manifest
 from qarl.trainer import batch as trainer_batch
 from qarl.trainer import local, loop, mismatch_watch
 from qarl.trainer.setup import RunParts

@@ -25,7 +25,7 @@ from reach_rows import (
 )
 from reach_shared import SHARED, band, metric
 
-from qarl.align.blocks import AlignedRMSNorm
+from qarl.align.cpu import AlignedRMSNorm
 from qarl.errors import UserError
 from qarl.quant.linear import QuantLinear
 from qarl.verl.run import verl_keys

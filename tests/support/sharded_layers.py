@@ -231,9 +231,8 @@ def experts_kernels() -> tuple[Any, Any]:
     """Experts in PyTorch, which read the wire tensors; and the same behind Marlin's layout, which counts."""
     from dataclasses import replace
 
-    from qarl.kernels.cuda.marlin import from_marlin, to_marlin
-    from qarl.kernels.experts.fused import ReferenceExperts
-    from qarl.kernels.layouts import MARLIN
+    from qarl.kernels.experts.autograd import ReferenceExperts
+    from qarl.kernels.int4 import MARLIN, from_marlin, to_marlin
 
     def convert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         Marlin.converted.append(1)
@@ -258,15 +257,15 @@ def experts_kernels() -> tuple[Any, Any]:
 
 def with_kernel(mesh: Any, kernel: Any, rank: int, recompute: bool = False) -> dict[str, Any]:
     """A step with `kernel` for the W4A16 experts, and what is published after it."""
-    from qarl.kernels.experts import fused
+    from qarl.kernels.experts import autograd
     from qarl.quant.fsdp import quantize_shards
 
     found: dict[str, Any] = {}
-    before = fused.EXPERTS_KERNELS["w4a16"]
-    fused.EXPERTS_KERNELS["w4a16"] = (kernel,)
+    before = autograd.EXPERTS_KERNELS["w4a16"]
+    autograd.EXPERTS_KERNELS["w4a16"] = (kernel,)
     model: Any = make_model(recompute)
     shard(model, mesh, "w4a16")
-    fused.EXPERTS_KERNELS["w4a16"] = before
+    autograd.EXPERTS_KERNELS["w4a16"] = before
     counts = [getattr(kernel, name, []) for name in ("converted", "runs")]
     for count in counts:
         count.clear()

@@ -93,7 +93,7 @@ def main(folder: str, scheme_name: str) -> None:
         assert refused(transfer), rank
         assert llm.collective_rpc(held) == [None, None]
         transfer.send_weights()
-        assert not transfer.outbox.tally.known and greedy(llm) == before, "after the next publish, which sends all"
+        assert not transfer.sender.tally.known and greedy(llm) == before, "after the next publish, which sends all"
     llm.collective_rpc(fail_once, args=(1,))
     assert refused(transfer)
     try:

@@ -89,7 +89,7 @@ def reuses_its_buffer() -> dict[str, Any]:
     """The receiver that a worker makes, given views of memory that the next tensor overwrites."""
     from publish_streams import engine_model, feed_in_buckets, weights
 
-    from qarl.rollout.publish.wire import encode_publish
+    from qarl.rollout.publish.send import encode_publish
     from qarl.verl.plugin import worker_extension
 
     model = engine_model("llama")
@@ -104,12 +104,12 @@ def changes_through_buckets() -> dict[str, Any]:
     """Three publishes of one worker through verl's sender: all tensors, changes, and all tensors after a loss."""
     from publish_streams import engine_model, weights
 
-    from qarl.rollout.publish.outbox import Outbox
+    from qarl.rollout.publish.send import DeltaSender
     from qarl.verl.plugin import worker_extension
     from qarl.verl.plugin.publishing import run_identity
     from qarl.verl.plugin.transport import encode
 
-    model, tensors, outbox = engine_model("llama"), weights("llama"), Outbox()
+    model, tensors, outbox = engine_model("llama"), weights("llama"), DeltaSender()
     vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
     runner = SimpleNamespace(vllm_config=vllm_config, get_model=lambda: model, kv_caches=[])
     receiver = MAKE(runner)
@@ -129,7 +129,7 @@ def changes_through_buckets() -> dict[str, Any]:
     for version in (1, 2, 3, 4):
         if version > 1:
             worker._qarl_receiver = receiver
-            ask(outbox.kept.fingerprint)
+            ask(outbox.cache.fingerprint)
         stream = list(encode(tensors, version=version, run=run_identity(), outbox=outbox, held=answers[-1:]))
         if version == 3:  # nothing of it arrives
             tensors = [(name, tensor + 1) for name, tensor in tensors]

@@ -85,7 +85,7 @@ class Actor(ActorRolloutRefWorker):
     """verl's worker with QaRL's engine, whose tensors are given instead of gathered from FSDP2."""
 
     def __init__(self) -> None:
-        from qarl.rollout.publish.outbox import Outbox
+        from qarl.rollout.publish.send import DeltaSender
         from qarl.verl.plugin.alive import Watch
         from qarl.verl.plugin.config import QuantSettings
         from qarl.verl.plugin.engine import QaRLFSDPEngine
@@ -94,7 +94,7 @@ class Actor(ActorRolloutRefWorker):
         self.tensors = weights("llama")
         engine: Any = object.__new__(QaRLFSDPEngine)
         engine.quant, engine.rank, engine.lr_scheduler = QuantSettings(), 0, SimpleNamespace(last_epoch=0)
-        engine._outbox, engine._servers = Outbox(), Watch(only_servers=True)
+        engine._outbox, engine._servers = DeltaSender(), Watch(only_servers=True)
         engine._wire_tensors = lambda: iter(self.tensors)
         self.engine = engine
         worker: Any = SimpleNamespace(engine=engine)
@@ -109,7 +109,7 @@ class Actor(ActorRolloutRefWorker):
 
     def sent(self) -> tuple[bool, Any]:
         outbox = self.engine._outbox
-        return outbox.tally.known, outbox.kept.fingerprint
+        return outbox.tally.known, outbox.cache.fingerprint
 
 
 class Rollout(CheckpointEngineWorker):

@@ -16,7 +16,7 @@ from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors
 from qarl.checkpoint.folder import open_checkpoint, save_checkpoint, tensor_digest, tensors_digest
 from qarl.config import OptimConfig
 from qarl.quant import get_scheme
-from qarl.quant.stacks import unstacked
+from qarl.quant.expert_names import unstacked
 from qarl.trainer.checkpoints import differing_tensors, forward_weights, prompts_digest, restore
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy

@@ -20,7 +20,7 @@ from qarl.metrics.mismatch import PhaseTimer
 from qarl.objectives.settings import objective_settings
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
-from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.publish.wire import PublishReport
 from qarl.trainer import checkpoints
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.checkpoints import forward_weights, restore, training_state

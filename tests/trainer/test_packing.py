@@ -16,7 +16,7 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from updating_trainer import updating_trainer
 
-from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu import layer_ops
 from qarl.kernels.sampling_mask import Truncation
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
@@ -29,7 +29,7 @@ EXACT = pytest.param(
     "exact",
     marks=[
         needs_w4a16_cpu,
-        pytest.mark.skipif(vllm_attention.unavailable("cpu", 32) is not None, reason="needs vLLM's attention"),
+        pytest.mark.skipif(layer_ops.attention_unavailable("cpu", 32) is not None, reason="needs vLLM's attention"),
     ],
 )
 LEVELS = ["off", "linears", pytest.param("model", marks=needs_w4a16_cpu), EXACT]

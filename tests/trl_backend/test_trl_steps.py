@@ -15,10 +15,10 @@ pytest.importorskip("trl")
 from datasets import Dataset
 from random_models import save_random_model
 
-from qarl.align.temporary import engine_arithmetic
+from qarl.align.model import engine_arithmetic
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, MismatchError
-from qarl.quant.published import published_forward
+from qarl.quant.convert import published_forward
 from qarl.trl import QaRLConfig, QaRLTrainer, trainer
 from qarl.trl.config import RUN_KEYS
 from qarl.trl.log_probs import as_batch, log_probs_of_rows

@@ -23,7 +23,7 @@ pytest.importorskip("vllm")
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
 from qarl.errors import UserError
-from qarl.rollout.publish.outbox import Outbox
+from qarl.rollout.publish.send import DeltaSender
 from qarl.rollout.publish.sockets import PeerLost
 from qarl.rollout.publish.wire import COMMIT
 from qarl.verl.plugin import engine as engine_module
@@ -65,7 +65,7 @@ def publish(master: Any, process: Any, stream: Any) -> str:
     return process.stdout.readline()
 
 
-def stream_of(outbox: Outbox, tensors: Any, version: int) -> Publication:
+def stream_of(outbox: DeltaSender, tensors: Any, version: int) -> Publication:
     """As `QaRLFSDPEngine.get_per_tensor_param` makes it for a checkpoint engine."""
     told: list[str | None] = []
     stream = encode(tensors, version=version, run=run_identity(), outbox=outbox, held=told)
@@ -76,11 +76,11 @@ def stream_of(outbox: Outbox, tensors: Any, version: int) -> Publication:
 def test_two_processes_and_a_worker_that_is_killed():
     """The worker says what it holds, so that the second publish sends changes. A new worker holds nothing."""
     master = CheckpointEngineRegistry.new("qarl", bucket_size=1 << 20, is_master=True, host="127.0.0.1")
-    outbox, tensors = Outbox(), weights("llama")
+    outbox, tensors = DeltaSender(), weights("llama")
     process = worker(2)
     for version in (1, 2):
         line = publish(master, process, stream_of(outbox, tensors, version))
-        assert line.split() == [str(version), outbox.kept.fingerprint] and outbox.tally.known == (version == 2)
+        assert line.split() == [str(version), outbox.cache.fingerprint] and outbox.tally.known == (version == 2)
         tensors = [(name, tensor + (name == LATE)) for name, tensor in tensors]
     process.wait(timeout=30)
 
@@ -91,7 +91,7 @@ def test_two_processes_and_a_worker_that_is_killed():
     assert time.monotonic() - start < 60
     process.wait(timeout=30)
     process = worker(1)
-    assert publish(master, process, stream_of(outbox, tensors, 3)).split() == ["3", outbox.kept.fingerprint]
+    assert publish(master, process, stream_of(outbox, tensors, 3)).split() == ["3", outbox.cache.fingerprint]
     assert not outbox.tally.known
     process.wait(timeout=30)
 
@@ -140,7 +140,7 @@ class InThreads:
 
 def test_workers_say_what_they_hold_only_after_a_publish_that_was_complete_for_all():
     """If one worker fails, no vLLM worker gets the last record, and the next publish sends all tensors."""
-    both, outbox, tensors = InThreads(2), Outbox(), weights("llama")
+    both, outbox, tensors = InThreads(2), DeltaSender(), weights("llama")
 
     def fail(worker: int, name: str) -> None:
         if worker == 1 and name == LATE:
@@ -159,7 +159,7 @@ def test_workers_say_what_they_hold_only_after_a_publish_that_was_complete_for_a
 def actor(rank: int, asked: list[str]) -> Any:
     """QaRL's engine of verl, with tensors that are given instead of gathered."""
     engine: Any = object.__new__(QaRLFSDPEngine)
-    engine.quant, engine.rank, engine._outbox = QuantSettings(), rank, Outbox()
+    engine.quant, engine.rank, engine._outbox = QuantSettings(), rank, DeltaSender()
     engine.lr_scheduler, engine._wire_tensors = SimpleNamespace(last_epoch=1), lambda: iter(weights("llama"))
     engine._servers = SimpleNamespace(ask=lambda: asked.append("asked"), dead=lambda seconds: {})
     return engine
@@ -174,13 +174,13 @@ def test_the_actor_asks_the_servers_only_if_verl_publishes_itself(monkeypatch, t
     for known in (False, True):
         stream, config = first.get_per_tensor_param()
         assert isinstance(stream, Publication) and config is None and list(tmp_path.iterdir()) == []
-        stream.tell([first._outbox.kept.fingerprint] * 2)
+        stream.tell([first._outbox.cache.fingerprint] * 2)
         for _ in stream:
             pass
         assert first._outbox.tally.known == known
     stream, _ = second.get_per_tensor_param()
     assert [n for n, _ in stream if not n.startswith("qarl.")] == list(dict(weights("llama")))
-    assert second._outbox.kept.tensors == {} and asked == []
+    assert second._outbox.cache.tensors == {} and asked == []
     stream, _ = first.get_per_tensor_param(layered_summon=False, base_sync_done=True)  # as verl's naive backend
     assert asked == ["asked"] and len(list(tmp_path.rglob("*.holder"))) == 1
     stream.close()
@@ -213,7 +213,7 @@ def test_an_error_of_the_sender_does_not_stop_the_gathers_of_other_ranks(monkeyp
 
     master.prepare()
     with pytest.raises(PeerLost, match="1 of 1 receivers did not answer"):  # nobody comes
-        asyncio.run(master.send_weights(stream_of(Outbox(), gathers(), 1)))
+        asyncio.run(master.send_weights(stream_of(DeltaSender(), gathers(), 1)))
     assert seen == list(all_names)
 
     seen.clear()
@@ -229,7 +229,7 @@ def test_an_error_of_the_sender_does_not_stop_the_gathers_of_other_ranks(monkeyp
     def fail(worker: int, name: str) -> None:
         raise OSError("killed")
 
-    error, errors = both.publish(stream_of(Outbox(), gathers(), 1), fail)
+    error, errors = both.publish(stream_of(DeltaSender(), gathers(), 1), fail)
     assert isinstance(error, PeerLost) and "killed" in str(errors[0]) and seen == list(all_names)
     both.master.finalize()
     master.finalize()
@@ -241,7 +241,7 @@ def test_an_error_while_the_rest_is_read_does_not_hide_the_first_one(monkeypatch
     master.prepare()
     spoilt = [(name, tensor * float("nan")) for name, tensor in weights("llama")]
     with pytest.raises(PeerLost):
-        asyncio.run(master.send_weights(stream_of(Outbox(), spoilt, 1)))
+        asyncio.run(master.send_weights(stream_of(DeltaSender(), spoilt, 1)))
     master.finalize()
 
 

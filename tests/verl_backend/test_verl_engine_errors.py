@@ -17,7 +17,7 @@ from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.errors import UserError
-from qarl.kernels.cuda import contracts
+from qarl.kernels.cuda import layer_ops
 from qarl.kernels.logprob import log_probs_of_logits
 from qarl.verl.plugin import config as plugin_config
 from qarl.verl.plugin import engine as plugin_engine
@@ -126,8 +126,8 @@ def test_an_engine_without_graphs_keeps_the_limit_of_linears(monkeypatch, eager,
         num_key_value_heads=1, head_dim=128,
     )  # fmt: skip
     model = transformers.Qwen3ForCausalLM(config).bfloat16()
-    confirmed = {part: one._replace(confirmed="gpu.json") for part, one in contracts.CONTRACTS.items()}
-    monkeypatch.setattr(contracts, "CONTRACTS", confirmed)
+    confirmed = {part: one._replace(confirmed="gpu.json") for part, one in layer_ops.CONTRACTS.items()}
+    monkeypatch.setattr(layer_ops, "CONTRACTS", confirmed)
     monkeypatch.setattr(FSDPEngineWithLMHead, "_build_module", lambda self: model)
     monkeypatch.setattr(plugin_engine, "get_device_name", lambda: "cuda")
     engine = quantized_engine()

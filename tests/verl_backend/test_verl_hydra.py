@@ -19,7 +19,7 @@ from verl.workers.config import PolicyLossConfig
 
 from qarl.config.objectives import LOSSES
 from qarl.errors import UserError
-from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
+from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.objectives.settings import Correction
 from qarl.objectives.settings import objective_settings as objective_settings_of_a_run
 from qarl.quant.scheme import SCHEMES

@@ -11,7 +11,8 @@ import pytest
 import torch
 from checkout import ROOT
 
-from qarl.rollout.publish.wire import UNIT, encode_publish
+from qarl.rollout.publish.send import encode_publish
+from qarl.rollout.publish.wire import UNIT
 from qarl.verl.plugin.transport import decode, encode
 
 pytest.importorskip("verl")

@@ -25,10 +25,8 @@ import torch.nn.functional as F
 
 from qarl.kernels.activations import dequantize, quantize_int8_cuda
 from qarl.kernels.base import LinearKernel
-from qarl.kernels.cpu.tiles import to_tiles
 from qarl.kernels.cpu.torch_ops import PreparedScaled, int8_linear, int8_unavailable, int_mm
-from qarl.kernels.int4 import VALUES_PER_INT32
-from qarl.kernels.layouts import TILES
+from qarl.kernels.int4 import TILES, VALUES_PER_INT32, to_tiles
 from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
 
 _TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time

@@ -1,27 +1,134 @@
-"""vLLM's CUDA operators of a decoder layer, and for each a PyTorch function with the same rounding.
+"""vLLM's CUDA operators of a decoder layer, what each rounds, and PyTorch functions with the same rounding.
 
     rms_norm            `rms_norm`, or `fused_add_rms_norm` behind a residual addition
     silu_and_mul        `silu_and_mul`
+    flash_attention     FlashAttention 3, with pages of keys and values, and one split
 
-The functions `*_reference` follow the contracts of `qarl.kernels.cuda.contracts`. They run on every device, and compute
-the forward for tensors that are not on a GPU, so that the level can be tested without one.
+A contract says which intermediate results are BF16 and which are FP32. The functions `*_reference` follow the
+contracts. They run on every device, and compute the forward for tensors that are not on a GPU, so that the level can be
+tested without one. The contracts are read from the source of vLLM 0.24.0, the release in requirements/gpu.lock.
+
+Equal contracts do not mean equal bits: a contract leaves the order of FP32 sums open. So `quant.align=model` on a GPU
+calls vLLM's operators, and the contracts say what to expect from them. Only a device can confirm that. Until
+`confirmed` names a result file, the log and the doctor call the level unconfirmed.
 
 The two norms sum squares in different orders. A decoder layer of transformers has added the residual already when it
 calls its norm. vLLM's operator adds zeros to this sum then, which gives the bits that it gives for the two parts,
 because it normalises their rounded sum.
 
-Without compilation vLLM's engine runs these operators. Inductor would compile PyTorch's formulas, which round
-differently, so the engine must not use it (`qarl.kernels.cuda.contracts.ENGINE_ARGUMENTS`).
+The engine's attention reads a paged cache. Its kernel for pages of 16 tokens has tiles of 128 keys, both in a prefill
+and in a decode step, for heads of 96 and 128. The kernel for contiguous keys may have other tiles, and so other bits.
+So the trainer's keys and values are copied into such pages. The engine splits the keys of a query among thread blocks
+if few requests run. Then the sum's order depends on the batch. With one split it does not. On compute capability 9.0,
+vLLM 0.24.0 has a setting for that (`ENGINE_ARGUMENTS`). FlashAttention 2 and 4 take the number of splits from a
+heuristic that no setting reaches except VLLM_BATCH_INVARIANT, which replaces operators of the whole process.
+
+Sources for attention: vllm/v1/attention/backends/flash_attn.py, vllm/vllm_flash_attn/flash_attn_interface.py of vLLM
+0.24.0; hopper/tile_size.h and hopper/flash_api.cpp of vllm-project/flash-attention.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from qarl.kernels.device import upload
 from qarl.process import configure_vllm_process, vllm_missing
+
+ENGINE_ARGUMENTS: dict[str, Any] = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+}
+"""vLLM's arguments that make its engine run these operators, with CUDA graphs for decode steps.
+
+`mode` 0 is no compilation. With the default, Inductor compiles PyTorch's formulas, which round differently.
+The other setting is one split in attention. vLLM 0.24.0 reads it only if it captures whole steps, and if a step has at
+most `max_cudagraph_capture_size` tokens (by default twice max_num_seqs, at most 512). In larger steps a heuristic of
+FlashAttention chooses: one split for up to 512 keys, and whenever the queries fill the GPU. So prompts have one split.
+With rollout.enforce_eager=true no setting gives one split except VLLM_BATCH_INVARIANT. That replaces operators of the
+whole process, so it needs an engine in a separate process, as in verl.
+"""
+
+
+class Contract(NamedTuple):
+    """`operator`: vLLM's name. `source`: file in vLLM 0.24.0. `rounds`: results that are rounded to BF16; all others
+    are FP32. `open`: what the contract does not determine. `test`: the device test that confirms it, as file::function.
+    `confirmed`: file under benchmarks/results in which a device has confirmed it, or empty."""
+
+    operator: str
+    source: str
+    rounds: str
+    open: str
+    test: str
+    confirmed: str = ""
+
+
+_TESTS = "tests/gpu/test_align_cuda.py"
+CONTRACTS: dict[str, Contract] = {
+    "norm": Contract(
+        "rms_norm",
+        "csrc/libtorch_stable/layernorm_kernels.cu",
+        "(x * r) * weight, once",
+        "order of the sum of squares. A call with fewer than 256 rows has other blocks, which changes the order only "
+        "if rows have more than 2048 elements",
+        f"{_TESTS}::test_rms_norm",
+    ),
+    "residual norm": Contract(
+        "fused_add_rms_norm",
+        "csrc/libtorch_stable/layernorm_kernels.cu",
+        "x + residual; then (sum * r) * weight, once, from the rounded sum",
+        "as in rms_norm",
+        f"{_TESTS}::test_fused_add_rms_norm",
+    ),
+    "rotary": Contract(
+        "rotary_embedding",
+        "csrc/libtorch_stable/pos_encoding_kernels.cu",
+        "the cosines and sines; then x * cos - y * sin, once",
+        "nothing: products of BF16 numbers are exact in FP32, fused or not. But vLLM computes the cosines and sines on "
+        "the GPU, so they differ from a table that is computed on a CPU",
+        f"{_TESTS}::test_rotary_embedding",
+    ),
+    "activation": Contract(
+        "silu_and_mul",
+        "csrc/libtorch_stable/activation_kernels.cu",
+        "silu(gate); then silu(gate) * up",
+        "the last bit of expf",
+        f"{_TESTS}::test_silu_and_mul",
+    ),
+    "attention": Contract(
+        "FlashAttention 3, one split",
+        "vllm/v1/attention/backends/flash_attn.py",
+        "exp(score - largest score so far) where it multiplies the values; the output",
+        "the number of keys in a tile, after which sums are rescaled: 128 for heads of 96 and 128, and in a prefill of "
+        "heads of 64. A decode of heads of 64 has 160 or 192",
+        f"{_TESTS}::test_attention_of_prefill",
+    ),
+    "lm_head": Contract(
+        "F.linear, cuBLAS",
+        "vllm/model_executor/layers/vocab_parallel_embedding.py",
+        "the logits",
+        "cuBLAS chooses a kernel by the number of rows, which may change the order of the sums",
+        f"{_TESTS}::test_lm_head",
+    ),
+    "log-softmax": Contract(
+        "compute_token_logprobs",
+        "vllm/v1/worker/gpu/sample/logprob.py",
+        "nothing: logits / temperature, then (x - largest) - log(sum), in FP32",
+        "the order of the sum; the trainer's is PyTorch's, which may change the last bit of a log-prob",
+        f"{_TESTS}::test_log_softmax",
+    ),
+}
+"""Part of the model -> contract of vLLM's operator. docs/gpu.md has the same table."""
+
+
+def unconfirmed() -> tuple[str, ...]:
+    """Return the operators that no device has confirmed."""
+    return tuple(contract.operator for contract in CONTRACTS.values() if not contract.confirmed)
+
 
 OPERATORS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding")
 
@@ -62,14 +169,6 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) ->
     return (total * scale * weight.float()).to(x.dtype)
 
 
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return norm and sum as vLLM's `fused_add_rms_norm` does. All tensors are BF16; x and residual are [..., K]."""
-    total = x + residual
-    return rms_norm_reference(total, weight, epsilon), total
-
-
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up as BF16, for gate and up BF16 [..., N]."""
     if not gate.is_cuda:
@@ -84,22 +183,135 @@ def silu_and_mul_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
     return F.silu(gate.float()).to(gate.dtype) * up
 
 
-def rotary_reference(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotate x BF16 [T, heads, D] by cosines and sines BF16 [T, D / 2], as vLLM's `rotary_embedding` does."""
-    first, second = x.float().chunk(2, dim=-1)
-    cosines, sines = cosines.float()[:, None], sines.float()[:, None]
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(x.dtype)
+PAGE = 16
+"""Tokens in a page: vLLM's default block size on GPUs."""
+HEAD_SIZES = (96, 128)
+"""Head sizes for which prefill and decode have the same tiles, of `TILE` keys. With other sizes some bits differ."""
+TILE = 128
+CAPABILITY = (9, 0)
 
 
-def log_softmax_reference(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return FP32 log-probs [T] of `tokens` int64 [T] as vLLM's `compute_token_logprobs` does from BF16 logits [T, V].
+def attention_unavailable(capability: tuple[int, int] | None) -> str | None:
+    """Return why the engine's attention cannot be called on a GPU of this compute capability, or None if it can.
 
-    vLLM sums 1024 exponentials at a time.
+    `capability`: None if unknown, which counts as available.
     """
-    scaled = logits.float() / temperature
-    largest = scaled.amax(-1, keepdim=True)
-    total = torch.zeros_like(largest)
-    for block in (scaled - largest).exp().split(1024, dim=-1):
-        total += block.sum(-1, keepdim=True)
-    chosen = scaled.gather(-1, tokens[:, None])
-    return (chosen - largest - total.log())[:, 0]
+    if missing := vllm_missing():
+        return missing
+    if capability is not None and capability != CAPABILITY:
+        return (
+            "is built for compute capability 9.0, where vLLM runs FlashAttention 3 and can be told to use one split, "
+            f"not for {capability[0]}.{capability[1]}"
+        )
+    return None
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Return causal attention within each row of a pack, BF16 [T, H, D].
+
+    query is BF16 [T, H, D], key and value are BF16 [T, Hkv, D]. `lengths`: tokens of each row; their sum is T.
+    """
+    if not query.is_cuda:
+        rows = zip(*(tensor.split(list(lengths)) for tensor in (query, key, value)), strict=True)
+        return torch.cat([flash_reference(q, k, v, scale) for q, k, v in rows])
+    return vllm_flash_attention(query, key, value, scale, lengths)
+
+
+def vllm_flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Call vLLM's function, with the arguments of `flash_attention`."""
+    configure_vllm_process()
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    pack = _pack(tuple(lengths), query.device)
+    caches = [into_pages(tensor, pack.slots, pack.pages) for tensor in (key, value)]
+    output: torch.Tensor = flash_attn_varlen_func(
+        q=query.contiguous(),
+        k=caches[0],
+        v=caches[1],
+        cu_seqlens_q=pack.ends,
+        max_seqlen_q=max(lengths),
+        seqused_k=pack.counts,
+        max_seqlen_k=max(lengths),
+        softmax_scale=scale,
+        causal=True,
+        block_table=pack.table,
+        fa_version=3,
+        num_splits=1,
+    )
+    return output
+
+
+class _Pack(NamedTuple):
+    """What describes the rows of a pack on the device. `pages`: their number."""
+
+    counts: torch.Tensor
+    ends: torch.Tensor
+    table: torch.Tensor
+    slots: torch.Tensor
+    pages: int
+
+
+@lru_cache(maxsize=4)  # all layers of a forward have the same rows
+def _pack(lengths: tuple[int, ...], device: torch.device) -> _Pack:
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
+    table, slots = pages(counts)
+    number = int(table.max()) + 1
+    counts, ends, table, slots = (upload(tensor, device) for tensor in (counts, ends, table, slots))
+    return _Pack(counts, ends, table, slots, number)
+
+
+def pages(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pages of each row, int32 [rows, most pages], and the slot of each token, int64 [T].
+
+    `counts`: int32 [rows], tokens of each row. Pages are numbered from 0 in the order of the rows. Entries after a
+    row's last page are 0.
+    """
+    numbers = (counts.long() + PAGE - 1) // PAGE
+    starts = numbers.cumsum(0) - numbers
+    places = torch.arange(int(numbers.max()))
+    table = torch.where(places < numbers[:, None], starts[:, None] + places, 0).to(torch.int32)
+    slots = torch.cat(
+        [start * PAGE + torch.arange(n) for start, n in zip(starts.tolist(), counts.tolist(), strict=True)]
+    )
+    return table, slots
+
+
+def into_pages(tensor: torch.Tensor, slots: torch.Tensor, number: int) -> torch.Tensor:
+    """Copy tensor [T, Hkv, D] into `number` pages [number, PAGE, Hkv, D]. The rest of the pages is 0."""
+    cache_of_rows = tensor.new_zeros(number * PAGE, *tensor.shape[1:])
+    cache_of_rows[slots] = tensor
+    return cache_of_rows.view(number, PAGE, *tensor.shape[1:])
+
+
+def flash_reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, tile: int = TILE
+) -> torch.Tensor:
+    """Return causal attention of one row in PyTorch, with FlashAttention 3's rounding: BF16 [t, H, D].
+
+    query is BF16 [t, H, D]; key and value are BF16 [T, Hkv, D]. The last query sees all keys. Keys are visited from the
+    last tile to the first. After each tile the sums are rescaled to the largest score so far.
+    """
+    length, heads, size = query.shape
+    groups = heads // key.shape[1]
+    q = query.transpose(0, 1).float()
+    k, v = (tensor.transpose(0, 1).repeat_interleave(groups, 0).float() for tensor in (key, value))
+    last = torch.arange(length)[:, None] + k.shape[1] - length
+    largest = torch.full((heads, length, 1), -torch.inf)
+    divisor, output = torch.zeros(heads, length, 1), torch.zeros(heads, length, size)
+    factor = scale * 1.4426950408889634  # the kernel computes powers of two
+    for start in reversed(range(0, k.shape[1], tile)):
+        keys = slice(start, min(start + tile, k.shape[1]))
+        scores = q @ k[:, keys].transpose(1, 2)
+        scores = scores.masked_fill(torch.arange(keys.start, keys.stop) > last, -torch.inf)
+        before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
+        seen = largest.masked_fill(largest == -torch.inf, 0)  # a query before all keys of this tile
+        weights = torch.exp2(scores * factor - seen * factor)
+        kept = torch.exp2((before - seen) * factor)
+        divisor = divisor * kept + weights.sum(-1, keepdim=True)
+        output = output * kept + weights.bfloat16().float() @ v[:, keys]
+    return (output / divisor).bfloat16().transpose(0, 1)

@@ -28,12 +28,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from qarl.kernels.activations import dequantize
 from qarl.kernels.base import LinearKernel
 from qarl.kernels.triton.linears import ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
-from qarl.kernels.triton.quantize import dequantize_int4
 from qarl.process import configure_vllm_process, vllm_missing
 from qarl.vllm_versions.functions import why_unusable
 
@@ -61,24 +59,13 @@ FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
 """vLLM's functions that are called here, and the parameters that are passed by name."""
 
 
-CUBLAS_FROM_ROWS: int | None = None
-"""Number of rows from which a W4A16 product is computed by cuBLAS, on a weight that is dequantized for this product.
-
-None: never. This was not measured. By arithmetic cuBLAS should win at 16384 rows (Marlin reaches at most 75% of
-Hopper's BF16 rate). It is off because a product by cuBLAS has other bits than the engine's. Only a measured gain in
-time can justify the mismatch.
-"""
-
-
 class PreparedPacked(NamedTuple):
-    """`weight` and `scales` in the operator's layout. `out_features` is N. Only Marlin needs `workspace`. `wire`: the
-    published words and scales, if `CUBLAS_FROM_ROWS` is set."""
+    """`weight` and `scales` in the operator's layout. `out_features` is N. Only Marlin needs `workspace`."""
 
     weight: torch.Tensor
     scales: torch.Tensor
     out_features: int
     workspace: torch.Tensor | None = None
-    wire: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @cache
@@ -140,10 +127,6 @@ def uint4b8() -> Any:
     return scalar_types.uint4b8
 
 
-def _for_cublas(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return None if CUBLAS_FROM_ROWS is None else (packed, scale)
-
-
 class _PackedLinear(LinearKernel):
     """Base of the two W4A16 kernels."""
 
@@ -174,7 +157,7 @@ class VllmMacheteLinear(_PackedLinear):
         weight = ops.machete_prepack_B(
             packed.contiguous().t(), a_type=scale.dtype, b_type=uint4b8(), group_scales_type=scale.dtype
         )
-        return PreparedPacked(weight, scale.t().contiguous(), len(packed), wire=_for_cublas(packed, scale))
+        return PreparedPacked(weight, scale.t().contiguous(), len(packed))
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
@@ -183,8 +166,6 @@ class VllmMacheteLinear(_PackedLinear):
 
         if not len(x):
             return x.new_empty(0, prepared.scales.shape[1])
-        if prepared.wire is not None and len(x) >= (CUBLAS_FROM_ROWS or 0):
-            return F.linear(x, dequantize_int4(*prepared.wire), bias)
         y: torch.Tensor = ops.machete_mm(
             a=x.contiguous(),
             b_q=prepared.weight,
@@ -233,7 +214,7 @@ class VllmMarlinLinear(_PackedLinear):
             group_size=group,
         )
         workspace = marlin.marlin_make_workspace_new(packed.device)
-        return PreparedPacked(weight, scales, n, workspace, wire=_for_cublas(packed, scale))
+        return PreparedPacked(weight, scales, n, workspace)
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
@@ -242,8 +223,6 @@ class VllmMarlinLinear(_PackedLinear):
         n, k = prepared.out_features, x.shape[1]
         if not len(x):
             return x.new_empty(0, n)
-        if prepared.wire is not None and len(x) >= (CUBLAS_FROM_ROWS or 0):
-            return F.linear(x, dequantize_int4(*prepared.wire), bias)
         nothing = _nothing(x.device)
         if bias is not None:
             bias = marlin.marlin_permute_bias(marlin.marlin_pad_dim(bias, n, prepared.scales.shape[1]))

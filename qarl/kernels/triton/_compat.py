@@ -1,4 +1,5 @@
-"""Rounding, casts and dot products that give the same bits on a GPU and under Triton's interpreter.
+"""What the Triton kernels share: casts and dot products with the same bits on a GPU and under Triton's interpreter, and
+sums that several programs share.
 
 With TRITON_INTERPRET=1 (read when a kernel is defined) kernels run in NumPy, on a machine without a GPU. In Triton 3.6
 to 3.9 the interpreter is wrong in four ways:
@@ -13,6 +14,10 @@ Kernels never compute on BF16 tensors: they call `to_fp32` on load and `to_bf16`
 
 Two rules make bits independent of the Triton release. Launch with `**LAUNCH`, because 3.10 changes the default for
 fusing a * b + c. Write `tl.div_rn` and `tl.sqrt_rn`, because `/` and `tl.sqrt` are approximate.
+
+Split sums have a fixed order and no float atomics. Every program writes its tile to a workspace and increments a
+counter. The program that arrives last adds all tiles in a fixed order. The last program changes from run to run, but
+the result does not. One kernel does both steps, because a product of few rows takes little longer than a launch.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import triton.language as tl
 from triton import knobs
 
 from qarl.kernels.device import capability, is_gpu
+from qarl.kernels.triton.tables import Tile, parts
 
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether the kernels of this process run under the interpreter."""
@@ -124,3 +130,55 @@ def require_device(*tensors: torch.Tensor) -> None:
         INTERPRETED or is_gpu(tensors[0].device),
         f"Triton kernels need a GPU, not {tensors[0].device} (TRITON_INTERPRET=1 runs them on CPU, for tests)",
     )
+
+
+@triton.jit
+def leave_part(acc, workspace_ptr, counter_ptr, tile, tiles, part, parts, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Write part `part` of tile `tile`. Return True in the program that arrives last, which must call `sum_parts`."""
+    offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    tl.store(workspace_ptr + (part * tiles + tile).to(tl.int64) * (ROWS * COLS) + offsets, acc)
+    tl.debug_barrier()  # the whole tile must be written before one thread releases it
+    return tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == parts - 1
+
+
+@triton.jit
+def sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Add the parts in the order 0, 1, 2, ... to [ROWS, COLS], in the workspace's dtype. Reset the counter to zero."""
+    offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    acc = tl.zeros((ROWS, COLS), workspace_ptr.dtype.element_ty)
+    for part in range(parts):
+        start = (part * tiles + tile).to(tl.int64) * (ROWS * COLS)
+        acc += tl.load(workspace_ptr + start + offsets, cache_modifier=".cg")
+    tl.store(counter_ptr + tile, 0)
+    return acc
+
+
+def split(
+    tile: Tile, tiles: int, blocks: int, size: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    """Return how many parts each sum is split into, and the workspace and counters for them. There are `tiles` sums.
+    Each adds `blocks` blocks and has a result of `size` elements. If the sums are not split, return
+    (1, None, None).
+    """
+    count = parts(tile, tiles, blocks, device)
+    if count == 1:
+        return 1, None, None
+    return count, torch.empty(count * tiles * size, dtype=dtype, device=device), _counters(tiles, device)
+
+
+_COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def _counters(count: int, device: torch.device) -> torch.Tensor:
+    """Return int32 zeros [>= count], which every launch resets to zero.
+
+    The launches of a stream do not overlap, so they share one tensor. A captured CUDA graph gets its own tensor, which
+    each replay zeroes.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    found = _COUNTERS.get(key)
+    if found is None or found.numel() < count:
+        found = _COUNTERS[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+    return found

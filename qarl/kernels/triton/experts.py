@@ -1,8 +1,19 @@
-"""What an expert layer does between its products: SwiGLU's backward, the sum over a token's experts, unused experts.
+"""Mixture-of-experts layers in Triton: grouped products, and what an expert layer does between them.
 
-Each is one pass over memory. In PyTorch, the FP32 temporaries of these chains would be several times as large as their
-inputs and outputs. Rows are sorted by expert (`qarl.kernels.experts.grouped.Routing`). Arithmetic is in FP32, and
-results are rounded once to BF16.
+Rows are sorted by expert (`qarl.kernels.experts.grouped.Routing`), and each expert's weight multiplies only its own
+rows. Expert e has the rows ends[e-1]..ends[e]-1 of x. `ends` is int32 [E] on the device, as in PyTorch's `grouped_mm`.
+There is no padding: an expert with c rows has ceil(c / BM) tiles. The host does not know their number without waiting
+for the device. So the grid has as many programs as any routing of M rows to E experts could need. A program finds its
+expert by a cumulative sum over the E counts, and exits if there is none.
+
+Tiles, bytes and flops are those of the dense products (`_int4_tile.py`, `scaled_mm.py`), but sums are not split, and
+weights of experts without rows are not read. For W4A16 with many rows per expert, all experts are dequantized to a
+transient BF16 buffer for PyTorch's grouped product. This choice depends only on M / E, the mean number of rows, so
+routing cannot change it.
+
+Between the products there are SwiGLU's backward, the sum over a token's experts, and zeros for unused experts. Each is
+one pass over memory. In PyTorch, the FP32 temporaries of these chains would be several times as large as their inputs
+and outputs. Arithmetic is in FP32, and results are rounded once to BF16.
 """
 
 from __future__ import annotations
@@ -10,8 +21,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qarl.kernels.device import launch
 from qarl.kernels.triton._compat import (
@@ -24,6 +37,216 @@ from qarl.kernels.triton._compat import (
     to_bf16,
     to_fp32,
 )
+from qarl.kernels.triton._int4_tile import backward_tile, forward_tile, in_order
+from qarl.kernels.triton.quantize import dequantize_int4, dequantize_rows
+from qarl.kernels.triton.scaled_mm import check_8bit, scaled_tile, store_scaled, takes_tma, tile_place
+from qarl.kernels.triton.tables import Tile, choose
+from qarl.kernels.triton.w4a16 import PTX, check_rows, check_weight, store_forward, store_rows
+
+
+@triton.jit
+def find_expert(tile, ends_ptr, experts, BM: tl.constexpr, SIZE: tl.constexpr):
+    """Return (expert, first row, end of the expert's rows) of row tile `tile`. An unused tile has the expert SIZE."""
+    index = tl.arange(0, SIZE)
+    ends = tl.load(ends_ptr + index, mask=index < experts, other=0)
+    begins = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index < experts), other=0)
+    tiles = tl.where(index < experts, (ends - begins + BM - 1) // BM, 0)
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(index < expert, tiles, 0), 0)
+    begin = tl.sum(tl.where(index == expert, begins, 0), 0)
+    end = tl.sum(tl.where(index == expert, ends, 0), 0)
+    return expert, begin + (tile - before) * BM, end
+
+
+@triton.jit
+def grouped_w4a16_kernel(
+    x_ptr, packed_ptr, scale_ptr, ends_ptr, y_ptr, experts, tiles_m, N, K, stride_xm,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Compute y [M, N]. The grid is `tiles_m` row tiles, used or not, times the tiles of N."""
+    tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
+    expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
+    if expert < experts:
+        column = tile_n * BN
+        channel = expert.to(tl.int64) * N + column
+        acc = forward_tile(
+            x_ptr + row.to(tl.int64) * stride_xm, tl.minimum(tl.arange(0, BM), end - 1 - row) * stride_xm,
+            packed_ptr + channel * (K // 4), scale_ptr + channel * (K // GROUP),
+            tl.minimum(tl.arange(0, BN), N - 1 - column),
+            K, 0, tl.cdiv(K, BK), BM, BN, BK, GROUP, EVEN_K, PTX,
+        )  # fmt: skip
+        store_forward(acc, None, y_ptr, row, column, end, N, BM, BN)
+
+
+@triton.jit
+def grouped_w4a16_backward_kernel(
+    grad_ptr, packed_ptr, scale_ptr, ends_ptr, dx_ptr, experts, tiles_m, N, K, stride_gm,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Compute dX [M, K] in tiles of BM by BK. The grid is `tiles_m` row tiles, used or not, times the tiles of K."""
+    tile_m, tile_k = tile_place(tl.program_id(0), tiles_m, tl.cdiv(K, BK))
+    expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
+    if expert < experts:
+        column = tile_k * BK
+        channel = expert.to(tl.int64) * N
+        acc_0, acc_1, acc_2, acc_3 = backward_tile(
+            grad_ptr + row.to(tl.int64) * stride_gm, tl.minimum(tl.arange(0, BM), end - 1 - row) * stride_gm,
+            packed_ptr + channel * (K // 4), scale_ptr + channel * (K // GROUP), column, K, N,
+            0, tl.cdiv(N, BN), BM, BN, BK, GROUP, EVEN_N, PTX,
+        )  # fmt: skip
+        acc = in_order(tl.trans(acc_0), tl.trans(acc_1), tl.trans(acc_2), tl.trans(acc_3), BM, BK // 4)
+        store_rows(acc, dx_ptr, row, column, end, K, BM, BK)
+
+
+@triton.jit
+def grouped_scaled_mm_kernel(
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, ends_ptr, y_ptr, experts, tiles_m, M, N, K, stride_xm,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
+    ACC: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Compute y [M, N]. The last tile of an expert also computes rows of the next expert, but does not store them."""
+    tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
+    expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
+    if expert < experts:
+        column = tile_n * BN
+        acc = scaled_tile(
+            x_ptr, w_ptr, row, expert * N + column, M, experts * N, K, stride_xm, 0, tl.cdiv(K, BK),
+            BM, BN, BK, EVEN_K, TMA, FAST, ACC,
+        )  # fmt: skip
+        store_scaled(acc, x_scale_ptr, w_scale_ptr + expert * N, None, y_ptr, row, column, end, N, BM, BN)
+
+
+def grouped_w4a16_linear(
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
+) -> torch.Tensor:
+    """Return x W_e^T with each row's expert e, BF16 [M, N].
+
+    x [M, K] BF16 sorted by expert, `packed` int32 [E, N, K/8], `scale` BF16 [E, N, K/g], `ends` int32 [E]. `ends` must
+    ascend (repeats are allowed) and end with M. Raise ValueError in the cases of `w4a16_linear`.
+    """
+    group, (experts, n, k) = _check_experts(packed, scale, ends)
+    m, _ = check_rows(x, k, packed)
+    tile = tile or choose("grouped_w4a16", x.device, -(-m // experts), n, k, group)
+    if tile is None:
+        return _grouped_mm(x, dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(experts, n, k).mT, ends)
+    y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    if y.numel():
+        x = x if x.stride(1) == 1 else x.contiguous()
+        tiles_m = row_tiles(m, experts, tile.BM)
+        launch(
+            grouped_w4a16_kernel, (tiles_m * triton.cdiv(n, tile.BN),),
+            x, packed.view(torch.int16), scale, ends, y, experts, tiles_m, n, k, x.stride(0),
+            tile.BM, tile.BN, tile.BK, group, k % tile.BK == 0, PTX, _size(experts), **tile.launch, **LAUNCH,
+        )  # fmt: skip
+    return y
+
+
+def grouped_w4a16_backward_input(
+    grad: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
+) -> torch.Tensor:
+    """Return dX = grad @ W_e, BF16 [M, K], from grad BF16 [M, N] sorted by expert.
+
+    Other arguments and errors are those of `grouped_w4a16_linear`.
+    """
+    group, (experts, n, k) = _check_experts(packed, scale, ends)
+    m, _ = check_rows(grad, n, packed)
+    tile = tile or choose("grouped_w4a16_backward", grad.device, -(-m // experts), n, k, group)
+    if tile is None:
+        return _grouped_mm(grad, dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(experts, n, k), ends)
+    dx = torch.empty(m, k, dtype=torch.bfloat16, device=grad.device)
+    if dx.numel():
+        grad = grad if grad.stride(1) == 1 else grad.contiguous()
+        tiles_m = row_tiles(m, experts, tile.BM)
+        launch(
+            grouped_w4a16_backward_kernel, (tiles_m * triton.cdiv(k, tile.BK),),
+            grad, packed.view(torch.int16), scale, ends, dx, experts, tiles_m, n, k, grad.stride(0),
+            tile.BM, tile.BN, tile.BK, group, n % tile.BN == 0, PTX, _size(experts), **tile.launch, **LAUNCH,
+        )  # fmt: skip
+    return dx
+
+
+def grouped_scaled_mm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    fast_accumulation: bool = False,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Return x W_e^T with each row's expert e, BF16 [M, N], for 8-bit operands.
+
+    x int8 or e4m3 [M, K] sorted by expert, FP32 scales [M, 1], weight of the same dtype [E, N, K], scales [E, N, 1],
+    `ends` as in `grouped_w4a16_linear`. Raise ValueError in the cases of `scaled_mm`.
+    """
+    require(weight.ndim == 3, "the weight of the experts must be [E, N, K]")
+    kind = check_8bit(x, x_scale, weight, weight_scale)
+    (m, k), (experts, n, _), device = x.shape, weight.shape, x.device
+    _check_ends(ends, experts, weight)
+    operation = "fp8_fast" if kind == "fp8" and fast_accumulation else kind
+    tile = tile or choose(f"grouped_{operation}", device, -(-m // experts), n, k)
+    require(tile is not None, f"the table of grouped_{operation} has no rule for {m} rows")
+    assert tile is not None
+    y = torch.empty(m, n, dtype=torch.bfloat16, device=device)
+    if y.numel():
+        x = x if x.stride(1) == 1 else x.contiguous()
+        flat, tiles_m = weight.flatten(0, 1), row_tiles(m, experts, tile.BM)
+        tma = takes_tma(x, flat)
+        launch(
+            grouped_scaled_mm_kernel, (tiles_m * triton.cdiv(n, tile.BN),),
+            TensorDescriptor.from_tensor(x, [tile.BM, tile.BK]) if tma else x,
+            TensorDescriptor.from_tensor(flat, [tile.BN, tile.BK]) if tma else flat,
+            x_scale, weight_scale, ends, y, experts, tiles_m, m, n, k, x.stride(0),
+            tile.BM, tile.BN, tile.BK, k % tile.BK == 0, tma, fast_accumulation,
+            tl.int32 if kind == "w8a8" else tl.float32, _size(experts), **tile.launch, **LAUNCH,
+        )  # fmt: skip
+    return y
+
+
+def grouped_scaled_backward_input(
+    grad: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Return grad @ W_e, BF16 [M, K].
+
+    grad BF16 [M, N] sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1]. All experts are dequantized to a
+    transient BF16 buffer for PyTorch's grouped product.
+    """
+    check_rows(grad, weight.shape[1], weight)
+    _check_ends(ends, weight.shape[0], weight)
+    dequantized = dequantize_rows(weight.flatten(0, 1), weight_scale.flatten(0, 1))
+    return _grouped_mm(grad, dequantized.view(weight.shape), ends)
+
+
+def row_tiles(rows: int, experts: int, block: int) -> int:
+    """Return the largest number of tiles of `block` rows that any division of `rows` among the experts can need."""
+    return (rows + min(rows, experts) * (block - 1)) // block
+
+
+def _size(experts: int) -> int:
+    return triton.next_power_of_2(max(experts, 16))
+
+
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x [M, K] and weight [E, K, N] -> [M, N]. The function is public since PyTorch 2.10."""
+    return getattr(F, "grouped_mm", torch._grouped_mm)(x.contiguous(), weight, offs=ends)
+
+
+def _check_experts(packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor) -> tuple[int, tuple[int, int, int]]:
+    """Return (group size, (E, N, K)). Raise ValueError if the experts' tensors do not fit together."""
+    require(packed.ndim == 3 and packed.shape[0] > 0, "weight_packed of experts must be int32 [E, N, K/8]")
+    group = check_weight(packed, scale)
+    _check_ends(ends, packed.shape[0], packed)
+    return group, (packed.shape[0], packed.shape[1], packed.shape[2] * 8)
+
+
+def _check_ends(ends: torch.Tensor, experts: int, weight: torch.Tensor) -> None:
+    fits = ends.shape == (experts,) and ends.dtype == torch.int32 and ends.is_contiguous()
+    require(fits, f"ends must be contiguous int32 [{experts}]")
+    require_device(ends, weight)
+
 
 _PROGRAMS = 32  # that write zeros for an expert without rows
 

@@ -22,8 +22,17 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qarl.kernels.device import launch
-from qarl.kernels.triton._compat import INTERPRETED, LAUNCH, require, require_device, to_bf16, to_fp32
-from qarl.kernels.triton._split import leave_part, split, sum_parts
+from qarl.kernels.triton._compat import (
+    INTERPRETED,
+    LAUNCH,
+    leave_part,
+    require,
+    require_device,
+    split,
+    sum_parts,
+    to_bf16,
+    to_fp32,
+)
 from qarl.kernels.triton.tables import Tile, architecture, choose, processors
 
 
@@ -161,7 +170,8 @@ def scaled_mm(
     (m, k), n, device = x.shape, weight.shape[0], x.device
     if operation == "fp8":
         operation = "fp8_fast" if fast_accumulation else "fp8"
-    tile = tile or choose(operation + "_invariant" * batch_invariant, device, m, n, k)
+    table = f"{operation}_invariant" if batch_invariant else operation
+    tile = tile or choose(table, device, m, n, k)
     require(tile is not None, f"the table of {operation} has no rule for {m} rows")
     assert tile is not None
     y = torch.empty(m, n, dtype=torch.bfloat16, device=device)

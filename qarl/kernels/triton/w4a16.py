@@ -11,8 +11,8 @@ Each product has two paths. The tables (`tables.py`) say up to how many rows M t
 Both multiply the same BF16 operands and sum in FP32. They differ by the order of the sum and one BF16 rounding.
 
 Few rows make few tiles, so several programs share a sum over K (N for dX). Their parts are added in a fixed order
-(`_split.py`), so the same inputs give the same bits. With `batch_invariant` there is one tile and no split for every M,
-so the bits of a row do not depend on the number of rows.
+(`_compat.py`), so the same inputs give the same bits. With `batch_invariant` there is one tile and no split for every
+M, so the bits of a row do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,17 @@ import triton
 import triton.language as tl
 
 from qarl.kernels.device import launch
-from qarl.kernels.triton._compat import INTERPRETED, LAUNCH, require, require_device, to_bf16
+from qarl.kernels.triton._compat import (
+    INTERPRETED,
+    LAUNCH,
+    leave_part,
+    require,
+    require_device,
+    split,
+    sum_parts,
+    to_bf16,
+)
 from qarl.kernels.triton._int4_tile import backward_tile, forward_tile, in_order
-from qarl.kernels.triton._split import leave_part, split, sum_parts
 from qarl.kernels.triton.quantize import dequantize_int4
 from qarl.kernels.triton.tables import Tile, choose
 

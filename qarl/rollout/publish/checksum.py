@@ -1,6 +1,6 @@
-"""A fast 64-bit checksum of a tensor's bytes. Every device computes the same value.
+"""A fast 64-bit checksum of a tensor's bytes, and checks of all tensors of a unit at once: checksums, NaN and Inf.
 
-The bytes are read as 64-bit words. There are three steps for each word:
+Every device computes the same checksum. The bytes are read as 64-bit words. There are three steps for each word:
 
 1. Mix: XOR the upper half of the word into its lower half.
 2. Multiply by an odd weight that depends on the word's position.
@@ -12,14 +12,30 @@ like words.
 Each step is one-to-one, so damage within one word is always found. Damage to several words is missed with a probability
 of about 2**-32. (Without the mixing, flips of the top bits of two words would cancel.) The checksum detects accidents,
 not attacks. `tensor_digest` of `qarl.checkpoint.folder` (SHA-256, computed on the CPU) also detects attacks.
+
+`check_unit` does not wait for the device: the caller reads the results of all units together. It has three ways, which
+give the same bits:
+
+    kernel   on a GPU: one launch reads a large tensor where it lies, another all small ones, which are copied into rows
+             as below (`qarl.kernels.triton.checksum`)
+    rows     on a CPU, or where Triton is not installed: the bytes of small tensors are copied behind each other into
+             rows of `BLOCK` words, and a few operations on all rows give all results, because words of zeros add
+             nothing
+    each     all other tensors, such as those whose bytes do not fill words
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
+import importlib.util
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
+
+from qarl.kernels.device import is_gpu
+from qarl.quant.quantize import FLOAT_BITS
 
 BLOCK = 4096  # words in a block; all blocks have the same weights, `weights(1, ...)`
 CHUNK = 1 << 16  # words at a time on CPU, so that the intermediate tensors stay in the cache
@@ -106,3 +122,224 @@ def weights(seed: int, count: int, device: torch.device) -> torch.Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_LARGEST = 1 << 28
+"""Bytes of a tensor on a GPU up to which it is copied into rows. A whole stack of experts may be larger."""
+_SMALL = 1 << 20
+"""Bytes up to which the kernel gets a copy. Half of a layer's tensors are small, with 1% of its bytes. Experts' stacks
+are never copied, so a layer takes as many launches with few experts as with many."""
+_ZEROS = 8 * BLOCK
+
+
+class Checked(NamedTuple):
+    """`digests`: int64 [tensors], on the device of most tensors. `bad`: bool, one per row or tensor that was looked at,
+    or None if it was not asked for. `owners`: the number of the tensor of each of these."""
+
+    digests: torch.Tensor
+    bad: torch.Tensor | None
+    owners: torch.Tensor | None
+
+
+class _Plan(NamedTuple):
+    """How tensors of given sizes are laid out. `owners`, `outer` and `several` have a number per row: the tensor, the
+    weight of the row in it, and whether it has other rows."""
+
+    padding: tuple[int, ...]
+    sizes: torch.Tensor
+    owners: torch.Tensor
+    outer: torch.Tensor
+    several: torch.Tensor
+
+
+@lru_cache(maxsize=1024)
+def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
+    rows = torch.tensor([max(-(-size // (8 * BLOCK)), 1) for size in sizes])
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), rows)
+    places = torch.arange(len(owners)) - (rows.cumsum(0) - rows)[owners]
+    outer = weights(2, 1 << int(rows.max()).bit_length(), torch.device("cpu"))[places]
+    padding = tuple(8 * BLOCK * int(count) - size for count, size in zip(rows, sizes, strict=True))
+    return _Plan(padding, *(one.to(device) for one in (torch.tensor(sizes), owners, outer, (rows > 1)[owners])))
+
+
+@lru_cache(maxsize=8)
+def _zeros(device: torch.device) -> torch.Tensor:
+    return torch.zeros(_ZEROS, dtype=torch.uint8, device=device)
+
+
+def check_unit(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> Checked:
+    """Return the checksums of `tensors`, and if `finite`, which of them contain NaN or Inf."""
+    groups: dict[tuple[torch.device, str], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, _way(tensor)), []).append(i)
+    device = max((device for device, _ in groups), key=lambda one: one.type != "cpu")
+    digests, bad, owners = [], [], []
+    for (_, way), numbers in groups.items():
+        numbers.sort(key=lambda i: str(tensors[i].dtype) if way == "rows" else "")
+        found = _WAYS[way]([tensors[i].detach() for i in numbers], finite)
+        digests.append(found.digests.to(device, non_blocking=True))
+        if found.bad is not None and found.owners is not None:
+            bad.append(found.bad.to(device, non_blocking=True))
+            owners.append(_order(tuple(numbers), device)[found.owners.to(device, non_blocking=True)])
+    places = tuple(i for numbers in groups.values() for i in numbers)
+    together = torch.cat(digests) if len(digests) > 1 else digests[0]
+    if places != tuple(range(len(tensors))):
+        together = torch.empty_like(together).index_copy_(0, _order(places, device), together)
+    return Checked(together, torch.cat(bad) if bad else None, torch.cat(owners) if owners else None)
+
+
+def _way(tensor: torch.Tensor) -> str:
+    if tensor.nbytes % 8:
+        return "each"
+    readable = tensor.dtype in FLOAT_BITS or not tensor.is_floating_point()
+    aligned = tensor.storage_offset() * tensor.itemsize % 8 == 0
+    if is_gpu(tensor.device) and readable and aligned and _has_kernel(tensor.device):
+        return "kernel"
+    return "rows" if tensor.nbytes <= (8 * CHUNK if tensor.device.type == "cpu" else _LARGEST) else "each"
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    """Return whether the kernel can be used on `device`. On a real GPU it must first agree with PyTorch there."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if device.type == "meta":
+        return True
+    words = torch.arange(3 * BLOCK + 5, dtype=torch.int64, device=device) * 0x9E3779B97F4A7C1
+    floats = torch.ones(1024, dtype=torch.bfloat16, device=device)
+    stack = torch.arange(3 * 5 * 2048, device=device).view(3, 5, 2048).bfloat16()  # several blocks, read in place
+    samples = [words, floats, torch.where(floats.cumsum(0) == 700, torch.inf, floats)]
+    samples += [stack, torch.where(stack == stack[2, 4, 2000], torch.inf, stack)]
+    try:
+        found, wanted = (check(samples, True) for check in (_check_by_kernel, _check_each))
+        assert found.bad is not None and wanted.bad is not None
+        agrees = torch.equal(found.digests, wanted.digests) and torch.equal(found.bad[1:], wanted.bad)
+        why = "its results differ from PyTorch's"
+    except Exception as error:  # Triton, its compiler and the driver raise many types
+        agrees, why = False, f"{type(error).__name__}: {error}"
+    if not agrees:
+        warnings.warn(f"publishes on {device} compute checksums with PyTorch, not with the kernel: {why}", stacklevel=2)
+    return agrees
+
+
+@lru_cache(maxsize=1024)
+def _order(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, device=device)
+
+
+def _check_by_kernel(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
+    """Read large tensors where they lie, and small ones together, in copied rows."""
+    from qarl.kernels.triton.checksum import add_checksum, add_row_checksums
+
+    device = tensors[0].device
+    inner, results = weights(1, BLOCK, device), torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
+    small: list[int] = []
+    for i, tensor in enumerate(tensors):
+        if tensor.nbytes <= _SMALL and tensor.ndim < 3:
+            small.append(i)
+            continue
+        outer = weights(2, 1 << (tensor.nbytes // (8 * BLOCK)).bit_length(), device)
+        add_checksum(tensor.contiguous(), inner, outer, results[:, i], FLOAT_BITS.get(tensor.dtype) if finite else None)
+    if small:
+        sizes = tuple(tensors[i].nbytes for i in small)
+        table = _row_table(tuple(small), sizes, tuple(tensors[i].dtype if finite else None for i in small), device)
+        rows = _rows([tensors[i] for i in small], _plan(sizes, torch.device("cpu")).padding)
+        add_row_checksums(rows, inner, table, results)
+    return Checked(results[0], results[1] != 0 if finite else None, _order(tuple(range(len(tensors))), device))
+
+
+@lru_cache(maxsize=1024)
+def _row_table(
+    numbers: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], device: torch.device
+) -> torch.Tensor:
+    """Return the table of `add_row_checksums`. `numbers`: the places of the tensors among all."""
+    from qarl.kernels.triton.checksum import lanes
+
+    plan = _plan(sizes, torch.device("cpu"))
+    found = torch.tensor([lanes(FLOAT_BITS.get(dtype) if dtype else None) for dtype in dtypes])
+    first = plan.owners.diff(prepend=torch.tensor([-1])) != 0
+    rows = [torch.tensor(numbers)[plan.owners], plan.outer * plan.several, plan.sizes[plan.owners] * first]
+    return torch.stack([*rows, *found[plan.owners].t()]).to(device)
+
+
+def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
+    digests = torch.stack([checksum(tensor) for tensor in tensors])
+    floats = tuple(i for i, tensor in enumerate(tensors) if finite and tensor.is_floating_point())
+    if not floats:
+        return Checked(digests, None, None)
+    bad = torch.stack([has_nonfinite(tensors[i]) for i in floats])
+    return Checked(digests, bad, _order(floats, bad.device))
+
+
+def _rows(tensors: Sequence[torch.Tensor], padding: Sequence[int]) -> torch.Tensor:
+    """Copy the bytes of `tensors` behind each other into rows of `BLOCK` words."""
+    zeros, parts = _zeros(tensors[0].device), []
+    for tensor, size in zip(tensors, padding, strict=True):
+        parts += [tensor.contiguous().view(-1).view(torch.uint8), zeros[:size]]
+    return torch.cat(parts).view(torch.int64).view(-1, BLOCK)
+
+
+def _check_rows(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
+    """`tensors` are on one device, in the order of their dtypes."""
+    device, sizes = tensors[0].device, tuple(tensor.nbytes for tensor in tensors)
+    plan = _plan(sizes, device)
+    rows = _rows(tensors, plan.padding)
+    bad, owners = _bad_rows(rows, tensors, plan) if finite else (None, None)
+    sums = mix(mix(rows).mul_(weights(1, BLOCK, device))).sum(1)
+    again = mix(mix(sums.clone()).mul_(plan.outer))
+    digests = plan.sizes.clone().index_add_(0, plan.owners, torch.where(plan.several, again, sums))
+    return Checked(digests, bad, owners)
+
+
+def _bad_rows(
+    rows: torch.Tensor, tensors: Sequence[torch.Tensor], plan: _Plan
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return which rows of floats contain NaN or Inf, and the tensors of these rows."""
+    found: list[tuple[torch.dtype, int, int]] = []
+    owners, start = [], 0
+    for tensor, padding in zip(tensors, plan.padding, strict=True):
+        count = (tensor.nbytes + padding) // _ZEROS
+        if found and found[-1][0] == tensor.dtype:
+            found[-1] = (tensor.dtype, found[-1][1], start + count)
+        else:
+            found.append((tensor.dtype, start, start + count))
+        start += count
+    flags = []
+    for dtype, first, end in found:
+        if not dtype.is_floating_point:
+            continue
+        bits = FLOAT_BITS.get(dtype)
+        values = rows[first:end].view(dtype if bits is None else bits.integer)
+        wrong = (
+            ~torch.isfinite(values).all(1) if bits is None else (values & bits.magnitude_mask).amax(1) >= bits.nonfinite
+        )
+        flags.append(wrong)
+        owners.append(plan.owners[first:end])
+    if not flags:
+        return None, None
+    return torch.cat(flags), torch.cat(owners)
+
+
+_WAYS = {"kernel": _check_by_kernel, "rows": _check_rows, "each": _check_each}
+
+
+_AT_ONCE = 1 << 24  # numbers that are looked at together, so that a large tensor needs no large intermediate one
+
+
+def has_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
+    """Return, as 0-d bool, whether a float tensor contains NaN or Inf. Read as integers, the bits of float magnitudes
+    have the order of the magnitudes, so checking the maximum is enough. This is ten times as fast as `isfinite`."""
+    bits = FLOAT_BITS.get(tensor.dtype)
+    if bits is None:
+        return ~torch.isfinite(tensor).all()
+    parts = tensor.contiguous().view(bits.integer).view(-1).split(_AT_ONCE)
+    return torch.stack([(part & bits.magnitude_mask).amax() for part in parts]).amax() >= bits.nonfinite
+
+
+def nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return, as bool [tensors], which of these float tensors of one device contain NaN or Inf."""
+    if all(_way(tensor) == "kernel" for tensor in tensors):
+        bad = _check_by_kernel(tensors, True).bad
+        assert bad is not None
+        return bad
+    return torch.stack([has_nonfinite(tensor) for tensor in tensors])

@@ -1,8 +1,17 @@
-"""Encode the changes between two versions of one tensor: which words changed, and their new values.
+"""Delta publishes: both sides keep the last published tensors, and only the words that changed are sent.
 
-A word is one element, read as an integer of the same size. So NaNs and signed zeros are compared bit by bit.
+Each sender and each receiver keeps one copy of all published tensors in host memory, in the published format
+(`PublishedCache`). If sender and receiver are in one process, they share a copy. vLLM stores weights in a different
+layout, in which parts of one published word may be in several places. So the receiver first changes words of its cached
+tensors, and then writes whole tensors into vLLM.
 
-The changes of a tensor are encoded in one uint8 tensor, the payload. It has three parts:
+A fingerprint identifies the cached tensors. It is a hash of the publish's version and the checksums of all tensors. A
+delta publish contains the fingerprint of the tensors that it changes. If a receiver's fingerprint is different, the
+receiver refuses the publish before it writes anything. During a publish, and after a failed one, a receiver has no
+fingerprint.
+
+A word is one element, read as an integer of the same size. So NaNs and signed zeros are compared bit by bit. The
+changes of a tensor are encoded in one uint8 tensor, the payload. It has three parts:
 
     header      two int64: the coding of the positions, and the number of changed words
     values      the new words, padded to 8 bytes
@@ -26,10 +35,14 @@ receiver then compares the checksum of the whole tensor (`qarl.rollout.publish.r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+
+from qarl.rollout.publish.wire import NamedTensor
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEADER = 16
@@ -192,3 +205,125 @@ def _from_mask(coded: torch.Tensor, total: int) -> torch.Tensor:
         return coded.new_empty(0, dtype=torch.int64)
     bits = coded[:, None] >> torch.arange(8, dtype=torch.uint8, device=coded.device) & 1
     return bits.view(-1).nonzero().squeeze(1)
+
+
+def fingerprint_of(version: int, digests: Mapping[str, int]) -> str:
+    """Return a text that identifies a complete set of tensors by its version and the checksums of all tensors."""
+    text = "\n".join([str(version), *(f"{name} {digests[name]}" for name in sorted(digests))])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class PublishedCache:
+    """The tensors of the last publish and their checksums by name. `fingerprint` is None unless it was complete."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.digests: dict[str, int] = {}
+        self.fingerprint: str | None = None
+
+    def begin(self, *, changes: bool) -> None:
+        """Begin a publish. `changes`: true if the publish sends only changes, false if it sends all tensors."""
+        self.fingerprint = None
+        if not changes:
+            self.digests = {}
+
+    def put(self, name: str, tensor: torch.Tensor, digest: int = 0) -> None:
+        """Copy `tensor`. If dtype and shape are unchanged, overwrite the earlier tensor of this name."""
+        tensor = tensor.detach()
+        old = self.tensors.get(name)
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            old.copy_(tensor)
+        else:
+            self.tensors[name] = tensor.to("cpu", copy=True).contiguous()
+        self.digests[name] = digest
+
+    def take(self, name: str, sent: torch.Tensor, digest: int, *, is_delta: bool) -> None:
+        """Store what a delta publish has sent for the tensor `name`: the whole tensor, or a payload of its changes.
+
+        Raises:
+            ValueError: the payload is damaged, or there is no tensor of that name.
+        """
+        if not is_delta:
+            self.put(name, sent, digest)
+        elif name not in self.digests:
+            raise ValueError(f"no tensor {name} is kept")
+        else:
+            apply_changes(self.tensors[name], sent.cpu())
+            self.digests[name] = digest
+
+    def commit(self, version: int, digests: Mapping[str, int] | None = None) -> str:
+        """End a complete publish. Return the fingerprint.
+
+        `digests`: the checksums of all tensors, for a publish whose calls of `put` did not know them."""
+        if digests is not None:
+            self.digests = dict(digests)
+        for name in self.tensors.keys() - self.digests.keys():
+            del self.tensors[name]
+        self.fingerprint = fingerprint_of(version, self.digests)
+        return self.fingerprint
+
+
+@dataclass
+class Tally:
+    """Counts the `bytes` of a publish, and its changed words by kind: `codes` (quantized weights), `scales`, `other`.
+
+    `known`: whether the publish was compared with the previous one."""
+
+    known: bool = False
+    bytes: int = 0
+    changed: dict[str, int] = field(default_factory=dict)
+    words: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: torch.Tensor, changed: int) -> None:
+        leaf = name.rpartition(".")[2]
+        kind = "scales" if leaf == "weight_scale" else "codes" if tensor.dtype in _LOW_BIT else "other"
+        if leaf != "weight_shape":
+            self.changed[kind] = self.changed.get(kind, 0) + changed
+            self.words[kind] = self.words.get(kind, 0) + tensor.numel()
+
+    def count(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield the tensors of `stream`, and count their bytes."""
+        for name, tensor in stream:
+            self.bytes += tensor.nbytes
+            yield name, tensor
+
+    def metrics(self) -> dict[str, float]:
+        """Return `publish/changed_words` and the fractions of changed words, or {} if `known` is false."""
+        words = sum(self.words.values())
+        if not self.known or not words:
+            return {}
+        changed = sum(self.changed.values())
+        names = {"codes": "publish/changed_codes_frac", "scales": "publish/changed_scales_frac"}
+        shares = {name: self.changed[kind] / self.words[kind] for kind, name in names.items() if self.words.get(kind)}
+        return {"publish/changed_words": float(changed), "publish/changed_frac": changed / words} | shares
+
+
+_LOW_BIT = (torch.int32, torch.int8, torch.float8_e4m3fn)
+
+
+def compare_members(members: Iterable[NamedTensor], base: PublishedCache) -> list[Compared | None]:
+    """Compare each tensor of a unit with that in `base`, or return None for it if `base` has none like it.
+
+    This does not wait for a device."""
+    found: list[Compared | None] = []
+    for name, tensor in members:
+        now, before = tensor.detach().contiguous(), base.tensors.get(name)
+        alike = before is not None and before.shape == now.shape and before.dtype == now.dtype
+        found.append(compare(before.to(now.device, non_blocking=True), now) if alike and before is not None else None)
+    return found
+
+
+def changed_members(
+    members: Iterable[NamedTensor], compared: Iterable[Compared | None], counts: Iterable[int], tally: Tally
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield (name, tensor to send, whether it is a delta payload) for each tensor that has changed or is new.
+
+    `compared`: of `compare_members`. `counts`: their counts, which the host has read."""
+    for (name, tensor), comparison, count in zip(members, compared, counts, strict=True):
+        if comparison is None:
+            yield name, tensor, False
+            continue
+        found = find_changes(comparison, count)
+        tally.add(name, tensor, found.changed)
+        if found.changed:
+            yield name, tensor if found.payload is None else found.payload, found.payload is not None

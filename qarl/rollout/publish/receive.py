@@ -8,7 +8,7 @@ it. After `ReloadFailed` the receiver is `broken`, and the engine must be replac
 The receiver holds the tensors of only one unit (a decoder layer) in memory, and writes them before it knows whether
 their checksums are right: it compares all of them at the end, so that no unit waits for the device. Set `clone=True` if
 the tensors of one `feed` are views of a buffer that the transport reuses for the next one, as in verl. If the sender
-requests it, the receiver also keeps a copy of all tensors for delta publishes (`qarl.rollout.publish.kept`).
+requests it, the receiver also keeps a copy of all tensors for delta publishes (`qarl.rollout.publish.delta`).
 
 After a delta, the receiver also writes unchanged tensors, because an engine that slept may have lost them. Set
 `skip_unchanged=True` if only publishes change the engine's weights. Then unchanged modules are skipped.
@@ -24,12 +24,14 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.rollout.publish import captured, wire
-from qarl.rollout.publish.kept import KeptTensors
-from qarl.rollout.publish.manifest import Manifest, TensorSpec, check_specs
-from qarl.rollout.publish.units import check_unit
+from qarl.rollout.publish import graph_addresses, wire
+from qarl.rollout.publish.checksum import check_unit
+from qarl.rollout.publish.delta import PublishedCache
+from qarl.rollout.publish.wire import Manifest, TensorSpec, check_specs
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
 from qarl.vllm_versions.differences import kv_cache_tensors
+
+_CARRIER = f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault"
 
 
 class WeightReceiver:
@@ -64,15 +66,15 @@ class WeightReceiver:
         self.kv_cache_spoilt = False
         self.seconds = {"transfer": 0.0, "apply": 0.0}
         self.skip_unchanged = skip_unchanged
-        self.kept: KeptTensors | None = None
+        self.cache: PublishedCache | None = None
         self._is_delta = False
         self._units: dict[str, list[str]] = {}
         for name in expected:
             self._units.setdefault(wire.unit_of(name), []).append(name)
         self._applied = 0.0
         self._open: int | None = None
-        self._checks_addresses = captured.graphs_captured(vllm_config)
-        self._places: dict[str, captured.Place] = {}
+        self._checks_addresses = graph_addresses.graphs_captured(vllm_config)
+        self._places: dict[str, graph_addresses.Place] = {}
         self._seen: set[str] = set()
         self._unit: list[wire.NamedTensor] = []
         self._compare: list[tuple[list[str], torch.Tensor]] = []
@@ -95,8 +97,8 @@ class WeightReceiver:
 
     @property
     def held(self) -> str | None:
-        """The fingerprint of the kept tensors, or None. A delta publish must contain this fingerprint."""
-        return self.kept.fingerprint if self.kept else None
+        """The fingerprint of the cached tensors, or None. A delta publish must contain this fingerprint."""
+        return self.cache.fingerprint if self.cache else None
 
     def mark_stale(self, reason: str, *, doubt: bool = True) -> None:
         """Make the receiver stale, with `reason`, until the next complete publish.
@@ -104,7 +106,7 @@ class WeightReceiver:
         `doubt`: whether the next publish must contain all tensors."""
         self.version, self.stale_because = None, reason
         if doubt:
-            self.kept = None
+            self.cache = None
 
     def feed(self, weights: Iterable[wire.NamedTensor]) -> None:
         """Take the next tensors and records of a publish. The transport may split a publish into any number of calls.
@@ -179,15 +181,15 @@ class WeightReceiver:
                 fix=wire.RETRY,
             )
         if record.get("keep"):
-            self.kept = self.kept or KeptTensors()
-            self.kept.begin(changes=self._is_delta)
+            self.cache = self.cache or PublishedCache()
+            self.cache.begin(changes=self._is_delta)
         else:
-            self.kept = None
+            self.cache = None
         if self._checks_addresses and not self._places:  # else a publish was aborted: its moves count too
-            self._places = captured.places({"model": self.model})
-        announced = wire.read_specs(record["tensors"])
-        if announced is not None:
-            check_specs(announced.items(), self.expected)
+            self._places = graph_addresses.places({"model": self.model})
+        if record["tensors"] is not None:
+            specs = [(name, TensorSpec.parse(text)) for name, text in record["tensors"].items()]
+            check_specs(specs, self.expected)
 
     def _end_unit(self, digests: torch.Tensor) -> None:
         """Write a unit. `digests`: its checksums, which `_commit` compares with those computed here."""
@@ -201,9 +203,9 @@ class WeightReceiver:
         self._compare.append((names, torch.stack((found, digests.to(found.device, non_blocking=True)))))
         self._check_new(self._unit)
         self._write(dict(self._unit))
-        if self.kept:
+        if self.cache:
             for name, tensor in self._unit:
-                self.kept.put(name, tensor, 0)
+                self.cache.put(name, tensor)
         self._unit = []
 
     def _end_changes(self, record: dict[str, Any]) -> None:
@@ -215,9 +217,9 @@ class WeightReceiver:
         whole = self._changed_unit(record)
         self._check_new(whole)
         found = check_unit([tensor for _, tensor in whole]).digests.tolist() if whole else []
-        assert self.kept is not None
+        assert self.cache is not None
         for (name, _), digest in zip(whole, found, strict=True):
-            _check_digest(name, digest, self.kept.digests[name])
+            _check_digest(name, digest, self.cache.digests[name])
         chosen = self.plan.whole_modules(set(names)) if self.skip_unchanged else None
         self._write({name: t for name, t in whole if chosen is None or name.rpartition(".")[0] in chosen})
         self._unit = []
@@ -229,7 +231,7 @@ class WeightReceiver:
                 f"{wire.unit_of(doubled[0])} arrived twice",
                 where=", ".join(doubled[:4]),
                 why="the transport delivered the same tensors again",
-                fix=f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault",
+                fix=_CARRIER,
             )
         known = {name: self.expected[name] for name, _ in whole if name in self.expected}
         check_specs([(name, TensorSpec.of(tensor)) for name, tensor in whole], known)
@@ -242,25 +244,22 @@ class WeightReceiver:
 
     def _changed_unit(self, record: dict[str, Any]) -> list[wire.NamedTensor]:
         """Return all tensors of the received unit on the engine's device, with changes applied."""
-        assert self.kept is not None
+        assert self.cache is not None
         deltas = set(record["deltas"])
         names = self._units.get(record["unit"], [])
         for name, tensor in self._unit:
             try:
                 if name not in names:
                     raise ValueError(f"it is not a tensor of {record['unit']}")
-                if name in deltas:
-                    self.kept.change(name, tensor, record["digests"][name])
-                else:
-                    self.kept.put(name, tensor, record["digests"][name])
+                self.cache.take(name, tensor, record["digests"][name], is_delta=name in deltas)
             except ValueError as error:
                 raise wire.TransferFailed(
                     f"the changes of {name} cannot be applied",
                     why=str(error),
-                    fix=f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault",
+                    fix=_CARRIER,
                 ) from error
         device = next(self.model.parameters()).device
-        return [(name, self.kept.tensors[name].to(device, non_blocking=True)) for name in names]
+        return [(name, self.cache.tensors[name].to(device, non_blocking=True)) for name in names]
 
     def _commit(self, record: dict[str, Any]) -> None:
         missing = [name for name in self.expected if name not in self._seen]
@@ -273,9 +272,8 @@ class WeightReceiver:
                 fix="publish every tensor of packed_state_dict(model)",
             )
         digests = self._compare_digests()
-        if self.kept and not self._is_delta:
-            self.kept.digests = digests
-        if self.kept and self.kept.commit(self._open) != record.get("fingerprint"):
+        fingerprint = self.cache and self.cache.commit(self._open, None if self._is_delta else digests)
+        if self.cache and fingerprint != record.get("fingerprint"):
             raise wire.TransferFailed(
                 f"the engine's tensors differ from version {self._open} of the trainer's",
                 why="a tensor that was not sent has different checksums on the two sides",
@@ -307,7 +305,7 @@ class WeightReceiver:
         if not self._checks_addresses:
             return
         before, self._places = self._places, {}
-        if lost := captured.moved(before, captured.places({"model": self.model})):
+        if lost := graph_addresses.moved(before, graph_addresses.places({"model": self.model})):
             shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
             raise TensorsMoved(
                 f"the publish of version {self._open} moved {len(lost)} tensors that CUDA graphs have captured",
@@ -321,7 +319,7 @@ def _not_as_sent(unit: str, lost: list[str], extra: list[str]) -> wire.TransferF
         f"{unit} did not arrive as it was sent",
         where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
         why="the transport dropped, added or reordered tensors",
-        fix=f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault",
+        fix=_CARRIER,
     )
 
 

@@ -1,4 +1,6 @@
-"""The trainer's side of a publish to an engine in the same process. It checks all tensors, then passes them to vLLM.
+"""The trainer's side of a publish: it makes the stream of `qarl.rollout.publish.wire`.
+
+`publish_weights` publishes to an engine in the same process:
 
     validate   compare names, dtypes and shapes with the engine's config, and look for NaN and Inf
     transfer   make checksums; the engine's receiver takes the tensors unit by unit and computes them again
@@ -7,19 +9,210 @@
                the prefix cache
 
 If any step fails, even the first, the engine is stale, because its weights are not the trainer's current weights.
+
+`DeltaSender` publishes to receivers in other processes. It keeps the tensors that it sent last, as the receivers do,
+but does not assume that they arrived. Before each publish it gets the fingerprints of all receivers. If they all equal
+its own, it sends only changes. Otherwise it sends all tensors.
+
+Between the first record and the last, neither side waits for its device. The sender looks for NaN and Inf, and the
+receiver compares checksums, unit by unit, and both read the results before the last record. For a delta, both read once
+for each unit, and again for each tensor that has changed. Tensors that are cached for the next delta are copied to the
+host, unit by unit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol
 
-from qarl.quant.stacks import stacked
-from qarl.rollout.publish.kept import KeptTensors, Sent, Tally
-from qarl.rollout.publish.manifest import Manifest, PublishReport, TensorSpec, check_complete, quantized_layers
-from qarl.rollout.publish.wire import RETRY, NamedTensor, TransferFailed, encode_publish
+import torch
+
+from qarl.errors import UserError
+from qarl.quant.expert_names import stacked
+from qarl.rollout.publish.checksum import Checked, check_unit
+from qarl.rollout.publish.delta import (
+    Compared,
+    PublishedCache,
+    Tally,
+    changed_members,
+    compare_members,
+    fingerprint_of,
+)
+from qarl.rollout.publish.wire import (
+    BEGIN,
+    COMMIT,
+    RETRY,
+    UNIT,
+    Manifest,
+    NamedTensor,
+    PublishReport,
+    TensorSpec,
+    TransferFailed,
+    check_complete,
+    quantized_layers,
+    record,
+    unit_of,
+)
+
+if TYPE_CHECKING:
+    from qarl.rollout.publish.receive import WeightReceiver
+
+
+def encode_publish(
+    tensors: Iterable[NamedTensor],
+    *,
+    version: int,
+    manifest: Manifest | None = None,
+    checked: bool = False,
+    run: str | None = None,
+    keep: bool = False,
+    base: PublishedCache | None = None,
+    cache: PublishedCache | None = None,
+    tally: Tally | None = None,
+) -> Iterator[NamedTensor]:
+    """Yield `tensors` (checkpoint names, in layer order) with the records of a publish between them.
+
+    Args:
+        manifest: the specs of all tensors. If given, the engine refuses a missing tensor or a wrong shape before it
+            changes any weight. If None, the engine finds the mistake only when it reaches that tensor.
+        checked: whether `check_complete` has accepted the tensors. If not, they are checked for NaN and Inf here.
+        run: the name of the run that owns the weights, for transports that two runs could share by mistake.
+        keep: whether the receiver caches the tensors, so that the next publish can be a delta.
+        base: the tensors that the receiver has cached. If given, the publish is a delta, and `keep` must be true.
+        cache: the sender's copy of what the receivers cache, which follows the stream. None if it is the receiver's.
+        tally: counts the changed words. It is used only with `base`.
+
+    Raises:
+        UserError: a tensor contains NaN or Inf. The message names the tensor.
+    """
+    begin: dict[str, Any] = {"version": version, "tensors": None}
+    if manifest is not None and base is None:
+        begin["tensors"] = {name: str(spec) for name, spec in manifest.items()}
+    if run is not None:
+        begin["run"] = run
+    if keep:
+        begin |= {"keep": True, "base": base and base.fingerprint}
+    tally, units = tally or Tally(), list[_Unit]()
+    tally.known = base is not None
+    if cache is not None:
+        cache.begin(changes=base is not None)
+    yield record(BEGIN, begin)
+    for unit, group in groupby(stacked(tensors), key=lambda item: unit_of(item[0])):
+        members = list(group)
+        names = [name for name, _ in members]
+        units.append((names, check_unit([tensor for _, tensor in members], finite=not checked)))
+        if base is not None:
+            yield from _changes(unit, members, units[-1], base, cache, tally)
+            continue
+        yield from members
+        if cache is not None:
+            for name, tensor in members:
+                cache.put(name, tensor)
+        yield UNIT, units[-1][1].digests
+    _refuse_nonfinite(units)
+    commit: dict[str, Any] = {"version": version}
+    if keep:
+        digests = _digests(units)
+        commit["fingerprint"] = fingerprint_of(version, digests) if cache is None else cache.commit(version, digests)
+    yield record(COMMIT, commit)
+
+
+_Unit = tuple[list[str], Checked]
+"""The names of a unit's tensors, and their checks."""
+
+
+def _changes(
+    unit: str,
+    members: list[NamedTensor],
+    checked: _Unit,
+    base: PublishedCache,
+    cache: PublishedCache | None,
+    tally: Tally,
+) -> Iterator[NamedTensor]:
+    """Yield the changed tensors of a unit, and its record."""
+    compared = compare_members(members, base)
+    numbers, counts, bad = _read_unit(checked[1], compared)
+    if bad:
+        _refuse_nonfinite([checked])
+    digests = dict(zip(checked[0], numbers, strict=True))
+    sent: dict[str, torch.Tensor] = {}
+    deltas: list[str] = []
+    for name, tensor, is_delta in changed_members(members, compared, counts, tally):
+        sent[name] = tensor
+        if is_delta:
+            deltas.append(name)
+        yield name, tensor
+    if cache is not None:
+        for name, tensor in sent.items():
+            cache.take(name, tensor, digests[name], is_delta=name in deltas)
+    yield record(UNIT, {"unit": unit, "digests": {name: digests[name] for name in sent}, "deltas": deltas})
+
+
+def _read_unit(checked: Checked, compared: list[Compared | None]) -> tuple[list[int], list[int], bool]:
+    """Return the checksums of a unit, the counts of `compared` and whether a tensor contains NaN or Inf.
+
+    The host reads all of it at once."""
+    device = checked.digests.device
+    counts = [None if one is None else one.count.to(device, non_blocking=True) for one in compared]
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    bad = none if checked.bad is None else checked.bad.any().to(torch.int64)
+    numbers = torch.stack([*(none if one is None else one for one in counts), bad])
+    read = torch.cat((checked.digests, numbers)).tolist()
+    return read[: len(compared)], read[len(compared) : -1], bool(read[-1])
+
+
+def _digests(units: Sequence[_Unit]) -> dict[str, int]:
+    """Return the checksums of all units by name."""
+    if not units:
+        return {}
+    names = [name for names, _ in units for name in names]
+    return dict(zip(names, torch.cat([checked.digests for _, checked in units]).tolist(), strict=True))
+
+
+def _refuse_nonfinite(units: Sequence[_Unit]) -> None:
+    flagged = [(names, checked.bad, checked.owners) for names, checked in units if checked.bad is not None]
+    if not flagged or not bool(torch.stack([bad.any() for _, bad, _ in flagged]).any()):
+        return
+    bad = [names[i] for names, flags, owners in flagged if owners is not None for i in owners[flags].unique().tolist()]
+    raise UserError(
+        f"{len(bad)} tensors to publish hold NaN or Inf",
+        where=", ".join(bad[:8]),
+        why="the engine would return NaN, and its KV cache would keep the NaN",
+        fix="lower optim.lr or actor.grad_clip, or check what the last update did to these weights",
+    )
+
+
+class DeltaSender:
+    """The last publish of one sender. `cache`: its tensors. `tally`: counts of bytes and changed words."""
+
+    def __init__(self) -> None:
+        self.cache = PublishedCache()
+        self.tally = Tally()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last publish: `publish/delta`, `publish/mbytes`, and counts of changed words."""
+        if not self.tally.bytes:
+            return {}
+        sent = {"publish/delta": float(self.tally.known), "publish/mbytes": self.tally.bytes / 1e6}
+        return sent | self.tally.metrics()
+
+    def stream(
+        self, tensors: Iterable[NamedTensor], *, version: int, held: Collection[str | None], **options: Any
+    ) -> Iterator[NamedTensor]:
+        """Yield the stream of a publish, as `encode_publish` does with `options`.
+
+        `held`: the fingerprint of each receiver, or None for a receiver without a fingerprint."""
+        mine = self.cache.fingerprint
+        base = self.cache if mine is not None and held and all(theirs == mine for theirs in held) else None
+        self.tally = Tally()
+        encoded = encode_publish(
+            tensors, version=version, keep=True, base=base, cache=self.cache, tally=self.tally, **options
+        )
+        yield from self.tally.count(encoded)
+
 
 if TYPE_CHECKING:
     from qarl.rollout.publish.receive import WeightReceiver
@@ -43,21 +236,20 @@ def publish_weights(
     """Publish as `RolloutEngine.publish` describes. All tensors stay in memory until all are checked. A quantized model
     holds them anyway, so this needs no extra memory.
 
-    `delta`: send only changes if the receiver has kept the tensors of the last complete publish. The sender has no copy
-    of its own: it compares each unit with the receiver's kept tensors before the receiver changes them."""
-    start, sent, tally = time.perf_counter(), Sent(), Tally()
+    `delta`: send only changes if the receiver has cached the tensors of the last complete publish. The sender has no
+    copy of its own: it compares each unit with the receiver's cache before the receiver changes it."""
+    start, tally = time.perf_counter(), Tally()
     try:
         tensors = list(stream)
         check_complete(tensors, engine.expected)
         tensors = list(stacked(tensors))
         manifest = {name: TensorSpec.of(tensor) for name, tensor in tensors}
         validated = time.perf_counter()
-        kept = receiver.kept
-        base = kept if delta and kept is not None and kept.fingerprint is not None and _fits(kept, manifest) else None
+        base = receiver.cache if delta and receiver.cache is not None and _fits(receiver.cache, manifest) else None
         encoded = encode_publish(
             tensors, version=version, manifest=manifest, checked=True, keep=delta, base=base, tally=tally
         )
-        receiver.feed(engine.transport(sent.count(encoded)))
+        receiver.feed(engine.transport(tally.count(encoded)))
         if receiver.version != version:
             raise TransferFailed(
                 "the publish ended before its last record",
@@ -73,14 +265,13 @@ def publish_weights(
         raise
     seconds = {"validate": validated - start, **receiver.seconds}
     report = _report(tensors, engine.expected, version, seconds)
-    return replace(report, sent_bytes=sent.bytes, is_delta=tally.known, changed=tally.metrics())
+    return replace(report, sent_bytes=tally.bytes, is_delta=tally.known, changed=tally.metrics())
 
 
-def _fits(kept: KeptTensors, manifest: Manifest) -> bool:
-    """Return whether exactly the tensors of `manifest` are kept."""
-    return kept.tensors.keys() == manifest.keys() and all(
-        TensorSpec.of(tensor) == manifest[name] for name, tensor in kept.tensors.items()
-    )
+def _fits(cache: PublishedCache, manifest: Manifest) -> bool:
+    """Return whether `cache` has the last complete publish, and exactly the tensors of `manifest`."""
+    have = {name: TensorSpec.of(tensor) for name, tensor in cache.tensors.items()}
+    return cache.fingerprint is not None and have == manifest
 
 
 def _report(

@@ -1,7 +1,7 @@
 """Sends a publish to receivers in other processes or on other hosts over TCP. Each publish makes new connections.
 
     sender -> receiver    a challenge
-    receiver -> sender    hello: the receiver's challenge, its proof, and the fingerprint of its kept tensors
+    receiver -> sender    hello: the receiver's challenge, its proof, and the fingerprint of its cache
     sender -> receiver    the sender's proof, then the stream of `qarl.rollout.publish.wire`, one frame per tensor
     receiver -> sender    the answer after the last record: its new version and fingerprint, or its error. A receiver
                           that fails first reads the rest of the stream, so that its answer is not lost.
@@ -24,20 +24,21 @@ import json
 import math
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 
+from qarl.errors import UserError
 from qarl.rollout.publish.wire import COMMIT, RETRY, NamedTensor, TransferFailed
 
 DEFAULT_SECONDS = 120.0
 _HELLO_SECONDS = 10.0
 _MAX_HELLO = 1 << 12
 _MAX_HEADER = 1 << 20
-_MAX_DIMENSIONS = 8
 _PIECE = 1 << 20
 SMALLEST_LIMIT = 1 << 26
 """Every frame may have at least this number of bytes, for records and for deltas of small tensors."""
@@ -51,8 +52,44 @@ _DTYPES = {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
     )
 }
+LOOPBACK = "127.0.0.1"
 Address = tuple[str, int]
 MakeStream = Callable[[Sequence[str | None]], Iterator[NamedTensor]]
+
+
+def own_address(peer: str | None = None) -> str:
+    """Return the address of this host to which receivers connect: the loopback address if all are on this host.
+
+    Otherwise it is the address of Ray's node, or of the network interface that leads to the engine's server.
+    `socket.gethostbyname` of the host's own name would not work, because Debian's /etc/hosts maps it to 127.0.1.1.
+
+    `peer`: name or address of the engine's host. If it is None, the receivers are in this process's Ray cluster, or, if
+    there is no cluster, on this host.
+
+    Raises:
+        UserError: `peer` has no IPv4 address that this host can reach.
+    """
+    if peer is not None:
+        return _towards(peer)
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return LOOPBACK
+    hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return LOOPBACK if len(hosts) < 2 else str(ray.util.get_node_ip_address())
+
+
+def _towards(peer: str) -> str:
+    """Return the address of the network interface that this host uses for packets to `peer`. No packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, 9))
+        except OSError as error:
+            raise UserError(
+                f"the trainer cannot find an address of this host that the engine at {peer} can reach",
+                why=f"{type(error).__name__}: {error}",
+                fix="set `host` to an address of this host that the engine can reach",
+            ) from error
+        return str(probe.getsockname()[0])
 
 
 class PeerLost(TransferFailed):
@@ -70,7 +107,7 @@ class WeightServer:
         self,
         token: str,
         *,
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
         port: int = 0,
         receivers: int = 1,
         seconds: float = DEFAULT_SECONDS,
@@ -272,23 +309,18 @@ class WeightClient:
         self._socket.close()
 
 
-class _lost:
-    """Turns errors of a socket into `PeerLost`."""
-
-    def __init__(self, who: str, seconds: float) -> None:
-        self.who, self.seconds = who, seconds
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, OSError):
-            late = isinstance(error, TimeoutError)
-            raise PeerLost(
-                f"{self.who} did not answer for {self.seconds:g} s" if late else f"the publish lost {self.who}",
-                why=f"{type(error).__name__}: {error}; the other side was killed or is stuck, or the network failed",
-                fix=f"if the other side is gone, start it again; then {RETRY}",
-            ) from error
+@contextmanager
+def _lost(who: str, seconds: float) -> Iterator[None]:
+    """Turn errors of a socket into `PeerLost`."""
+    try:
+        yield
+    except OSError as error:
+        late = isinstance(error, TimeoutError)
+        raise PeerLost(
+            f"{who} did not answer for {seconds:g} s" if late else f"the publish lost {who}",
+            why=f"{type(error).__name__}: {error}; the other side was killed or is stuck, or the network failed",
+            fix=f"if the other side is gone, start it again; then {RETRY}",
+        ) from error
 
 
 def _send(peer: socket.socket, header: dict[str, Any], data: memoryview | bytes = b"") -> None:
@@ -329,7 +361,7 @@ def _receive_header(peer: socket.socket, *, most: int = _MAX_HEADER, end: float 
     size = int.from_bytes(_receive(peer, 4, end), "big")
     content: Any = None
     if size <= most:
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError):
             content = json.loads(_receive(peer, size, end))
     if not isinstance(content, dict):
         raise TransferFailed(
@@ -341,30 +373,25 @@ def _receive_header(peer: socket.socket, *, most: int = _MAX_HEADER, end: float 
 
 
 def _receive_tensor(peer: socket.socket, header: dict[str, Any], limit: int) -> torch.Tensor:
-    dtype, shape = _DTYPES.get(str(header.get("dtype"))), header.get("shape")
-    is_shape = isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS and all(_is_size(n) for n in shape)
-    if dtype is None or not isinstance(shape, list) or not is_shape:
+    try:
+        dtype, shape = _DTYPES[header["dtype"]], [int(size) for size in header["shape"]]
+    except (KeyError, TypeError, ValueError) as error:
         raise TransferFailed(
             "a frame of a publish has no dtype or shape",
             why=f"its header is {str(header)[:200]}",
             fix=f"{RETRY}; if the error comes back, install the same version of QaRL on both sides",
-        )
-    if math.prod(max(n, 1) for n in shape) * dtype.itemsize > limit:  # a shape with 0 must fit into an integer, too
+        ) from error
+    size = math.prod(shape) * dtype.itemsize
+    if size > limit or min(shape, default=0) < 0:
         raise TransferFailed(
             f"a frame of a publish announces {header['dtype']} {shape}, which is more than {limit} bytes",
             where=str(header.get("name"))[:200],
             why="every tensor of this model is smaller, so the sender has a different model or is not a trainer",
             fix="start trainer and engine with the same model",
         )
-    count = math.prod(shape)
-    if not count:
+    if not size:
         return torch.empty(shape, dtype=dtype)
-    data = _receive(peer, count * dtype.itemsize)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
-
-
-def _is_size(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+    return torch.frombuffer(_receive(peer, size), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview | bytes:

@@ -7,45 +7,42 @@
     qarl.commit   the version again; only now is the publish complete
 
 Records are tensors too (all but `qarl.unit` are JSON in uint8). So any transport that keeps the order of named tensors
-can carry them, for example verl's buckets or a list in one process. The engine reads them in
-`qarl.rollout.publish.receive`.
-Both sides hold one unit in memory at a time. A unit contains all parts of a layer that the engine fuses (q/k/v,
-gate/up), and its experts as stacks (`qarl.quant.stacks`).
+can carry them, for example verl's buckets or a list in one process. `qarl.rollout.publish.send` makes the stream, and
+`qarl.rollout.publish.receive` reads it. Both sides hold one unit in memory at a time. A unit contains all parts of a
+layer that the engine fuses (q/k/v, gate/up), and its experts as stacks (`qarl.quant.expert_names`).
 
-Between the first record and the last, neither side waits for its device. The sender looks for NaN and Inf, and the
-receiver compares checksums, unit by unit, and both read the results before the last record. For a delta, and
-for a publish whose tensors are kept, both read once for each unit, and again for each tensor that has changed.
-
-A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.kept`). `qarl.begin` then contains
+A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.delta`). `qarl.begin` then contains
 the fingerprint of that publish, `base`, and no list of tensors. A unit contains only changed tensors. `qarl.unit` is
-JSON then, with the checksums by name. It lists under `deltas` the tensors that are sent as payloads of
-`qarl.rollout.publish.delta`. Checksums are always of whole tensors.
+JSON then, with the checksums by name. It lists under `deltas` the tensors that are sent as payloads. Checksums are
+always of whole tensors.
+
+The manifest has name, dtype and shape of every tensor on the wire. The expected manifest is built from the engine's own
+model config. Comparing it with the trainer's tensors finds a layer that is missing on one side. vLLM itself accepts a
+missing scale and then returns NaN, and after a wrong shape even the next correct reload fails. So everything is
+compared here, before the engine is touched.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from qarl.errors import UserError
-from qarl.quant.stacks import stacked
-from qarl.rollout.publish.delta import Compared
-from qarl.rollout.publish.kept import (
-    KeptTensors,
-    NamedTensor,
-    Tally,
-    changed_members,
-    compare_members,
-    fingerprint_of,
-)
-from qarl.rollout.publish.manifest import Manifest, TensorSpec
-from qarl.rollout.publish.units import Checked, check_unit
+from qarl.quant.convert import select_linears, tied_names
+from qarl.quant.expert_names import is_of_expert, is_stack, matrices
+from qarl.quant.meta_model import meta_model
+from qarl.quant.scheme import Scheme, get_scheme
+from qarl.rollout.publish.checksum import nonfinite
+from qarl.rollout.publish.expert_writers import quantized_experts
 
+NamedTensor = tuple[str, torch.Tensor]
 PREFIX = "qarl."
 BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
 
@@ -70,85 +67,6 @@ def unit_of(name: str) -> str:
     return match[1] if match else name.rpartition(".")[0]
 
 
-def encode_publish(
-    tensors: Iterable[NamedTensor],
-    *,
-    version: int,
-    manifest: Manifest | None = None,
-    checked: bool = False,
-    run: str | None = None,
-    keep: bool = False,
-    base: KeptTensors | None = None,
-    tally: Tally | None = None,
-) -> Iterator[NamedTensor]:
-    """Yield `tensors` (checkpoint names, in layer order) with the records of a publish between them.
-
-    Args:
-        manifest: the specs of all tensors. If given, the engine refuses a missing tensor or a wrong shape before it
-            changes any weight. If None, the engine finds the mistake only when it reaches that tensor.
-        checked: whether `check_complete` has accepted the tensors. If not, they are checked for NaN and Inf here.
-        run: the name of the run that owns the weights, for transports that two runs could share by mistake.
-        keep: whether the receiver keeps the tensors, so that the next publish can be a delta.
-        base: the tensors that the receiver has kept. If given, the publish is a delta, and `keep` must be true.
-        tally: counts the changed words. It is used only with `base`.
-
-    Raises:
-        UserError: a tensor contains NaN or Inf. The message names the tensor.
-    """
-    specs = {name: str(spec) for name, spec in manifest.items()} if manifest is not None and base is None else None
-    begin: dict[str, Any] = {"version": version, "tensors": specs} | ({} if run is None else {"run": run})
-    if keep:
-        begin |= {"keep": True, "base": base and base.fingerprint}
-    tally, units = tally or Tally(), list[tuple[list[str], Checked]]()
-    tally.known = base is not None
-    yield record(BEGIN, begin)
-    for unit, group in groupby(stacked(tensors), key=lambda item: unit_of(item[0])):
-        members = list(group)
-        names = [name for name, _ in members]
-        units.append((names, check_unit([tensor for _, tensor in members], finite=not checked)))
-        if base is None:
-            yield from members
-            yield UNIT, units[-1][1].digests
-            continue
-        compared = compare_members(members, base)
-        digests, counts, bad = _read_unit(units[-1][1], compared)
-        if bad:
-            _refuse_nonfinite(units[-1:])
-        found = dict(zip(names, digests, strict=True))
-        sent: dict[str, int] = {}
-        deltas = []
-        for name, tensor, is_delta in changed_members(members, compared, counts, tally):
-            sent[name] = found[name]
-            deltas += [name] * is_delta
-            yield name, tensor
-        yield record(UNIT, {"unit": unit, "digests": sent, "deltas": deltas})
-    _refuse_nonfinite(units)
-    proof = {"fingerprint": fingerprint_of(version, read_digests(units))} if keep else {}
-    yield record(COMMIT, {"version": version, **proof})
-
-
-def _read_unit(checked: Checked, compared: list[Compared | None]) -> tuple[list[int], list[int], bool]:
-    """Return the checksums of a unit, the counts of `compared` and whether a tensor contains NaN or Inf.
-
-    The host reads all of it at once."""
-    device = checked.digests.device
-    counts = [None if one is None else one.count.to(device, non_blocking=True) for one in compared]
-    none = torch.zeros((), dtype=torch.int64, device=device)
-    bad = none if checked.bad is None else checked.bad.any().to(torch.int64)
-    numbers = torch.stack([*(none if one is None else one for one in counts), bad])
-    read = torch.cat((checked.digests, numbers)).tolist()
-    return read[: len(compared)], read[len(compared) : -1], bool(read[-1])
-
-
-def read_digests(units: Iterable[tuple[list[str], Checked]]) -> dict[str, int]:
-    """Return the checksums of all units by name."""
-    named = list(units)
-    if not named:
-        return {}
-    names = [name for names, _ in named for name in names]
-    return dict(zip(names, torch.cat([checked.digests for _, checked in named]).tolist(), strict=True))
-
-
 def is_record(name: str) -> bool:
     return name.startswith(PREFIX)
 
@@ -171,27 +89,231 @@ def unreadable(name: str, why: str = "it does not fit the tensors before it") ->
     )
 
 
-def read_specs(content: Mapping[str, str] | None) -> Manifest | None:
-    """Return the manifest of a `qarl.begin` record, or None if the record has none."""
-    if content is None:
-        return None
-    return {name: TensorSpec.parse(text) for name, text in content.items()}
-
-
 def record(name: str, content: Mapping[str, Any]) -> NamedTensor:
     """Return a record as a tensor."""
     data = bytearray(json.dumps(content, separators=(",", ":")).encode())
     return name, torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _refuse_nonfinite(units: list[tuple[list[str], Checked]]) -> None:
-    flagged = [(names, checked.bad, checked.owners) for names, checked in units if checked.bad is not None]
-    if not flagged or not bool(torch.stack([bad.any() for _, bad, _ in flagged]).any()):
-        return
-    bad = [names[i] for names, flags, owners in flagged if owners is not None for i in owners[flags].unique().tolist()]
-    raise UserError(
-        f"{len(bad)} tensors to publish hold NaN or Inf",
-        where=", ".join(bad[:8]),
-        why="the engine would return NaN, and its KV cache would keep the NaN",
-        fix="lower optim.lr or actor.grad_clip, or check what the last update did to these weights",
-    )
+@dataclass(frozen=True)
+class TensorSpec:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    @classmethod
+    def parse(cls, text: str) -> TensorSpec:
+        """Return the spec that `text` describes. `text` is the result of `str(spec)`."""
+        dtype, _, shape = text.partition(" ")
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"{text!r} does not begin with a dtype of torch")
+        return cls(found, tuple(json.loads(shape)))
+
+
+Manifest = dict[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """Sizes and times of one publish.
+
+    `bytes`: size of all published tensors. `quantized_bytes`: that of quantized layers. `quantized_bf16_bytes`: the
+    size of the same layers in BF16. `seconds`: duration of each phase. `sent_bytes`: bytes on the wire, records
+    included; a delta publish sends fewer than `bytes`. `is_delta`: whether it sent only changes. `changed`: metrics of
+    the changed words, if they are known."""
+
+    version: int
+    tensors: int
+    bytes: int
+    quantized_bytes: int
+    quantized_bf16_bytes: int
+    seconds: dict[str, float]
+    sent_bytes: int = 0
+    is_delta: bool = False
+    changed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def quantized_ratio(self) -> float:
+        """Bytes of the quantized layers as a share of their BF16 bytes (1 if nothing is quantized)."""
+        return self.quantized_bytes / self.quantized_bf16_bytes if self.quantized_bf16_bytes else 1.0
+
+    def metrics(self, quantizing: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics `publish/*`: bytes, the ratio of bytes to BF16 in the quantized layers, changed words, and
+        seconds by phase.
+
+        `quantizing`: seconds of the quantizer by phase, summed over all optimizer steps of the training step."""
+        sizes = {
+            "publish/mbytes": self.sent_bytes / 1e6,
+            "publish/quantized_ratio": self.quantized_ratio,
+            "publish/delta": float(self.is_delta),
+        }
+        seconds = {f"publish/{phase}_s": value for phase, value in {**quantizing, **self.seconds}.items()}
+        return sizes | self.changed | seconds
+
+
+def expected_manifest(
+    hf_config: Any,
+    scheme: Scheme,
+    ignore: Sequence[str],
+    *,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Manifest:
+    """Return name, dtype and shape of each tensor of a publish, for a model with this Hugging Face config in which all
+    linear layers except those in `ignore` are quantized with `scheme`. `dtype`: that of all other tensors."""
+    config = copy.deepcopy(hf_config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = meta_model(config, trust_remote_code=trust_remote_code, dtype=dtype)
+    linears = select_linears(model, scheme, ignore)[0] if scheme.quantized else {}
+    tied = tied_names(model)
+    manifest: Manifest = {}
+    for name, tensor in model.state_dict().items():
+        owner, _, leaf = name.rpartition(".")
+        if name in tied:
+            continue
+        if is_stack(name, tensor.shape):
+            matrix = next(matrices(name, tuple(tensor.shape))).name
+            manifest |= _specs_of_stack(name, tensor, scheme if matrix in linears else None)
+        elif owner in linears and leaf == "weight":
+            for suffix, (dtype, shape) in scheme.wire_tensors(*tensor.shape).items():
+                manifest[f"{owner}.{suffix}"] = TensorSpec(dtype, shape)
+        else:
+            manifest[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
+    return manifest
+
+
+def _specs_of_stack(name: str, stack: torch.Tensor, scheme: Scheme | None) -> Manifest:
+    """Return the specs of a stack of experts, which is quantized if `scheme` is not None."""
+    if scheme is None:
+        return {f"{name}.weight": TensorSpec(stack.dtype, tuple(stack.shape))}
+    wire = scheme.wire_tensors(stack.shape[1], stack.shape[2])
+    return {
+        f"{name}.{leaf}": TensorSpec(dtype, (len(stack), *shape))
+        for leaf, (dtype, shape) in wire.items()
+        if leaf != "weight_shape"
+    }
+
+
+def of_matrices(manifest: Manifest) -> Manifest:
+    """Return the manifest of the same tensors with each expert's matrices by themselves, as in a checkpoint."""
+    found: Manifest = {}
+    for name, spec in manifest.items():
+        stack, _, leaf = name.rpartition(".")
+        if not is_stack(stack, spec.shape):
+            found[name] = spec
+            continue
+        for matrix in matrices(stack, (spec.shape[0], spec.shape[1], spec.shape[2])):
+            rows = matrix.rows.stop - matrix.rows.start
+            found[f"{matrix.name}.{leaf}"] = TensorSpec(spec.dtype, (rows, spec.shape[2]))
+            if leaf == "weight_packed":
+                found[f"{matrix.name}.weight_shape"] = TensorSpec(torch.int64, (2,))
+    return found
+
+
+def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
+    """Return the manifest that a vLLM engine expects, read from its own quantization config.
+
+    Raises:
+        UserError: trainer and engine would quantize different layers.
+    """
+    quantization: Any = getattr(hf_config, "quantization_config", None)
+    scheme, ignore = get_scheme("bf16"), []
+    if quantization is not None:
+        scheme, ignore = Scheme.from_quantization_config(quantization), list(quantization.get("ignore") or [])
+    expected = expected_manifest(hf_config, scheme, ignore)
+    check_same_layers(vllm_model, expected)
+    return expected
+
+
+def quantized_layers(manifest: Manifest) -> set[str]:
+    """Return the names of the quantized layers. In every scheme these are the layers that have scales."""
+    return {name.removesuffix(".weight_scale") for name in manifest if name.endswith(".weight_scale")}
+
+
+def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
+    """Raise UserError unless vLLM has quantized the same layers as the manifest. The two sides may read the ignore list
+    differently. A layer fused by vLLM counts as its parts. The message names layers that only one side quantizes."""
+    fused: dict[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", {})
+    engine = quantized_experts(vllm_model)
+    for name, module in vllm_model.named_modules():
+        if getattr(module, "scheme", None) is None or not hasattr(module, "quant_method"):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        engine.update(f"{parent}.{part}" for part in fused.get(leaf, [leaf]))
+    ours = quantized_layers(expected)
+    if engine != ours:
+        only_ours, only_engine = sorted(ours - engine)[:4], sorted(engine - ours)[:4]
+        raise UserError(
+            "trainer and rollout engine would quantize different layers",
+            where=f"only the trainer: {only_ours}; only the engine: {only_engine}",
+            why="trainer and engine read an entry of quant.ignore differently, or the entry covers only a part of a "
+            "fused layer; an expert router is a linear layer in vLLM but not in transformers",
+            fix="use exact layer names in quant.ignore, list all parts of a fused layer (q/k/v, gate/up), and add "
+            '"re:.*mlp[.]gate$" for routers',
+        )
+
+
+def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manifest) -> None:
+    """Raise UserError if a tensor is missing, unexpected or sent twice, has the wrong dtype or shape, or holds NaN or
+    Inf. The message names the first eight such tensors. The experts may be in stacks or, as in a checkpoint, one by
+    one."""
+    named = list(tensors)
+    if any(is_of_expert(name) for name, _ in named):
+        expected = of_matrices(expected)
+    bad = set(not_finite((name, tensor) for name, tensor in named if name in expected))
+    check_specs([(name, TensorSpec.of(tensor)) for name, tensor in named], expected, not_finite=bad)
+
+
+def check_specs(
+    specs: Iterable[tuple[str, TensorSpec]], expected: Manifest, *, not_finite: Collection[str] = ()
+) -> None:
+    """Make the checks of `check_complete` without the tensors, from names, dtypes and shapes. `not_finite`: names of
+    tensors that hold NaN or Inf."""
+    problems: list[str] = []
+    seen: set[str] = set()
+    for name, found in specs:
+        spec = expected.get(name)
+        if name in seen:
+            problems.append(f"{name}: sent twice")
+        elif spec is None:
+            problems.append(f"{name}: not a tensor of this model")
+        elif found != spec:
+            problems.append(f"{name}: is {found}, the engine expects {spec}")
+        elif name in not_finite:
+            problems.append(f"{name}: holds NaN or Inf")
+        seen.add(name)
+    problems += [f"{name}: missing" for name in expected if name not in seen]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise UserError(
+            f"the weights cannot be published: {len(problems)} tensors do not fit the engine",
+            where=shown,
+            why="vLLM would accept some of these tensors without an error, and then return NaN or wrong outputs",
+            fix="publish the tensors of packed_state_dict(model), with the engine's scheme, group_size and ignore",
+        )
+
+
+def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of the tensors that contain NaN or Inf. This waits for each device only once."""
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            by_device.setdefault(tensor.device, []).append((name, tensor.detach()))
+    return [
+        name
+        for members in by_device.values()
+        for (name, _), bad in zip(members, nonfinite([tensor for _, tensor in members]).tolist(), strict=True)
+        if bad
+    ]

@@ -1,13 +1,13 @@
 """Write published tensors into the parameters of vLLM's modules, inside vLLM's worker. There are two ways:
 
 - Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU, for experts there with
-  QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.gpu_experts`). It is faster than a reload,
+  QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.expert_writers`). It is faster than a reload,
   which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated. Under tensor
-  parallelism each worker writes its own part of every tensor (`qarl.rollout.publish.shards`).
+  parallelism each worker writes its own part of every tensor (`qarl.rollout.publish.tensor_parallel`).
 - Layerwise reload: vLLM's own function loads the weight. It is used for all other layers, such as GPUs' dense ones. It
   moves a module's parameters to the meta device and back. So an exception during the reload breaks the engine
   permanently (`ReloadFailed`). CUDA graphs need the other tensors of the module at their old addresses too
-  (`qarl.rollout.publish.captured`).
+  (`qarl.rollout.publish.graph_addresses`).
 
 After a layerwise reload, W8A8 layers on CPU return NaN (vLLM 0.29 and 0.32). Their oneDNN handler keeps the raw address
 of the scales (csrc/cpu/dnnl_helper.cpp), but the reload frees the scales. So these layers are written directly or
@@ -16,7 +16,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +26,9 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
-from qarl.rollout.publish import captured, experts, gpu_experts, shards
-from qarl.rollout.publish.manifest import Manifest
-
-Part = dict[str, torch.Tensor]
-"""The tensors of one checkpoint module. A key is the last component of a tensor's name: `weight_packed`, `bias`, ..."""
-
-Writer = Callable[[nn.Module, list[Part]], None]
+from qarl.rollout.publish import expert_writers, graph_addresses, tensor_parallel
+from qarl.rollout.publish.expert_writers import Part, Writer
+from qarl.rollout.publish.wire import Manifest
 
 
 class ReloadFailed(UserError):
@@ -62,7 +58,7 @@ class Target:
     name: str
     module: nn.Module
     writer: Writer | None = None
-    cut: shards.Cut | None = None
+    cut: tensor_parallel.Cut | None = None
     parts: list[str] = field(default_factory=list)
 
     def write(self, parts: list[Part]) -> None:
@@ -74,10 +70,7 @@ DERIVED = {
     "cos_sin_cache": "of the rotary embedding, computed from the config",
     "inv_freq": "of the rotary embedding, computed from the config",
     "normalizer": "of Gemma's embedding, computed from the config",
-    "_q_scale": "always 1, because the KV cache is not quantized",
-    "_k_scale": "always 1, because the KV cache is not quantized",
-    "_v_scale": "always 1, because the KV cache is not quantized",
-    "_prob_scale": "always 1, because the KV cache is not quantized",
+    **dict.fromkeys(("_q_scale", "_k_scale", "_v_scale", "_prob_scale"), "always 1: the KV cache is not quantized"),
     "weight_shape": "of a packed weight, known from the config",
     "w13_weight_shape": "of packed experts, known from the config",
     "w2_weight_shape": "of packed experts, known from the config",
@@ -121,17 +114,17 @@ class WritePlan:
             target.parts.append(owner)
             self.by_owner[owner] = target
         for target in targets.values():
-            target.cut = shards.cut_of(target.module, len(target.parts))
-            if experts.holds_experts(target.module):
+            target.cut = tensor_parallel.cut_of(target.module, len(target.parts))
+            if expert_writers.holds_experts(target.module):
                 count = next(s.shape[0] for name, s in expected.items() if name.rpartition(".")[0] in target.parts)
-                experts.check_all_there(target.name, target.module, target.parts, count)
-                target.parts.sort(key=experts.place_in_layer)
+                expert_writers.check_all_there(target.name, target.module, target.parts, count)
+                target.parts.sort(key=expert_writers.place_in_layer)
             if _is_on_cpu(target.module):
                 target.writer = _choose_writer(target, direct)
-            elif direct and target.cut is not None and experts.holds_experts(target.module):
+            elif direct and target.cut is not None and expert_writers.holds_experts(target.module):
                 specs = [_without_memory(expected, owner) for owner in target.parts]
                 parts = target.cut(target.module, specs)
-                target.writer = gpu_experts.writer_of(target.module, parts, vllm_config, DERIVED)
+                target.writer = expert_writers.gpu_writer_of(target.module, parts, vllm_config, DERIVED)
         self._check_all_written(expected)
 
     def _check_all_written(self, expected: Manifest) -> None:
@@ -141,7 +134,7 @@ class WritePlan:
         for name in expected:
             owner, _, leaf = name.rpartition(".")
             target = self.by_owner[owner]
-            stored = experts.stored_as(owner, leaf) if experts.holds_experts(target.module) else leaf
+            stored = expert_writers.stored_as(owner, leaf) if expert_writers.holds_experts(target.module) else leaf
             leaves.setdefault(target.name, set()).add(stored)
         targets = {target.name: target for target in self.by_owner.values()}
         tensors = {
@@ -201,7 +194,7 @@ class WritePlan:
     def _reload(self, targets: list[Target], parts: Mapping[str, Part]) -> None:
         """Load `targets` with vLLM's layerwise reload. Stacks of experts do not pass through the model's loader, which
         takes experts one by one."""
-        stacks = [target for target in targets if experts.holds_experts(target.module)]
+        stacks = [target for target in targets if expert_writers.holds_experts(target.module)]
         others = {
             f"{owner}.{leaf}": tensor
             for target in targets
@@ -214,7 +207,7 @@ class WritePlan:
             loader: Any = self.model
             for target in stacks:
                 given = [parts[owner] for owner in target.parts]
-                experts.reload(target.module, given, target.cut(target.module, given) if target.cut else None)
+                expert_writers.reload(target.module, given, target.cut(target.module, given) if target.cut else None)
             if others:
                 loader.load_weights(others.items())
 
@@ -227,7 +220,7 @@ def _fused_names(model: nn.Module) -> dict[str, str]:
 def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
     """Return the engine's module for the checkpoint module `owner`: the first that exists of the experts' module, the
     fused layer, the module of the same name, and its nearest parent. Return None if none exists."""
-    if place := experts.place_of(owner, modules):
+    if place := expert_writers.place_of(owner, modules):
         return place
     parent, _, leaf = owner.rpartition(".")
     fused = f"{parent}.{fused_into[leaf]}" if leaf in fused_into else None
@@ -252,8 +245,8 @@ def _without_memory(expected: Manifest, owner: str) -> Part:
 def _choose_writer(target: Target, direct: bool) -> Writer | None:
     """Return the function that writes the module of `target` on a CPU, or None if vLLM's layerwise reload does it."""
     module, known = target.module, target.cut is not None
-    if experts.holds_experts(module):
-        return experts.writer_of(module, direct and known)
+    if expert_writers.holds_experts(module):
+        return expert_writers.cpu_writer_of(module, direct and known)
     scheme: Any = getattr(module, "scheme", None)
     kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
     writer = _WRITERS.get(type(kernel).__name__)
@@ -308,7 +301,7 @@ def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
-    """Concatenate int4 parts along N. Write the weights in blocks of 16 output channels, and the scales transposed."""
+    """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
     layer: Any = module
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)
@@ -376,7 +369,7 @@ def _reloading(vllm_config: Any, modules: list[nn.Module], owners: list[str]) ->
     vLLM processes them as at the engine's start, and copies the results into the old storage."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    with captured.as_vllm_loads(vllm_config, {f"module{i}": module for i, module in enumerate(modules)}):
+    with graph_addresses.as_vllm_loads(vllm_config, {f"module{i}": module for i, module in enumerate(modules)}):
         for module in modules:
             initialize_layerwise_reload(module)
         try:

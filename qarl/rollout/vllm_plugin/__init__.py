@@ -3,7 +3,7 @@
 On a CPU, the plugin adds three things that vLLM 0.29 lacks:
 
 - W4A16, W8A8 and FP8 experts, in the format of compressed-tensors. They are multiplied by the same function as in the
-  trainer (`qarl.kernels.cpu.experts`).
+  trainer (`qarl.kernels.experts.cpu`).
 - Correct BF16 experts after a reload of weights. vLLM alone returns wrong outputs.
 - The routing: the experts that each token was sent to.
 
@@ -14,8 +14,8 @@ On every device, the plugin also registers two things:
 - QaRL's own linear kernels, which an engine uses only if `quant.kernels` asks for them (`linears.py`).
 - The transfer engine `qarl`, which receives publishes from another process or host (`transfer.py`).
 
-Only `internals.py` (for `experts.py`) and `linears.py` import vLLM's layers. `experts.py`, `linears.py` and
-`transfer.py` have the classes that are registered. Nothing is patched, because vLLM has a registry for each class.
+`cpu_experts.py`, `linears.py` and `transfer.py` have the classes that are registered. Nothing is patched, because vLLM
+has a registry for each class.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def register() -> None:
         _why_not = None
         return
     try:
-        from qarl.rollout.vllm_plugin import experts
+        from qarl.rollout.vllm_plugin import cpu_experts
 
-        _why_not = experts.register()
+        _why_not = cpu_experts.register()
     except (ImportError, AttributeError, TypeError, AssertionError) as error:
         _why_not = f"the plugin does not support this version of vLLM: {type(error).__name__}: {error}"
 

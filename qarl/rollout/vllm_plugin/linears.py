@@ -33,19 +33,19 @@ from vllm.scalar_type import scalar_types
 
 from qarl.errors import UserError
 from qarl.kernels.registry import OWN_KERNELS
-from qarl.rollout.vllm_plugin.asked import KEY, Asked
+from qarl.rollout.engine_config import REQUEST_KEY, KernelRequest
 
 _DISABLED = "VLLM_DISABLED_KERNELS"
 _TABLES = ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS", "_POSSIBLE_FP8_KERNELS")
 Answer = tuple[bool, str | None]
 
 
-def asked() -> Asked | None:
+def requested() -> KernelRequest | None:
     """Return what the engine that is being built was asked for, or None if it uses vLLM's own kernels."""
     config = get_current_vllm_config_or_none()
     given = config.additional_config if config is not None else None
-    found = given.get(KEY) if isinstance(given, Mapping) else None
-    return None if found is None else Asked(*found)
+    found = given.get(REQUEST_KEY) if isinstance(given, Mapping) else None
+    return None if found is None else KernelRequest(*found)
 
 
 @torch.library.custom_op(
@@ -76,16 +76,16 @@ def _(
 
 
 class _Own:
-    """The part that all three classes share. `asked`: what the engine was asked for when the layer was built."""
+    """The part that all three classes share. `request`: what the engine was asked for when the layer was built."""
 
-    asked: Asked
+    request: KernelRequest
 
     def __init__(self, *given: Any, **named: Any) -> None:
         """The arguments are those of the vLLM class that stands behind this one among the bases."""
         super().__init__(*given, **named)
-        found = asked()
+        found = requested()
         assert found is not None
-        self.asked = found
+        self.request = found
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -94,7 +94,7 @@ class _Own:
     @staticmethod
     def why_not(schemes: tuple[str, ...], shape: tuple[int, int]) -> str | None:
         """Return why QaRL's kernel does not multiply a weight [N, K] in this engine, or None if it does."""
-        wanted = asked()
+        wanted = requested()
         if wanted is None:
             return "quant.kernels=engine"
         if wanted.scheme not in schemes:
@@ -105,7 +105,7 @@ class _Own:
 
     @property
     def own(self) -> Any:
-        return OWN_KERNELS[self.asked.kernels][self.asked.scheme]
+        return OWN_KERNELS[self.request.kernels][self.request.scheme]
 
     def multiply(
         self,
@@ -116,7 +116,7 @@ class _Own:
         channels: int,
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        y = torch.ops.qarl.linear(rows, weight, scale, bias, *self.asked, channels)
+        y = torch.ops.qarl.linear(rows, weight, scale, bias, *self.request, channels)
         return y.view(*x.shape[:-1], channels)
 
 
@@ -228,7 +228,7 @@ def _read_environment_again() -> None:
         envs.enable_envs_cache()
 
 
-def check_in_use(model: nn.Module, wanted: Asked | None) -> None:
+def check_in_use(model: nn.Module, wanted: KernelRequest | None) -> None:
     """Raise UserError if a quantized linear of the engine's `model` has a kernel other than `wanted` says, or if
     `wanted` is given and no linear has a kernel."""
     found = 0
@@ -238,7 +238,7 @@ def check_in_use(model: nn.Module, wanted: Asked | None) -> None:
         if kernel is None:
             continue
         found += 1
-        if wanted == (kernel.asked if isinstance(kernel, _Own) else None):
+        if wanted == (kernel.request if isinstance(kernel, _Own) else None):
             continue
         raise UserError(
             f"vLLM chose {type(kernel).__name__} for a layer",

@@ -58,12 +58,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from qarl.errors import UserError
-from qarl.rollout.publish.addresses import own_address
-from qarl.rollout.publish.manifest import engines_manifest
-from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer
-from qarl.rollout.publish.wire import NamedTensor, encode_publish
+from qarl.rollout.publish.send import DeltaSender, encode_publish
+from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer, own_address
+from qarl.rollout.publish.wire import NamedTensor, engines_manifest
 from qarl.vllm_versions.differences import kv_cache_tensors
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.uses import PUBLISH
@@ -228,7 +226,7 @@ class PackedSource(WeightSource):
 
 
 class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
-    """The trainer's side. `outbox`: the last publish and its metrics.
+    """The trainer's side. `sender`: the last publish and its metrics.
 
     Only the first rank sends. On the other ranks, `send_weights` only iterates over the source, because all ranks must
     take part in its gathers."""
@@ -240,7 +238,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
     ) -> None:
         # vLLM declares its protocol WeightSource. QaRL reads any iterable of named tensors.
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)  # type: ignore[arg-type]
-        self.info, self.outbox, self.version = init_info, Outbox(), 0
+        self.info, self.sender, self.version = init_info, DeltaSender(), 0
         self.server: WeightServer | None = None
         if self.is_sender:
             url = getattr(client, "base_url", None)  # of vLLM's client for HTTP
@@ -321,7 +319,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
 
     def _stream(self, source: Iterator[NamedTensor], held: Any) -> Iterator[NamedTensor]:
         if self.info.delta:
-            return self.outbox.stream(source, version=self.version, held=held)
+            return self.sender.stream(source, version=self.version, held=held)
         return encode_publish(source, version=self.version)
 
     def shutdown(self) -> None:

@@ -32,8 +32,7 @@ from typing import Any
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from qarl.errors import UserError
-from qarl.rollout.publish.addresses import own_address
-from qarl.rollout.publish.sockets import Address, WeightClient, WeightServer
+from qarl.rollout.publish.sockets import Address, WeightClient, WeightServer, own_address
 from qarl.rollout.publish.wire import BEGIN, COMMIT, NamedTensor, read_record, record
 from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
 

@@ -41,13 +41,13 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from qarl.align import align_model
 from qarl.align.buffers import check_buffers, restore_buffers
 from qarl.align.families import check_rows
-from qarl.align.routing import replays
-from qarl.align.rows import use_rows_attention
+from qarl.align.packed_attention import use_rows_attention
+from qarl.align.router_replay import replays
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, check_mismatch
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.publish.outbox import Outbox
+from qarl.rollout.publish.send import DeltaSender
 from qarl.verl.plugin.alive import Watch, refuse_dead
 from qarl.verl.plugin.config import (
     PRECISION_KEYS,
@@ -88,7 +88,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     align: str = "off"
     _limit_level: str = "off"
     _head: LogProbHead | None = None
-    _outbox: Outbox | None = None
+    _outbox: DeltaSender | None = None
     _responses: int | None = None
     _tokens: int = 1
     _updated: bool = False
@@ -112,7 +112,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         self._routing = RouterReplay()
         self._first: FirstMiniBatch | None = None
         self._servers = Watch(only_servers=True)
-        self._outbox = Outbox() if self.quant is not None and self.quant.publish_delta == "auto" else None
+        self._outbox = DeltaSender() if self.quant is not None and self.quant.publish_delta == "auto" else None
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> Any:
@@ -385,7 +385,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.rank == 0:
             self._servers.ask()
             found[0] = self._servers.dead(publish_timeout())
-            mine = self._outbox.kept.fingerprint if self._outbox else None  # None if nothing was sent through it
+            mine = self._outbox.cache.fingerprint if self._outbox else None  # None if nothing was sent through it
             found[1] = mine if mine and not found[0] and all_hold(mine, publish_timeout()) else None
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(found, src=0)

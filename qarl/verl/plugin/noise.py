@@ -21,12 +21,12 @@ import torch
 from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
+from qarl.align.model import engine_arithmetic
 from qarl.align.noise import Roots
-from qarl.align.temporary import engine_arithmetic
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_noise, times_noise
+from qarl.quant.convert import published_forward
+from qarl.quant.expert_names import stacked_experts
 from qarl.quant.experts import QuantExperts
-from qarl.quant.published import published_forward
-from qarl.quant.stacks import stacked_experts
 from qarl.verl.plugin.routing import RouterReplay
 
 

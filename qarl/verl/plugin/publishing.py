@@ -195,7 +195,7 @@ class Publication:
         self._release = weakref.finalize(self, reserved.close)
 
     def tell(self, held: Sequence[str | None]) -> None:
-        """Say what each receiver holds (see `Outbox.stream`), before the first tensor is read."""
+        """Say what each receiver holds (see `DeltaSender.stream`), before the first tensor is read."""
         if self._receivers is not None:
             self._receivers[:] = held
 

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from qarl.align.routing import RecordedRouting, differing_tokens, known_routing, recorded_routing, replayed_routing
+from qarl.align.router_replay import (
+    RecordedRouting,
+    differing_tokens,
+    known_routing,
+    recorded_routing,
+    replayed_routing,
+)
 
 
 class RouterReplay:

@@ -1,7 +1,7 @@
 """The rows of a verl forward, for QaRL's attention functions.
 
 With `use_remove_padding`, verl packs the rows of a micro-batch into one forward [1, tokens] and passes `position_ids`.
-Attention finds the rows in these (`qarl.align.rows`).
+Attention finds the rows in these (`qarl.align.packed_attention`).
 
 Without it, verl pads the rows on the right and passes a mask. QaRL replaces the mask with the lengths of the rows. The
 mask is not needed, because no token attends to the padding after it. With a mask, attention would compute

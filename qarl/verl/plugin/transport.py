@@ -2,7 +2,8 @@
 
 verl puts the tensors of a bucket into a dict by name (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py),
 but several records of `qarl.rollout.publish.wire` have the same name. So each record gets a number in its name while it
-is sent. The first record names the run. With an `Outbox`, only changes are sent, if all engines hold what it sent last.
+is sent. The first record names the run. With an `DeltaSender`, only changes are sent, if all engines hold what it sent
+last.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from itertools import count
 
 import torch
 
-from qarl.rollout.publish.outbox import Outbox
-from qarl.rollout.publish.wire import BEGIN, NamedTensor, TransferFailed, encode_publish, is_record, read_record
+from qarl.rollout.publish.send import DeltaSender, encode_publish
+from qarl.rollout.publish.wire import BEGIN, NamedTensor, TransferFailed, is_record, read_record
 
 
 def encode(
@@ -21,12 +22,12 @@ def encode(
     *,
     version: int,
     run: str,
-    outbox: Outbox | None = None,
+    outbox: DeltaSender | None = None,
     held: Collection[str | None] = (),
 ) -> Iterator[NamedTensor]:
     """Yield the stream of a publish by the run `run`. All records in it have unique names.
 
-    `held`: what the engines hold (see `Outbox.stream`). It is read when the stream begins."""
+    `held`: what the engines hold (see `DeltaSender.stream`). It is read when the stream begins."""
     numbers = count()
     if outbox is None:
         stream = encode_publish(tensors, version=version, run=run)

@@ -22,8 +22,8 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from qarl.errors import UserError
 from qarl.process import allow_matrix_tiles
-from qarl.rollout.publish.manifest import engines_manifest
 from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.wire import engines_manifest
 from qarl.verl.plugin.publishing import TIMEOUT_VARIABLE, publish_timeout, run_identity, socket_timeouts
 from qarl.verl.plugin.transport import NamedTensor, decode
 from qarl.vllm_versions.functions import check_functions

@@ -8,9 +8,8 @@ from triton_rig import DEVICE
 
 from qarl.kernels.triton.checksum import add_checksum
 from qarl.quant.quantize import FLOAT_BITS
-from qarl.rollout.publish import units
-from qarl.rollout.publish.checksum import BLOCK, checksum, weights
-from qarl.rollout.publish.units import has_nonfinite
+from qarl.rollout.publish import checksum as module
+from qarl.rollout.publish.checksum import BLOCK, checksum, has_nonfinite, weights
 
 WORDS = [1, 2, 77, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 13]
 
@@ -66,20 +65,20 @@ def test_a_unit_by_the_kernel_is_a_unit_by_pytorch(finite: bool, small: int, mon
     tensors = [raw[: 8 * BLOCK + 16].view(torch.int32), raw[3:], torch.randn(33, 40).bfloat16().t(), torch.zeros(0)]
     tensors += [infinite, torch.ones(6), torch.ones(6).double(), torch.ones(3)]
     tensors = [tensor.to(DEVICE) for tensor in tensors]
-    monkeypatch.setattr(units, "_has_kernel", lambda device: False)
-    wanted = units.check_unit(tensors, finite=finite)
-    flags = units.nonfinite(tensors[4:6]).tolist()
-    monkeypatch.setattr(units, "_has_kernel", lambda device: True)
-    monkeypatch.setattr(units, "_SMALL", small)
-    monkeypatch.setattr(units, "is_gpu", lambda device: True)
-    assert [units._way(tensor) for tensor in tensors].count("kernel") == 5
-    found = units.check_unit(tensors, finite=finite)
+    monkeypatch.setattr(module, "_has_kernel", lambda device: False)
+    wanted = module.check_unit(tensors, finite=finite)
+    flags = module.nonfinite(tensors[4:6]).tolist()
+    monkeypatch.setattr(module, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(module, "_SMALL", small)
+    monkeypatch.setattr(module, "is_gpu", lambda device: True)
+    assert [module._way(tensor) for tensor in tensors].count("kernel") == 5
+    found = module.check_unit(tensors, finite=finite)
     assert torch.equal(found.digests, wanted.digests)
     assert bad(found) == bad(wanted) == ({4} if finite else set())
-    assert units.nonfinite(tensors[4:6]).tolist() == flags == [True, False]
+    assert module.nonfinite(tensors[4:6]).tolist() == flags == [True, False]
 
 
-def bad(checked: units.Checked) -> set[int]:
+def bad(checked: module.Checked) -> set[int]:
     if checked.bad is None or checked.owners is None:
         return set()
     return set(checked.owners[checked.bad].tolist())
@@ -87,7 +86,7 @@ def bad(checked: units.Checked) -> set[int]:
 
 def test_the_kernel_is_used_only_where_it_agrees_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device(DEVICE)
-    assert units._has_kernel.__wrapped__(device)
-    monkeypatch.setattr(units, "_check_each", lambda tensors, finite: units.Checked(torch.zeros(3), None, None))
+    assert module._has_kernel.__wrapped__(device)
+    monkeypatch.setattr(module, "_check_each", lambda tensors, finite: module.Checked(torch.zeros(3), None, None))
     with pytest.warns(UserWarning, match="checksums with PyTorch"):
-        assert not units._has_kernel.__wrapped__(device)
+        assert not module._has_kernel.__wrapped__(device)

@@ -17,7 +17,7 @@ from triton_rig import DEVICE
 from qarl.kernels.triton.linears import unavailable
 from qarl.process import configure_vllm_process
 from qarl.quant import QuantLinear, get_scheme
-from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
+from qarl.rollout.engine_config import engine_arguments, kernel_request
 
 pytest.importorskip("vllm")
 
@@ -36,7 +36,7 @@ def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
     configure_vllm_process()
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    with set_current_vllm_config(VllmConfig(**engine_arguments(asked_for("qarl", request.param)))):
+    with set_current_vllm_config(VllmConfig(**engine_arguments(kernel_request("qarl", request.param)))):
         yield request.param
 
 

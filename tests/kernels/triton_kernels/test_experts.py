@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_rig import DEVICE, INTERPRETED
 
 from qarl.kernels.experts import grouped
-from qarl.kernels.experts.fused import LowBitExperts, ReferenceExperts, TritonExperts, fused_experts
+from qarl.kernels.experts.autograd import LowBitExperts, ReferenceExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import grouped_linear
-from qarl.kernels.triton.grouped import grouped_scaled_backward_input
+from qarl.kernels.triton.experts import grouped_scaled_backward_input
 from qarl.kernels.triton.tables import architecture
 from qarl.quant import get_scheme, quantize
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from triton_rig import DEVICE
 
-from qarl.quant import fused
-from qarl.quant.quantize import _eager
+from qarl.quant.quantize import _eager, _run_fused, find_difference
 from qarl.quant.scheme import QuantArgs, get_scheme
 
 Made = tuple[Tensor, Tensor, Tensor]
@@ -24,7 +23,7 @@ def arguments(scheme: str) -> QuantArgs:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_equal_quantizers_are_found_equal(scheme: str, dtype: torch.dtype) -> None:
     device = torch.device(DEVICE)
-    assert fused.find_difference(fused._run_fused, _eager, dtype, device, arguments(scheme)) is None
+    assert find_difference(_run_fused, _eager, dtype, device, arguments(scheme)) is None
 
 
 @pytest.mark.parametrize("output", [0, 1, 2], ids=["values", "scale", "flag"])
@@ -36,7 +35,7 @@ def test_one_different_byte_is_found(output: int) -> None:
         return made
 
     device = torch.device(DEVICE)
-    found = fused.find_difference(off_by_one_byte, _eager, torch.bfloat16, device, arguments("w4a16"))
+    found = find_difference(off_by_one_byte, _eager, torch.bfloat16, device, arguments("w4a16"))
     assert found is not None and "normal numbers" in found
 
 
@@ -51,4 +50,4 @@ def test_dividing_by_the_unrounded_scale_is_found() -> None:
         return values, scale.to(weight.dtype), flag
 
     device = torch.device(DEVICE)
-    assert fused.find_difference(to_bf16_scale, _eager, torch.bfloat16, device, arguments("w4a16")) is not None
+    assert find_difference(to_bf16_scale, _eager, torch.bfloat16, device, arguments("w4a16")) is not None

@@ -9,7 +9,7 @@ from triton_rig import DEVICE, INTERPRETED
 from qarl.kernels import int4
 from qarl.kernels.activations import quantize_fp8, quantize_int8
 from qarl.kernels.reference import grouped_linear
-from qarl.kernels.triton.grouped import (
+from qarl.kernels.triton.experts import (
     grouped_scaled_mm,
     grouped_w4a16_backward_input,
     grouped_w4a16_linear,

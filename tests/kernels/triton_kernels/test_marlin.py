@@ -6,15 +6,15 @@ import pytest
 import torch
 from triton_rig import DEVICE
 
-from qarl.kernels.cuda import marlin
-from qarl.kernels.triton.marlin import codes_from_marlin
+from qarl.kernels import int4
+from qarl.kernels.triton.quantize import codes_from_marlin
 
 
 @pytest.mark.parametrize("sizes", [(1, 64, 16), (3, 192, 48), (2, 128, 272)], ids=str)
 def test_the_codes_come_back(sizes: tuple[int, int, int]) -> None:
     experts, rows, columns = sizes
     packed = torch.randint(-(2**31), 2**31, (experts, rows, columns // 8)).to(torch.int32)
-    assert torch.equal(codes_from_marlin(marlin._codes_to_marlin(packed).to(DEVICE)).cpu(), packed)
+    assert torch.equal(codes_from_marlin(int4._codes_to_marlin(packed).to(DEVICE)).cpu(), packed)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -11,9 +11,8 @@ from triton_rig import DEVICE
 from qarl.kernels.activations import dequantize as dequantize_tokens
 from qarl.kernels.int4 import dequantize_int4 as int4_reference
 from qarl.kernels.triton.quantize import Quantized, dequantize_int4, dequantize_rows, quantize_int4, quantize_rows
-from qarl.quant.quantize import quantize
+from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.quant.scheme import get_scheme
-from qarl.quant.tensor import QuantizedTensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SCHEMES = ("w4a16", "w8a8", "fp8")

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from random_models import save_random_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from qarl.errors import UserError
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.scheme import SCHEMES
-from qarl.rollout.publish import units
-from qarl.rollout.publish.manifest import check_complete, check_same_layers, expected_manifest, not_finite
 from qarl.rollout.publish.send import _report
+from qarl.rollout.publish.wire import check_complete, check_same_layers, expected_manifest, not_finite
 
 LOW_BIT = [name for name in SCHEMES if name != "bf16"]
 
@@ -131,30 +128,3 @@ def test_layers_that_one_side_alone_quantizes_are_named(engine, trainer, only_tr
         check_same_layers(EngineModel(engine), expected)
     ours, theirs = ([f"layer.{name}" for name in names] for names in (only_trainer, only_engine))
     assert caught.value.where == f"only the trainer: {ours}; only the engine: {theirs}"
-
-
-class Watcher(TorchDispatchMode):
-    """Counts the numbers that Python waits for, and measures the largest tensor that an operator makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits = self.largest = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        self.waits += function is torch.ops.aten._local_scalar_dense.default
-        given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
-        if isinstance(found, torch.Tensor) and found.untyped_storage()._cdata not in given:
-            self.largest = max(self.largest, found.nbytes)
-        return found
-
-
-def test_many_tensors_are_looked_at_with_one_wait_and_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "_AT_ONCE", 1000)
-    named = [(str(i), torch.zeros(70, 100, dtype=torch.bfloat16)) for i in range(12)]
-    named[7][1][69, 99] = torch.inf
-    named[3][1][0, 0] = torch.nan
-    with Watcher() as watcher:
-        assert not_finite(named) == ["3", "7"]
-    assert watcher.waits <= 1
-    assert watcher.largest <= 2000

@@ -19,13 +19,13 @@ pytest.importorskip("vllm")
 
 from worker_models import distributed_vllm, worker_model
 
-from qarl.kernels.cpu.tiles import to_tiles
+from qarl.kernels.int4 import to_tiles
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
-from qarl.quant.stacks import stacked
-from qarl.rollout.publish.manifest import expected_manifest
+from qarl.quant.expert_names import stacked
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, encode_publish, read_record, unit_of
+from qarl.rollout.publish.send import encode_publish
+from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, expected_manifest, read_record, unit_of
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 LIMIT = 40
@@ -84,7 +84,7 @@ def counts(
     receiver.feed(encode_publish(given, version=1, keep=delta))
     if changed is not None:
         given = [(name, other_word(tensor) if name.startswith(changed) else tensor) for name, tensor in given]
-    stream = encode_publish(given, version=2, keep=delta, base=receiver.kept)
+    stream = encode_publish(given, version=2, keep=delta, base=receiver.cache)
     bucket, units = list[Any](), 0
     while True:
         with Kernels() as sent, Waits() as waits:

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutEngine
-from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import publish_weights
+from qarl.rollout.publish.send import DeltaSender, publish_weights
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -82,8 +81,8 @@ def test_changes_give_the_engine_of_a_full_publish(tmp_path, kind, scheme_name):
         assert answers[0] == answers[3] != answers[1] != answers[2]
 
         # As in verl: another process sends, buffers are used again, and the engine may have lost its weights.
-        receiver, outbox = WeightReceiver.of_runner(runner, engine.expected, clone=True), Outbox()
+        receiver, sender = WeightReceiver.of_runner(runner, engine.expected, clone=True), DeltaSender()
         for version, tensors in enumerate((all_of_them, few)):
             engine.model().get_parameter("model.norm.weight").data.zero_()
-            receiver.feed(outbox.stream(tensors, version=version, held=[receiver.held]))
-        assert outbox.tally.known and state(engine) == after and greedy(engine) == answers[3]
+            receiver.feed(sender.stream(tensors, version=version, held=[receiver.held]))
+        assert sender.tally.known and state(engine) == after and greedy(engine) == answers[3]

@@ -17,9 +17,10 @@ from same_bytes import same_bytes
 
 from qarl.errors import UserError
 from qarl.quant import get_scheme
-from qarl.quant.stacks import stacked
+from qarl.quant.expert_names import stacked
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-from qarl.rollout.publish.wire import TransferFailed, encode_publish
+from qarl.rollout.publish.send import encode_publish
+from qarl.rollout.publish.wire import TransferFailed
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -218,7 +219,7 @@ def test_changes_of_a_stack_damaged_on_the_way(
     monkeypatch.setattr(world.engine, "config", replace(world.engine.config, delta=True))
     world.engine.publish(world.good, version=1)
     other = nearby(world.good, word=5)
-    earlier = list(encode_publish(other, version=2, keep=True, base=world.engine.receiver.kept))
+    earlier = list(encode_publish(other, version=2, keep=True, base=world.engine.receiver.cache))
     earlier += [(f"whole {n}", tensor) for n, tensor in stacked(other)]
     name = [n for n, _ in earlier if n.startswith(STACK)][-1 if leaf == "scale" else 0]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, SCHEME, greedy, load_model
+from publish_streams import flip, lose, twice
 from random_models import save_random_model
 
 from qarl.errors import UserError
@@ -83,21 +84,6 @@ def test_nothing_is_written_before_all_is_checked(world):
     assert_refuses_and_recovers(engine, good, expected, "publish of version 9")
 
 
-def flip(name):
-    def transport(stream):
-        for n, tensor in stream:
-            if n == name:
-                tensor = tensor.clone()
-                tensor.view(torch.uint8).view(-1)[-1] ^= 1
-            yield n, tensor
-
-    return transport
-
-
-def lose(name):
-    return lambda stream: (item for item in stream if item[0] != name)
-
-
 def swap_two(stream):
     items = list(stream)
     items[3], items[4] = items[4], items[3]
@@ -112,12 +98,6 @@ def break_at(name):
             yield item
 
     return transport
-
-
-def twice(stream):
-    items = list(stream)
-    unit = [i for i, (name, _) in enumerate(items) if name == UNIT]
-    return iter(items[: unit[1] + 1] + items[unit[0] + 1 :])
 
 
 def damaged_record(stream):
@@ -172,16 +152,3 @@ def test_a_nan_in_the_engine_leaves_nothing_behind(world):
     assert any(bool(cache.isnan().any()) for cache in engine.receiver.kv_caches())
     assert_refuses_and_recovers(engine, good, expected, "log-prob that is not finite")
     assert not any(bool(cache.isnan().any()) for cache in engine.receiver.kv_caches())
-
-
-def test_there_and_back_is_exact_and_nothing_moves_in_memory(world):
-    engine, good, other, expected = world
-    engine.publish(other, version=2)
-    second = greedy(engine)
-    assert second != expected
-    pointers = {name: p.data_ptr() for name, p in engine.model().named_parameters()}
-    for version in range(3, 13):
-        engine.publish(good if version % 2 else other, version=version)
-        assert greedy(engine) == (expected if version % 2 else second)
-        assert {name: p.data_ptr() for name, p in engine.model().named_parameters()} == pointers
-    engine.publish(good, version=1)

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,18 @@ from checkout import ROOT
 from publish_streams import engine_model, receiver, weights
 
 from qarl.errors import UserError
-from qarl.rollout.publish.outbox import Outbox
-from qarl.rollout.publish.sockets import SMALLEST_LIMIT, PeerLost, WeightClient, WeightServer, _bytes_of, _send
-from qarl.rollout.publish.wire import TransferFailed, encode_publish
+from qarl.rollout.publish.send import DeltaSender, encode_publish
+from qarl.rollout.publish.sockets import (
+    LOOPBACK,
+    SMALLEST_LIMIT,
+    PeerLost,
+    WeightClient,
+    WeightServer,
+    _bytes_of,
+    _send,
+    own_address,
+)
+from qarl.rollout.publish.wire import TransferFailed
 
 TOKEN = "of this run"
 LATE = "model.layers.1.mlp.down_proj.weight"
@@ -42,34 +52,34 @@ def moved(tensors: list) -> list:
     return [(name, tensor + (name == LATE)) for name, tensor in tensors]
 
 
-def stream_of(outbox: Outbox, tensors: list, version: int, held: Any) -> Any:
-    return outbox.stream(tensors, version=version, held=held)
+def stream_of(sender: DeltaSender, tensors: list, version: int, held: Any) -> Any:
+    return sender.stream(tensors, version=version, held=held)
 
 
 def test_another_process_gets_the_same_tensors_and_then_changes(server):
-    outbox, tensors = Outbox(), weights("llama")
+    sender, tensors = DeltaSender(), weights("llama")
     process = start(server, 3)
     for version in (1, 2, 3):
-        held = server.publish(partial(stream_of, outbox, tensors, version))
-        assert held == [outbox.kept.fingerprint], "of the version and of the checksums of all tensors"
-        assert outbox.metrics()["publish/delta"] == (version > 1)
+        held = server.publish(partial(stream_of, sender, tensors, version))
+        assert held == [sender.cache.fingerprint], "of the version and of the checksums of all tensors"
+        assert sender.metrics()["publish/delta"] == (version > 1)
         tensors = moved(tensors)
     out, err = process.communicate(timeout=60)
     lines = out.splitlines()
     assert process.returncode == 0 and [line.split()[:2] for line in lines] == [[str(v), "False"] for v in (1, 2, 3)]
-    assert lines[-1].split()[2] == outbox.kept.fingerprint and "error" not in err
+    assert lines[-1].split()[2] == sender.cache.fingerprint and "error" not in err
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
 def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(how):
     """A killed one is noticed at once, a stopped one after the limit. The next publish sends all tensors."""
     limit = 5
-    server, outbox, tensors = WeightServer(TOKEN, seconds=30), Outbox(), weights("llama")
+    server, sender, tensors = WeightServer(TOKEN, seconds=30), DeltaSender(), weights("llama")
     process, begun = start(server, 1, LATE, how), []
 
     def stream(held: Any) -> Any:
         begun.append(time.monotonic())
-        return outbox.stream(tensors, version=1, held=held)
+        return sender.stream(tensors, version=1, held=held)
 
     accept = server._accept
 
@@ -89,7 +99,7 @@ def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(how):
         process.communicate(timeout=60)
     process = start(server)
     held = server.publish(stream)
-    assert held == [outbox.kept.fingerprint] and not outbox.tally.known
+    assert held == [sender.cache.fingerprint] and not sender.tally.known
     assert process.communicate(timeout=60)[0].split()[:2] == ["1", "False"]
     server.close()
 
@@ -138,7 +148,7 @@ def test_a_refusal_reaches_both_sides(server):
 def test_if_one_worker_refuses_no_worker_has_the_publish():
     """Otherwise the workers of one engine would hold weights of two versions. The next publish sends all tensors."""
     server = WeightServer(TOKEN, receivers=2, seconds=20)
-    pair, outbox, tensors = [receiver(engine_model("llama")) for _ in range(2)], Outbox(), weights("llama")
+    pair, sender, tensors = [receiver(engine_model("llama")) for _ in range(2)], DeltaSender(), weights("llama")
     take = pair[1]._take
     for version, fails in ((1, False), (2, True), (3, False), (4, False)):
 
@@ -148,7 +158,7 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
             take(name, tensor)
 
         pair[1]._take = failing
-        thread, outcome = publish_in_thread(server, partial(stream_of, outbox, tensors, version))
+        thread, outcome = publish_in_thread(server, partial(stream_of, sender, tensors, version))
         feeders = feeders_of([client_of(server, found) for found in pair], pair)
         for one in feeders:
             one.start()
@@ -162,8 +172,8 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
                 pair[0].stale_because
             )
         else:
-            assert outcome == [[outbox.kept.fingerprint] * 2] and [f.version for f in pair] == [version] * 2
-        assert outbox.tally.known == (version in (2, 4))
+            assert outcome == [[sender.cache.fingerprint] * 2] and [f.version for f in pair] == [version] * 2
+        assert sender.tally.known == (version in (2, 4))
         tensors = moved(tensors)
     server.close()
 
@@ -235,37 +245,6 @@ def test_nobody_comes_and_nobody_listens():
         WeightClient(server.address, TOKEN, seconds=1)
 
 
-def test_strangers_are_not_receivers(server):
-    """A port scanner, a client with another token, and one that says nothing readable."""
-    found, tensors = receiver(engine_model("llama")), weights("llama")
-    thread, outcome = publish_in_thread(server, lambda held: encode_publish(tensors, version=1, keep=True))
-    socket.create_connection(server.address).close()
-    with socket.create_connection(server.address) as peer:
-        peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    with pytest.raises(PeerLost, match="another token"):
-        WeightClient(server.address, "of another run", seconds=5)
-    with client_of(server, found) as client:
-        client.feed(found)
-    thread.join(20)
-    assert outcome == [[found.held]] and found.version == 1
-
-
-def test_two_receivers_get_one_stream():
-    server = WeightServer(TOKEN, receivers=2, seconds=20)
-    pair, outbox, tensors = [receiver(engine_model("llama")) for _ in range(2)], Outbox(), weights("llama")
-    for version in (1, 2):
-        thread, outcome = publish_in_thread(server, partial(stream_of, outbox, tensors, version))
-        clients = [client_of(server, found) for found in pair]
-        feeders = feeders_of(clients, pair)
-        for one in (*feeders, thread):
-            one.start() if one is not thread else one.join(20)
-        for one in feeders:
-            one.join(20)
-        assert outcome == [[outbox.kept.fingerprint] * 2] and outbox.tally.known == (version == 2)
-        tensors = moved(tensors)
-    server.close()
-
-
 def test_every_tensor_survives_a_socket():
     ours, theirs = socket.socketpair()
     client = object.__new__(WeightClient)
@@ -286,3 +265,36 @@ def test_every_tensor_survives_a_socket():
         assert name == found_name and tensor.dtype == found.dtype and tensor.shape == found.shape
         assert bytes(_bytes_of(tensor)) == bytes(_bytes_of(found))
     ours.close(), theirs.close()
+
+
+def node(address: str, alive: bool = True) -> dict[str, Any]:
+    return {"NodeManagerAddress": address, "Alive": alive}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (None, LOOPBACK),
+        ([node("10.0.0.1"), node("10.0.0.1"), node("10.0.0.2", alive=False)], LOOPBACK),
+        ([node("10.0.0.1"), node("10.0.0.2")], "10.0.0.1"),
+    ],
+    ids=["no Ray", "the other host is gone", "two hosts"],
+)
+def test_in_a_ray_cluster(monkeypatch, nodes, expected):
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    ray = SimpleNamespace(is_initialized=lambda: nodes is not None, nodes=lambda: nodes, util=util)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert own_address() == expected
+
+
+def test_towards_a_server():
+    """Loopback for a server of this host. For another host, an address of this host at which one can listen."""
+    assert own_address("localhost") == own_address("127.0.0.1") == LOOPBACK
+    try:
+        found = own_address("192.0.2.1")  # reserved for documentation; nothing is sent
+    except UserError:
+        pytest.skip("this machine has no route to other hosts")
+    assert found != LOOPBACK and found != "192.0.2.1"
+    socket.create_server((found, 0)).close()
+    with pytest.raises(UserError, match="cannot find an address of this host that the engine at no-such-host"):
+        own_address("no-such-host.invalid")

@@ -25,10 +25,9 @@ from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant import Scheme, get_scheme
-from qarl.rollout.publish.manifest import expected_manifest
-from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import encode_publish
+from qarl.rollout.publish.send import DeltaSender, encode_publish
+from qarl.rollout.publish.wire import expected_manifest
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 SIZES: dict[str, Any] = {"vocab_size": 70, "intermediate_size": 256}
@@ -91,17 +90,17 @@ def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, ran
     first, second = multiplied(model), multiplied(worker_model(checkpoints.folders[1], rank, workers)[0])
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
     assert any(not torch.equal(first[name], second[name]) for name in first)
-    receiver, outbox = receiver_of(model, config, checkpoints.scheme), Outbox()
+    receiver, sender = receiver_of(model, config, checkpoints.scheme), DeltaSender()
     if not (checkpoints.scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported()):  # vLLM packs int8 for AMX
         assert all(target.writer is not None for target in receiver.plan.by_owner.values())
     for version, which in enumerate((1, 0, 1, 0, 1)):
         tensors = checkpoints.tensors[which]
         stream = encode_publish(tensors.items(), version=version)
         if version >= 2:
-            held = receiver.kept.fingerprint if receiver.kept else None
-            stream = outbox.stream(tensors.items(), version=version, held=[held])
+            held = receiver.cache.fingerprint if receiver.cache else None
+            stream = sender.stream(tensors.items(), version=version, held=[held])
         receiver.feed(stream)
-        assert outbox.tally.known == (version > 2)
+        assert sender.tally.known == (version > 2)
         check_equal(multiplied(model), (first, second)[which])
 
 

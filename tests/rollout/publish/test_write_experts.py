@@ -12,11 +12,11 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.cpu import torch_ops
-from qarl.quant.stacks import stacked
-from qarl.rollout.publish import experts, writers
-from qarl.rollout.publish.manifest import TensorSpec, check_complete, check_same_layers
+from qarl.quant.expert_names import stacked
+from qarl.rollout.publish import expert_writers, writers
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import TransferFailed, encode_publish
+from qarl.rollout.publish.send import encode_publish
+from qarl.rollout.publish.wire import TensorSpec, TransferFailed, check_complete, check_same_layers
 
 
 class UnquantizedFusedMoEMethod: ...
@@ -135,7 +135,7 @@ def test_other_experts_are_reloaded(
     model, tensors = engine_model(method, **sizes).to(device), stacks(scales=True)
     found: list[Any] = []
     monkeypatch.setattr(writers, "_reloading", lambda _, modules, owners: nullcontext(found.append(modules)))
-    monkeypatch.setattr(experts, "reload", lambda *given: found.append(given))
+    monkeypatch.setattr(expert_writers, "reload", lambda *given: found.append(given))
     plan_of(model, tensors, **arguments).write(tensors)
     routed = model.get_submodule(f"{PREFIX}.routed_experts")
     modules, (module, parts, cut) = found

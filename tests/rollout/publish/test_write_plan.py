@@ -11,9 +11,8 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.quant import get_scheme
-from qarl.rollout.publish.manifest import TensorSpec, expected_manifest
-from qarl.rollout.publish.send import publish_weights
-from qarl.rollout.publish.wire import COMMIT, encode_publish
+from qarl.rollout.publish.send import encode_publish, publish_weights
+from qarl.rollout.publish.wire import COMMIT, TensorSpec, TransferFailed, expected_manifest
 from qarl.rollout.publish.writers import DERIVED, WritePlan
 
 
@@ -160,3 +159,28 @@ def test_a_receiver_whose_stream_just_stops_is_stale(cut):
 def test_specs_of_the_stub_are_those_of_the_trainer():
     expected = expected_manifest(config("qwen2"), get_scheme("bf16"), [])
     assert expected == {name: TensorSpec.of(tensor) for name, tensor in weights("qwen2")}
+
+
+def published(version: int = 1):
+    """A receiver with a complete publish."""
+    found = receiver(engine_model("llama"))
+    found.feed(encode_publish(weights("llama"), version=version))
+    assert found.version == version and not found.stale
+    return found
+
+
+def test_a_publish_that_lacks_a_tensor_is_not_committed():
+    found, tensors = published(), weights("llama")
+    lacking = [(name, tensor) for name, tensor in tensors if name != "model.norm.weight"]
+    with pytest.raises(TransferFailed, match=r"version 2 is not complete[\s\S]*missing: model\.norm\.weight"):
+        found.feed(encode_publish(lacking, version=2))
+    assert found.stale and "version 2 did not complete" in found.stale_because
+
+
+def test_the_end_of_one_publish_does_not_complete_another():
+    found = published()
+    mine, other = (list(encode_publish(weights("llama"), version=version)) for version in (2, 3))
+    assert mine[-1][0] == other[-1][0] == COMMIT
+    with pytest.raises(TransferFailed, match=r"version 2 is not complete[\s\S]*last record has version 3"):
+        found.feed([*mine[:-1], other[-1]])
+    assert found.stale

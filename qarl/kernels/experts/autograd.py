@@ -1,0 +1,339 @@
+"""An expert layer with low-bit weights: the choice of its kernel, its forward and its backward.
+
+The layer computes y = sum over a token's experts of w * down(silu(gate(x)) * up(x)). The forward uses the rollout
+engine's kernel if possible (`vllm.py` on GPUs, `qarl.kernels.experts.cpu` on CPUs), otherwise our grouped products. The
+backward is straight-through and the same for all kernels. Ŵgu and Ŵd are the dequantized weights of gate_up and down:
+
+    y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    computed again by our grouped kernels, from the wire tensors
+    da  = (dy Ŵd)                                      w * da is the gradient of a; da · â that of router weight w
+    dx  = sum over experts of [dg du] Ŵgu              in the router's order, without atomic additions
+    dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: the forward's operands in BF16, dequantized if 8-bit
+
+With Triton, dWd is dy^T (w â). a has fewer columns than dy, and the pass over memory that makes [dg du] makes w â too.
+
+Products are in BF16 with FP32 sums. The values that the backward computes again can differ from the engine's forward in
+the last BF16 bit. W4A8 is not supported. A token's experts must all be different.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from qarl.kernels.activations import quantize_fp8, quantize_int8, silu_mul
+from qarl.kernels.experts import grouped
+from qarl.kernels.experts.cpu import VllmCpuBf16Experts, VllmCpuExperts
+from qarl.kernels.experts.cuda import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
+from qarl.kernels.experts.grouped import (
+    ExpertsKernel,
+    ExpertsShape,
+    Routing,
+    Tensors,
+    combine,
+    dequantized_rows,
+    has_triton,
+    route,
+    scheme_of,
+    sizes_of,
+)
+from qarl.kernels.registry import Choice, first_available
+from qarl.kernels.triton.linears import unavailable as triton_unavailable
+
+_EIGHT_BIT = ("w8a8", "fp8")
+"""Schemes whose activations are quantized."""
+
+
+class _GroupedExperts(ExpertsKernel):
+    """Experts computed by our grouped products. An expert's output is rounded to BF16, weighted, and rounded again."""
+
+    @staticmethod
+    def prepare(gate_up: Tensors, down: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the wire tensors themselves."""
+        return gate_up, down
+
+    @classmethod
+    def forward(
+        cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: tuple[Tensors, Tensors]
+    ) -> torch.Tensor:
+        gate_up, down = prepared
+        routing = route(topk_ids, sizes_of(gate_up)[0])
+        state = _products(cls, x, gate_up, routing)
+        y = grouped.product(*_activations(cls, state), down, routing.ends)
+        weight = topk_weights.flatten()[routing.order, None]
+        return combine((y.float() * weight).to(y.dtype), routing, topk_ids.shape[1])
+
+
+class TritonExperts(_GroupedExperts):
+    """Experts computed by the Triton kernels of qarl.kernels.triton.experts."""
+
+    name = "triton"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+        return triton_unavailable(scheme_name, device)
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from qarl.kernels.triton.activations import quantize_tokens
+
+        return quantize_tokens(x, torch.int8 if scheme_name == "w8a8" else torch.float8_e4m3fn)
+
+
+class ReferenceExperts(_GroupedExperts):
+    """Experts computed one after another, with PyTorch's own products."""
+
+    name = "reference"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+        return None
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (quantize_int8 if scheme_name == "w8a8" else quantize_fp8)(x)
+
+
+EXPERTS_KERNELS: dict[str, tuple[type[ExpertsKernel], ...]] = {
+    "w4a16": (VllmCpuExperts, VllmMarlinExperts, TritonExperts, ReferenceExperts),
+    "w8a8": (VllmCpuExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
+    "fp8": (VllmCpuExperts, VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
+}
+"""The kernels of each scheme, in order of preference."""
+BF16_KERNELS: tuple[type[ExpertsKernel], ...] = (VllmCpuBf16Experts, ReferenceExperts)
+"""The kernels of experts that are not quantized, in order of preference."""
+
+
+def choose_experts_kernel(
+    scheme_name: str,
+    device: torch.device,
+    shape: ExpertsShape,
+    *,
+    group_size: int | None = None,
+    force: str | None = None,
+) -> Choice[ExpertsKernel]:
+    """Return the first kernel that supports these experts, or raise UserError.
+
+    `force`: name of the only kernel to try.
+    """
+    return first_available(
+        BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
+        lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),
+        force=force,
+        refusal=f"no kernel serves {scheme_name} experts on {device.type}",
+        served=f"{scheme_name} experts",
+    )
+
+
+class ExpertsWeights(Protocol):
+    """One layer's experts: `prepared` for the forward, `gate_up` and `down` (stacked wire tensors) for the backward.
+
+    Each attribute is read once per pass, so an implementation may compute it when it is read.
+    """
+
+    @property
+    def kernel(self) -> type[ExpertsKernel]: ...
+    @property
+    def prepared(self) -> Any: ...
+    @property
+    def gate_up(self) -> Tensors: ...
+    @property
+    def down(self) -> Tensors: ...
+
+
+class LowBitExperts(NamedTuple):
+    """One layer's experts: the stacked wire tensors, and `prepared`, a copy in the kernel's layout."""
+
+    kernel: type[ExpertsKernel]
+    gate_up: Tensors
+    down: Tensors
+    prepared: Any
+
+    @classmethod
+    def of(cls, kernel: type[ExpertsKernel], gate_up: Tensors, down: Tensors) -> LowBitExperts:
+        """Prepare one layer's experts. Raise ValueError if `gate_up` and `down` do not fit together."""
+        (experts, rows), (others, hidden) = (sizes_of(tensors) for tensors in (gate_up, down))
+        if experts != others or rows % 2 or scheme_of(gate_up) != scheme_of(down):
+            raise ValueError(f"gate_up [{experts}, {rows}, ...] and down [{others}, {hidden}, ...] do not match")
+        return cls(kernel, gate_up, down, kernel.prepare(gate_up, down))
+
+
+def fused_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up_weight: torch.Tensor | None,
+    down_weight: torch.Tensor | None,
+    experts: ExpertsWeights,
+) -> torch.Tensor:
+    """Compute BF16 [T, H] from x BF16 [T, H], `topk_weights` [T, k] and `topk_ids` [T, k], differentiably.
+
+    The forward reads only `experts`. The BF16 masters `gate_up_weight` [E, 2I, H] and `down_weight` [E, H, I] receive
+    gradients. Pass None for them if no gradient is needed.
+    """
+    tokens = _Backward.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
+    y: torch.Tensor = _Forward.apply(tokens, topk_weights.detach(), topk_ids, experts)
+    return y
+
+
+class _Forward(torch.autograd.Function):
+    """The kernel. It saves nothing, and hands its gradient to `_Backward`.
+
+    PyTorch's recomputation of a checkpointed block ends when it has recomputed the last saved tensor. In a block that
+    ends with experts, such as Qwen3-MoE's, `_Backward` saves this tensor, so the kernel does not run again. If the
+    block saves anything after the experts, it does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertsWeights
+    ) -> torch.Tensor:
+        if not len(x):
+            return torch.empty_like(x)
+        ids = topk_ids.to(torch.int32).contiguous()
+        return experts.kernel.forward(x.contiguous(), topk_weights.float().contiguous(), ids, experts.prepared)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad_outputs[0], None, None, None
+
+
+class _Backward(torch.autograd.Function):
+    """The experts' backward. Its forward returns `x`, and saves what the backward reads before the kernel runs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        gate_up_weight: torch.Tensor | None,
+        down_weight: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        experts: ExpertsWeights,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, topk_weights, topk_ids)
+        ctx.experts = experts
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, topk_weights, topk_ids = ctx.saved_tensors
+        kernel, gate_up = ctx.experts.kernel, ctx.experts.gate_up
+        need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
+        if not len(x):
+            return _zeros(ctx.needs_input_grad[:4], x, topk_weights, sizes_of(gate_up))
+        routing = route(topk_ids, sizes_of(gate_up)[0])
+        state = _products(kernel, x, gate_up, routing)
+        grad = grad_outputs[0][routing.token]
+        grad_a = grouped.input_gradient(grad, ctx.experts.down, routing.ends)
+        between = _with_triton if has_triton(x.device) else _with_pytorch
+        made = between(kernel, state, grad, grad_a, topk_weights.flatten().float(), routing.order, need_down)
+        grad_router = grad_down = grad_gate_up = grad_x = None
+        if need_router:
+            grad_router = made.router.view(topk_weights.shape).to(topk_weights.dtype)
+        if need_down:
+            grad_down = grouped.weight_gradient(made.grad, made.a, routing.ends)
+        if need_x:
+            rows = grouped.input_gradient(made.hidden, gate_up, routing.ends)
+            grad_x = combine(rows, routing, topk_ids.shape[1])
+        if need_gate_up:
+            inputs = dequantized_rows(state.x, state.x_scale)
+            grad_gate_up = grouped.weight_gradient(made.hidden, inputs, routing.ends)
+        return grad_x, grad_router, grad_gate_up, grad_down, None, None
+
+
+def _zeros(
+    needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, sizes: tuple[int, int]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return zero gradients for an input without tokens. The engine's quantizers cannot run on zero rows."""
+    (count, rows), hidden = sizes, x.shape[1]
+    shapes = (x.shape, topk_weights.shape, (count, rows, hidden), (count, hidden, rows // 2))
+    dtypes = (x.dtype, topk_weights.dtype, torch.bfloat16, torch.bfloat16)
+    made = (
+        torch.zeros(shape, dtype=dtype, device=x.device) if need else None
+        for need, shape, dtype in zip(needed, shapes, dtypes, strict=True)
+    )
+    return (*made, None, None)
+
+
+class _State(NamedTuple):
+    """Values of the forward, with rows sorted by expert: input `x`, and `gate_up` [M, 2I].
+
+    `x_scale` is None if x is not 8-bit.
+    """
+
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    gate_up: torch.Tensor
+
+
+def _products(kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) -> _State:
+    scheme = scheme_of(gate_up)
+    scale: torch.Tensor | None = None
+    if scheme in _EIGHT_BIT:
+        x, scale = kernel.quantize(scheme, x.contiguous())  # each token is quantized once for all its experts
+    rows = _gathered(x, routing.token)
+    row_scale = None if scale is None else scale[routing.token]
+    return _State(rows, row_scale, grouped.product(rows, row_scale, gate_up, routing.ends))
+
+
+def _activations(kernel: Any, state: _State) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the input of down_proj [M, I], and its scales [M, 1] if it is 8-bit."""
+    a = silu_mul(*state.gate_up.chunk(2, dim=1))
+    if state.x_scale is None:
+        return a, None
+    made: tuple[torch.Tensor, torch.Tensor] = kernel.quantize("w8a8" if state.x.dtype == torch.int8 else "fp8", a)
+    return made
+
+
+def _gathered(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Return x[token]. Some devices cannot index 8-bit floats, so they are indexed as bytes."""
+    return x.view(torch.uint8)[token].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[token]
+
+
+class _Between(NamedTuple):
+    """What the backward computes between its products, with rows sorted by expert.
+
+    `hidden` BF16 [M, 2I]: the gradient of gate and up. `router` FP32 [M]: that of the routing weights, in the order of
+    `topk_ids`. grad^T a is the gradient of down_proj, with BF16 `grad` [M, H] and `a` [M, I].
+    """
+
+    hidden: torch.Tensor
+    router: torch.Tensor
+    grad: torch.Tensor
+    a: torch.Tensor
+
+
+def _with_triton(
+    kernel: Any, state: _State, grad: torch.Tensor, grad_a: torch.Tensor, weights: torch.Tensor, order: torch.Tensor,
+    need_down: bool,
+) -> _Between:  # fmt: skip
+    from qarl.kernels.triton.experts import swiglu_backward
+
+    # Without scales, the kernel computes a again, which costs less than to write and read it.
+    a, scale = (None, None) if state.x_scale is None else _activations(kernel, state)
+    made = swiglu_backward(grad_a, state.gate_up, a, scale, weights, order, weighted=need_down)
+    return _Between(made.hidden, made.router, grad, made.hidden if made.weighted is None else made.weighted)
+
+
+def _with_pytorch(
+    kernel: Any, state: _State, grad: torch.Tensor, grad_a: torch.Tensor, weights: torch.Tensor, order: torch.Tensor,
+    need_down: bool,
+) -> _Between:  # fmt: skip
+    a = dequantized_rows(*_activations(kernel, state))
+    weight = weights[order, None]
+    by_row = (grad_a.float() * a.float()).sum(1)
+    router = torch.empty_like(by_row).index_put_((order,), by_row)
+    if need_down:
+        grad = (grad.float() * weight).to(grad.dtype)
+    return _Between(_silu_mul_backward(grad_a.float() * weight, *state.gate_up.chunk(2, dim=1)), router, grad, a)
+
+
+def _silu_mul_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of gate and up, BF16 [M, 2I] with gate first, from `grad` FP32 [M, I]."""
+    g, u = gate.float(), up.float()
+    sigmoid = g.sigmoid()
+    slope = sigmoid * (1 + g * (1 - sigmoid))
+    return torch.cat(((grad * u * slope).bfloat16(), (grad * g * sigmoid).bfloat16()), dim=1)

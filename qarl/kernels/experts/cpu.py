@@ -1,0 +1,205 @@
+"""Mixture-of-experts layers on a CPU. Both the rollout engine and the trainer call this code.
+
+    VllmCpuExperts       low-bit experts. It multiplies each expert's rows with the linear kernel that vLLM uses for
+                         dense layers on this machine
+    VllmCpuBf16Experts   BF16 experts, by vLLM's own operator
+
+vLLM 0.29 has no low-bit experts on CPUs without AMX. With AMX, its W4A16 experts would use int8 activations, and FP8
+experts with a scale per channel are missing. So in the engine, QaRL's plugin for vLLM (`qarl.rollout.vllm_plugin`)
+calls `VllmCpuExperts`.
+
+Low-bit experts round a row to BF16 after each product, after silu(gate), and after silu(gate) * up. A token's experts
+are weighted and summed in FP32, in the router's order, and rounded once. BF16 experts round only after silu(gate) * up
+and at the end. So trainer and engine must use the same class.
+
+A token's result does not depend on other tokens.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from qarl.kernels.activations import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
+from qarl.kernels.cpu import vllm_ops
+from qarl.kernels.cpu.torch_ops import VllmCpuFP8Linear
+from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape, Tensors, route, scheme_of, sizes_of
+from qarl.kernels.int4 import TILES
+
+_LINEARS: dict[str, tuple[Any, ...]] = {
+    "w4a16": (vllm_ops.VllmCpuWNA16Linear,),
+    "w8a8": (vllm_ops.VllmCpuInt8TilesLinear, vllm_ops.VllmCpuInt8Linear),
+    "fp8": (VllmCpuFP8Linear,),
+}
+"""For each scheme, the kernels of vLLM's dense layers on CPUs in order of preference."""
+_BF16_ALIGNMENT = 32  # channels that vLLM's operator for BF16 experts takes at a time
+
+
+class PreparedProduct(NamedTuple):
+    """The linear kernel of one product, and each expert's weight as prepared by this kernel."""
+
+    kernel: Any
+    experts: Sequence[Any]
+
+
+class _PreparedOnUse(Sequence[Any]):
+    """Expert weights that are prepared each time they are read.
+
+    An expert without tokens needs neither time nor memory.
+    """
+
+    def __init__(self, kernel: Any, tensors: Tensors) -> None:
+        self._kernel, self._tensors = kernel, tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors["weight_scale"])
+
+    def __getitem__(self, expert: Any) -> Any:
+        mine = {name: tensor[expert] for name, tensor in self._tensors.items()}
+        return self._kernel.prepare_gathered(mine)
+
+
+class PreparedExperts(NamedTuple):
+    gate_up: PreparedProduct
+    down: PreparedProduct
+
+
+class VllmCpuExperts(ExpertsKernel):
+    """Low-bit experts, computed one after another with vLLM's dense CPU kernels."""
+
+    name = "vllm_cpu"
+    layout = TILES
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+        if device.type != "cpu":
+            return f"runs on cpu, not on {device.type}"
+        if scheme_name not in _LINEARS:
+            return f"does not support {scheme_name}"
+        if group_size is not None and group_size % 2:
+            return f"needs an even group size, not {group_size}"
+        for product in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
+            why_not = [kernel.unavailable(scheme_name, device, product) for kernel in _LINEARS[scheme_name]]
+            if None not in why_not:
+                return "; ".join(str(reason) for reason in why_not)
+        return None
+
+    @staticmethod
+    def prepare(gate_up: Tensors, down: Tensors) -> PreparedExperts:
+        """Convert every expert's weights to the layout of the linear kernel. The wire tensors are not kept."""
+        return PreparedExperts(_prepared(gate_up), _prepared(down))
+
+    @staticmethod
+    def prepare_gathered(gate_up: Tensors, down: Tensors) -> PreparedExperts:
+        """Return weights that are prepared when they are used, for one forward."""
+        products = ((_kernel_of(tensors), tensors) for tensors in (gate_up, down))
+        return PreparedExperts(*(PreparedProduct(kernel, _PreparedOnUse(kernel, given)) for kernel, given in products))
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: PreparedExperts
+    ) -> torch.Tensor:
+        gate_up, down = prepared
+        routing = route(topk_ids, len(gate_up.experts))
+        sorted_rows = x[routing.token]
+        y = torch.empty_like(sorted_rows)
+        start = 0
+        for expert, end in enumerate(routing.ends.tolist()):
+            if end > start:
+                gate, up = gate_up.kernel.linear(sorted_rows[start:end], gate_up.experts[expert], None).chunk(2, dim=1)
+                y[start:end] = down.kernel.linear(silu_mul(gate, up), down.experts[expert], None)
+            start = end
+        rows = torch.empty_like(y)
+        rows[routing.order] = y
+        return _weighted_sum(rows.view(*topk_ids.shape, -1), topk_weights)
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if scheme_name == "fp8":
+            return quantize_fp8(x)
+        tiles = torch.cpu._is_amx_tile_supported()
+        return (quantize_int8_cuda if tiles else quantize_int8)(x)
+
+
+def _prepared(tensors: Tensors) -> PreparedProduct:
+    kernel = _kernel_of(tensors)
+    if hasattr(kernel, "prepare_stack"):
+        return PreparedProduct(kernel, kernel.prepare_stack(tensors))
+    each = ({name: tensor[expert] for name, tensor in tensors.items()} for expert in range(sizes_of(tensors)[0]))
+    return PreparedProduct(kernel, [kernel.prepare(expert) for expert in each])
+
+
+def _kernel_of(tensors: Tensors) -> Any:
+    """Return the linear kernel that multiplies by the experts' matrices in `tensors`."""
+    scheme, scale = scheme_of(tensors), tensors["weight_scale"]
+    if scheme == "w4a16":
+        return vllm_ops.VllmCpuWNA16Linear
+    shape = (scale.shape[1], tensors["weight"].shape[2])
+    return next(k for k in _LINEARS[scheme] if k.unavailable(scheme, scale.device, shape) is None)
+
+
+def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """BF16 rows [T, k, H] times FP32 weights [T, k] -> BF16 [T, H]."""
+    total = rows[:, 0].float().mul_(weights[:, 0, None])
+    for place in range(1, rows.shape[1]):
+        total.add_(rows[:, place].float().mul_(weights[:, place, None]))
+    return total.to(rows.dtype)
+
+
+class PreparedBf16Experts(NamedTuple):
+    """`gate_up` and `down`, packed as vLLM's operator reads them with the instruction set `isa` ("amx" or "vec")."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    isa: str
+
+
+class VllmCpuBf16Experts(ExpertsKernel):
+    """BF16 experts, computed by `cpu_fused_moe` as in vLLM's CPUUnquantizedExperts and X86CPUUnquantizedExperts."""
+
+    name = "vllm_cpu_bf16"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+        if device.type != "cpu":
+            return f"runs on cpu, not on {device.type}"
+        if scheme_name != "bf16":
+            return f"supports only BF16 weights, not {scheme_name}"
+        if shape.hidden % _BF16_ALIGNMENT:
+            return f"needs a hidden size in multiples of {_BF16_ALIGNMENT}, not {shape.hidden}"
+        if platform.machine().lower() not in ("x86_64", "amd64"):
+            return f"was checked only on x86, not on {platform.machine()}"
+        return vllm_ops.cpu_ops_missing("cpu_fused_moe")
+
+    @staticmethod
+    def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> PreparedBf16Experts:
+        """Pack the weights of `gate_up`, BF16 [E, 2I, H], and of `down`, BF16 [E, H, I], for the operator."""
+        from vllm import _custom_ops as ops
+
+        isa = vllm_ops.isa_hint()
+        first, second = gate_up["weight"].detach(), down["weight"].detach()
+        missing = -second.shape[2] % _BF16_ALIGNMENT
+        if missing:  # pad with columns of zeros, as the engine does
+            gates = first.unflatten(1, (2, -1))
+            first, second = F.pad(gates, (0, 0, 0, missing)).flatten(1, 2), F.pad(second, (0, missing))
+        first, second = (ops.cpu_prepack_moe_weight(weight.contiguous(), isa) for weight in (first, second))
+        return PreparedBf16Experts(first, second, isa)
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: PreparedBf16Experts
+    ) -> torch.Tensor:
+        """x [T, H] BF16 -> [T, H] BF16. `topk_weights` and `topk_ids` must be contiguous."""
+        from vllm import _custom_ops as ops
+
+        gate_up, down, isa = prepared
+        y: torch.Tensor = ops.cpu_fused_moe(x, gate_up, down, None, None, topk_weights, topk_ids, "silu", isa, False)
+        return y
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise TypeError("BF16 experts do not quantize activations")

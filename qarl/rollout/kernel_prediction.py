@@ -1,0 +1,93 @@
+"""Ask vLLM's own functions what it would do with a model, without starting an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from qarl.kernels.cuda.vllm_ops import chosen_int4_kernel
+from qarl.process import configure_vllm_process
+from qarl.quant.scheme import Scheme
+from qarl.rollout.engine_config import KernelRequest, engine_arguments, kernel_request
+from qarl.rollout.vllm_plugin import check_linears_loaded
+from qarl.vllm_versions.functions import check_functions
+from qarl.vllm_versions.uses import RULES
+
+
+def _require_vllm() -> None:
+    configure_vllm_process()
+    check_functions("the choice of layers and kernels", RULES)
+
+
+def serving_module(architecture: str) -> str | None:
+    """Return the module of vLLM's class for an architecture, or None if vLLM has no class for it. The module of vLLM's
+    transformers backend is `vllm.model_executor.models.transformers`."""
+    _require_vllm()
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    found = ModelRegistry.models.get(architecture)
+    return None if found is None else str(getattr(found, "module_name", type(found).__module__))
+
+
+def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether vLLM leaves its layer `name` unquantized if the ignore list is `ignore`.
+
+    `fused`: name of each fused layer -> names of its checkpoint layers. Raise ValueError if `ignore` matches only some
+    checkpoint layers of a fused layer."""
+    _require_vllm()
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+
+    mapping = {whole: list(parts) for whole, parts in fused.items()}
+    return bool(should_ignore_layer(name, list(ignore), fused_mapping=mapping))
+
+
+def own_kernels(request: KernelRequest | None) -> AbstractContextManager[None]:
+    """Return a context in which vLLM uses the kernels that `request` names. If `request` is None, vLLM chooses as
+    usual."""
+    if request is None:
+        return nullcontext()
+    from qarl.rollout.vllm_plugin.linears import own_kernels_only
+
+    return own_kernels_only()
+
+
+def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int], kernels: str = "engine") -> str:
+    """Return the name of the kernel class that vLLM uses on this machine for a weight.
+
+    `full_shape`: [N, K] of the weight. `shape`: [N, K] of the part of the weight that one GPU has. `kernels`: a value
+    of `quant.kernels`.
+
+    Raises:
+        ValueError: no kernel of vLLM supports the weight; the message gives the reason for each kernel.
+        UserError: this version of vLLM is not supported, because its functions are missing or changed.
+    """
+    _require_vllm()
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    request = kernel_request(kernels, scheme.name)
+    check_linears_loaded(kernels)
+    with own_kernels(request), set_current_vllm_config(VllmConfig(**engine_arguments(request))):
+        return _chosen_kernel(scheme, shape, full_shape)
+
+
+def _chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int]) -> str:
+    import torch
+    from vllm.model_executor.kernels import linear as kernels
+
+    if scheme.format == "pack-quantized":
+        return chosen_int4_kernel(shape, full_shape, scheme.group_size or -1)
+    if scheme.name == "w8a8":
+        chosen: object = kernels.init_int8_linear_kernel(
+            is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="doctor"
+        )
+    else:
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        chosen = kernels.init_fp8_linear_kernel(
+            activation_quant_key=quant_utils.kFp8DynamicTokenSym,
+            weight_quant_key=quant_utils.kFp8StaticChannelSym,
+            input_dtype=torch.bfloat16,
+            out_dtype=torch.bfloat16,
+            weight_shape=shape,
+        )
+    return type(chosen).__name__

@@ -1,0 +1,319 @@
+"""The classes that the plugin gives to vLLM on a CPU, and their registration.
+
+    QaRLCompressedTensorsConfig   vLLM's compressed-tensors config, but low-bit experts get LowBitExpertsMethod
+    LowBitExpertsMethod           loads W4A16, W8A8 and FP8 experts, and multiplies them with the trainer's function
+    RepairedUnquantizedMethod     BF16 experts, packed again after each reload
+
+The parameters of low-bit experts have the same names and shapes as vLLM's own: `w13_*` [E, 2I, ...], gate before up,
+and `w2_*` [E, H, ...], in checkpoint format. After loading they are emptied, because the kernel uses its own packed
+copy. vLLM's layerwise reload restores their shapes before it loads new weights.
+
+The plugin was run with vLLM 0.29.0. The source of vLLM 0.24.0 has the same RoutedExperts, but no class
+CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU. These internals of vLLM are used:
+
+    register_quantization_config, get_quantization_config
+        a config registered under a built-in name replaces vLLM's
+    CompressedTensorsConfig.get_quant_method(layer, prefix), get_scheme_dict(layer, name),
+    _add_fused_moe_to_target_scheme_map()
+        vLLM's CompressedTensorsMoEMethod.get_moe_method calls these to find the scheme of a layer's experts
+    RoutedExperts
+        the module of a layer's experts (`mlp.experts.routed_experts`): `moe_config`, `weight_loader`, and
+        the routing settings (`use_grouped_topk`, `renormalize`, `scoring_func`, `custom_routing_function`). Its loader
+        splits a parameter according to the attributes `is_transposed` and, for scales, `quant_method` ("group",
+        "channel").
+    FusedMoEMethodBase
+        `create_weights`, `process_weights_after_loading`, `apply_monolithic`, `is_monolithic`, `moe_kernel`
+    FusedMoEKernel, maybe_make_prepare_finalize(use_monolithic=True)
+        wrap the experts of a method in the form that vLLM's runner calls
+    CPUUnquantizedExperts
+        `_select_experts`, vLLM's routing on CPUs, and `apply(hidden_states, w1, w2, router_logits, ...)`. These experts
+        are "monolithic": they route the tokens themselves. For modular experts vLLM would route with
+        `_moe_C.topk_softmax`, which does not exist on CPUs.
+    supports_routing_replay_capture, routing_replay_capture_fn
+        members of monolithic experts. With enable_return_routed_experts, vLLM checks the first and sets the second
+    UnquantizedFusedMoEMethod.register_oot, experts_cls, _setup_kernel
+        the method of BF16 experts. `_setup_kernel` packs the weights only the first time it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEMethodBase,
+    MoEActivation,
+    RoutedExperts,
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.utils import set_weight_attrs
+
+from qarl.errors import UserError
+from qarl.kernels.experts.cpu import PreparedExperts, VllmCpuExperts
+from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.quant.scheme import QuantArgs, get_scheme
+
+Tensors = Mapping[str, torch.Tensor]
+_PARAMETERS = ("w13", "w2")
+"""vLLM's names of the two stacks, gate_up_proj and down_proj."""
+MEMBERS = {
+    CompressedTensorsConfig: ("get_quant_method", "get_scheme_dict", "_add_fused_moe_to_target_scheme_map"),
+    CPUUnquantizedExperts: ("_select_experts", "apply", "routing_replay_capture_fn", "supports_routing_replay_capture"),
+    FusedMoEMethodBase: ("create_weights", "apply_monolithic", "is_monolithic", "get_fused_moe_quant_config"),
+    UnquantizedFusedMoEMethod: ("register_oot", "_setup_kernel", "process_weights_after_loading"),
+    RoutedExperts: ("weight_loader", "load_weights"),
+}
+"""The members of each class that the plugin overrides or calls."""
+
+
+def changed() -> str | None:
+    """Return a sentence with the names of all `MEMBERS` that this vLLM lacks, or None if it lacks none."""
+    missing = [
+        f"{kind.__name__}.{name}" for kind, names in MEMBERS.items() for name in names if not hasattr(kind, name)
+    ]
+    return f"this vLLM has no {', '.join(missing)}" if missing else None
+
+
+def register() -> str | None:
+    """Put the classes into vLLM's registries. Return None, or the reason why this is not possible."""
+    if why_not := changed():
+        return why_not
+    current = get_quantization_config("compressed-tensors")
+    if current is not CompressedTensorsConfig:
+        return f"{current.__module__}.{current.__name__} has already replaced vLLM's compressed-tensors"
+    UnquantizedFusedMoEMethod.register_oot(RepairedUnquantizedMethod, name=UnquantizedFusedMoEMethod.__name__)
+    register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
+    return None
+
+
+class _ShowsRouting(CPUUnquantizedExperts):
+    """vLLM's experts on a CPU, which also report the routing (the experts chosen for each token)."""
+
+    def supports_routing_replay_capture(self) -> bool:
+        return True
+
+    def _select_experts(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = super()._select_experts(*args, **kwargs)
+        if self.routing_replay_capture_fn is not None:
+            self.routing_replay_capture_fn(ids)
+        return weights, ids
+
+
+class LowBitExperts(_ShowsRouting):
+    """Low-bit experts: vLLM routes the tokens, and QaRL's function computes the outputs."""
+
+    prepared: PreparedExperts | None = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Copy the layer's routing settings, which `_select_experts` reads."""
+        self.use_grouped_topk, self.renormalize = layer.use_grouped_topk, layer.renormalize
+        self.scoring_func, self.custom_routing_function = layer.scoring_func, layer.custom_routing_function
+
+    def apply(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        router_logits: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        num_expert_group: int | None = None,
+        e_score_correction_bias: torch.Tensor | None = None,
+        routed_scaling_factor: float | None = None,
+        topk_group: int | None = None,
+    ) -> torch.Tensor:
+        """Return the experts' output, BF16 [T, H]. `hidden_states` [T, H] and `router_logits` [T, E] are BF16."""
+        weights, ids = self._select_experts(
+            hidden_states, router_logits, num_expert_group, topk_group, e_score_correction_bias, routed_scaling_factor
+        )
+        assert self.prepared is not None
+        return VllmCpuExperts.forward(hidden_states, weights, ids, self.prepared)
+
+
+class LowBitExpertsMethod(FusedMoEMethodBase):
+    """The experts of one layer, quantized with `scheme`: "w4a16" (with groups of `group_size`), "w8a8" or "fp8"."""
+
+    def __init__(self, moe: FusedMoEConfig, scheme: str, group_size: int | None) -> None:
+        super().__init__(moe)
+        self.scheme, self.group_size = scheme, group_size
+        self.names = ("weight_packed", "weight_scale") if scheme == "w4a16" else ("weight", "weight_scale")
+
+    @property
+    def is_monolithic(self) -> bool:
+        return True
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register empty parameters. Raise UserError if the kernel cannot multiply experts of these sizes."""
+        shape = ExpertsShape(num_experts, self.moe.experts_per_token, hidden_size, intermediate_size_per_partition)
+        self._check(layer, shape)
+        sizes = ((2 * shape.intermediate, hidden_size), (hidden_size, shape.intermediate))
+        kind = "group" if self.scheme == "w4a16" else "channel"
+        scheme = get_scheme(self.scheme, group_size=self.group_size or 0)
+        for stack, (rows, columns) in zip(_PARAMETERS, sizes, strict=True):
+            wire = scheme.wire_tensors(rows, columns)
+            for name in self.names:
+                dtype, size = wire[name]
+                parameter = nn.Parameter(torch.empty(num_experts, *size, dtype=dtype), requires_grad=False)
+                layer.register_parameter(f"{stack}_{name}", parameter)
+                set_weight_attrs(parameter, {**extra_weight_attrs, "quant_method": kind, "is_transposed": False})
+            if self.scheme == "w4a16":
+                # `weight_shape` arrives twice per expert of w13. vLLM's reload would count the second as a new weight.
+                unused = nn.Parameter(torch.empty(0, dtype=torch.int64), requires_grad=False)
+                layer.register_parameter(f"{stack}_weight_shape", unused)
+                set_weight_attrs(unused, {"weight_loader": _ignore_weight})
+
+    def _check(self, layer: Any, shape: ExpertsShape) -> None:
+        why_not = VllmCpuExperts.unavailable(self.scheme, torch.device("cpu"), shape, self.group_size)
+        if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or self.moe.has_bias:
+            why_not = (
+                "the kernel supports only SiLU experts without biases and without router weights on the input; "
+                f"this layer has the activation {layer.activation}"
+            )
+        if self.moe.moe_parallel_config.use_ep:
+            why_not = "expert parallelism is not supported, because each worker needs all experts of a layer"
+        if self.group_size is not None and shape.intermediate % self.group_size:
+            why_not = (
+                f"{shape.intermediate} columns of down_proj are not a multiple of the group size {self.group_size}"
+            )
+        if why_not is not None:
+            raise UserError(
+                f"no kernel supports these {self.scheme} experts on a CPU",
+                where=f"{layer.layer_name}: {shape}",
+                why=why_not,
+                fix="choose a different quant.scheme, or add the experts to quant.ignore",
+            )
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        return FUSED_MOE_UNQUANTIZED_CONFIG  # QaRL's kernel applies the scales, so vLLM does not need them
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pass the loaded parameters to the kernel, and empty them."""
+        loaded = [{name: getattr(layer, f"{stack}_{name}").data for name in self.names} for stack in _PARAMETERS]
+        self.write(layer, *loaded)
+
+    def write(self, layer: Any, gate_up: Tensors, down: Tensors) -> None:
+        """Replace the weights by published tensors, stacked over experts: gate_up [E, 2I, ...], down [E, H, ...]."""
+        prepared = VllmCpuExperts.prepare(gate_up, down)
+        if self.moe_kernel is None:
+            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+            prepare_finalize = maybe_make_prepare_finalize(
+                moe=self.moe,
+                quant_config=self.moe_quant_config,
+                routing_tables=layer._expert_routing_tables(),
+                allow_new_interface=True,
+                use_monolithic=True,
+            )
+            assert prepare_finalize is not None
+            self.moe_kernel = FusedMoEKernel(prepare_finalize, LowBitExperts(self.moe, self.moe_quant_config))
+        experts: Any = self.moe_kernel.fused_experts
+        experts.process_weights_after_loading(layer)
+        experts.prepared = prepared
+        for stack in _PARAMETERS:
+            for name in self.names:
+                old = getattr(layer, f"{stack}_{name}")
+                old.data = old.data.new_empty(0)
+
+    def apply_monolithic(
+        self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        kernel: Any = self.moe_kernel
+        y: torch.Tensor = kernel.apply_monolithic(
+            x,
+            None,
+            None,
+            router_logits,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            num_expert_group=layer.num_expert_group,
+            topk_group=layer.topk_group,
+            e_score_correction_bias=layer.e_score_correction_bias,
+            routed_scaling_factor=layer.routed_scaling_factor,
+        )
+        return y
+
+
+def _ignore_weight(
+    param: nn.Parameter,
+    loaded_weight: torch.Tensor,
+    weight_name: str,
+    shard_id: str,
+    expert_id: int,
+    return_success: bool = False,
+) -> bool | None:
+    """Ignore a loaded `weight_shape`, because the shape is known from the config."""
+    return True if return_success else None
+
+
+class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
+    """vLLM's compressed-tensors config, except that experts in one of QaRL's schemes get `LowBitExpertsMethod`."""
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        if isinstance(layer, RoutedExperts):
+            self._add_fused_moe_to_target_scheme_map()
+            names = (f"{prefix}.0.{matrix}" for matrix in ("gate_proj", "up_proj", "down_proj"))
+            first, *others = (self.get_scheme_dict(layer, name) for name in names)
+            scheme = scheme_of(first) if first is not None and all(other == first for other in others) else None
+            if scheme is not None:
+                return LowBitExpertsMethod(layer.moe_config, *scheme)
+        return super().get_quant_method(layer, prefix)
+
+
+def scheme_of(found: Mapping[str, Any]) -> tuple[str, int | None] | None:
+    """Return name and group size of the QaRL scheme that a compressed-tensors layer uses, or None for other schemes."""
+    try:
+        weights, inputs = (
+            None if found.get(part) is None else QuantArgs.from_compressed_tensors(found[part])
+            for part in ("weights", "input_activations")
+        )
+    except ValueError:  # no scheme of QaRL has these settings
+        return None
+    if weights is None:
+        return None
+    for name in ("w4a16", "w8a8", "fp8"):
+        scheme = get_scheme(name)
+        assert scheme.weights is not None
+        group_size = weights.group_size if scheme.group_size else None
+        if (weights, inputs) == (replace(scheme.weights, group_size=group_size), scheme.input_activations):
+            return name, group_size
+    return None
+
+
+class RepairedUnquantizedMethod(UnquantizedFusedMoEMethod):
+    """BF16 experts that report their routing, and whose outputs are right after a reload.
+
+    vLLM 0.29 packs weights for its CPU operator only at the first load. After any later load the operator reads
+    unpacked weights as if they were packed, and returns wrong outputs without an error."""
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe)
+        if self.experts_cls is not None and issubclass(self.experts_cls, CPUUnquantizedExperts):
+            chosen = self.experts_cls
+            self.experts_cls = type(f"QaRL{chosen.__name__}", (_ShowsRouting, chosen), {})
+
+    def _setup_kernel(self, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        again = self.moe_kernel is not None
+        super()._setup_kernel(layer, w13, w2)
+        if again and self.moe_kernel is not None:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)

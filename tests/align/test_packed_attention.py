@@ -1,0 +1,179 @@
+"""Attention within rows, by family: a packed forward against transformers' own on each row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from family_models import LENGTHS, random_model
+from torch import nn
+
+from qarl.align.families import FAMILIES, PADDED, SHOWN, check_rows
+from qarl.align.packed_attention import (
+    ROWS_ATTENTION,
+    attends_in_rows,
+    in_rows,
+    lengths_of_rows,
+    rows_attention,
+    use_rows_attention,
+    varlen_attention,
+)
+from qarl.bench.counting import counting
+from qarl.errors import UserError
+from qarl.quant import get_scheme
+from qarl.trainer.policy import Policy
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *SHOWN])
+@torch.no_grad()
+def test_a_packed_row_is_the_row_alone(family):
+    """Told by positions alone, as verl does, and by `row_lengths`; FP32, so that only leaks and positions count."""
+    model = random_model(family)
+    ids = torch.randint(1, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    if family not in PADDED:
+        model.set_attn_implementation("eager")  # transformers' sdpa drops Gemma 2's soft-cap
+    alone = torch.cat([model(input_ids=row, use_cache=False).logits for row in ids.split(LENGTHS, 1)], 1)
+    if family not in PADDED:
+        model.set_attn_implementation("sdpa")
+    whole = model(input_ids=ids, use_cache=False).logits
+    assert (whole - alone).abs().max() > 0.1, "rows that see each other must give other logits"
+    assert use_rows_attention(model) == attends_in_rows(model) == (family not in PADDED)
+    if family in PADDED:
+        return
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    for given in ({}, {"row_lengths": LENGTHS}):
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_attention_cannot_tell_apart_are_not_packed():
+    config = random_model("falcon").config
+    with pytest.raises(UserError, match=r"rows of falcon cannot be packed[\s\S]*set model.use_remove_padding=false"):
+        check_rows(config, packed=True)
+    check_rows(config, packed=False)
+    check_rows(random_model("mistral").config, packed=True)
+    policy = Policy(random_model("falcon"), get_scheme("bf16"), ("lm_head",), align="off")
+    assert not policy.packed
+    assert Policy(random_model("mistral"), get_scheme("bf16"), ("lm_head",), align="off").packed
+
+
+@torch.no_grad()
+def test_plain_and_masked_forwards_are_transformers_own():
+    """Full rows, a mask for padding on the left, and generation with a cache."""
+    plain, rows = random_model("mistral"), random_model("mistral")
+    use_rows_attention(rows)
+    assert rows.config._attn_implementation == ROWS_ATTENTION
+    ids = torch.randint(1, 64, (3, 24), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    for given in ({}, {"attention_mask": mask}):
+        assert torch.equal(rows(input_ids=ids, **given).logits, plain(input_ids=ids, **given).logits)
+    how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(rows.generate(ids, **how), plain.generate(ids, **how))
+
+
+def random_rows(batch: int, tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(batch, heads, tokens, 16, generator=generator).bfloat16() for heads in (4, 2, 2)]
+
+
+def test_padded_rows_are_computed_at_their_length_and_end_in_zeros():
+    query, key, value = random_rows(3, 40)
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    found, _ = rows_attention(module, query, key, value, None, scaling=0.25, row_lengths=(40, 1, 9))
+    for i, length in enumerate((40, 1, 9)):
+        row = (one[i : i + 1, :, :length] for one in (query, key, value))
+        expected, _ = rows_attention(module, *row, None, scaling=0.25)
+        assert torch.equal(found[i : i + 1, :length], expected)
+        assert not found[i, length:].any()
+
+
+def test_gradients_go_to_the_rows_they_come_from():
+    query, key, value = (one.float().requires_grad_() for one in random_rows(1, 12))
+    seen = []
+
+    def attend(row: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append((row, q.shape[2]))
+        return (q * row).transpose(1, 2)
+
+    in_rows(attend, query, key, value, (2, 7, 3)).sum().backward()
+    assert seen == [(0, 2), (1, 7), (2, 3)]
+    assert query.grad is not None and query.grad[0, 0, :, 0].tolist() == [0.0] * 2 + [1.0] * 7 + [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths"), [(1, (5, 6)), (1, (13,)), (2, (12,)), (2, (12, 13)), (1, (12, 0)), (3, (4, 4, 4, 4))]
+)
+def test_lengths_of_other_rows_are_refused(batch, lengths):
+    query, key, _ = random_rows(batch, 12)
+    with pytest.raises(ValueError, match=f"do not fit a forward of {batch} x 12"):
+        lengths_of_rows(query, key, {"row_lengths": lengths})
+
+
+def test_lengths_come_from_positions_that_start_again():
+    query, key, _ = random_rows(1, 6)
+    for positions, expected in (
+        ([0, 1, 0, 0, 1, 2], (2, 1, 3)),
+        ([0, 1, 2, 3, 4, 5], None),
+        ([3, 4, 0, 1, 2, 3], (2, 4)),
+    ):
+        assert lengths_of_rows(query, key, {"position_ids": torch.tensor([positions])}) == expected
+    assert lengths_of_rows(query[:, :, :1], key, {"position_ids": torch.tensor([[5]])}) is None
+
+
+def test_the_host_reads_positions_once_a_forward(monkeypatch):
+    reads = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(1) or tolist(tensor))
+    query, key, _ = random_rows(1, 6)
+    positions = torch.tensor([[0, 1, 0, 0, 1, 2]])
+    for _ in range(2):
+        assert lengths_of_rows(query, key, {"position_ids": positions}) == (2, 1, 3)
+    assert len(reads) == 1
+    positions[0, 1:4] = torch.tensor([1, 2, 3])
+    assert lengths_of_rows(query, key, {"position_ids": positions}) == (4, 2) and len(reads) == 2
+    assert lengths_of_rows(query, key, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}) == (3, 2, 1)
+
+
+def test_the_second_layer_copies_nothing_to_the_device():
+    query, key, value = (torch.empty(1, heads, 70, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    counts = []
+    for _ in range(2):
+        with counting() as counter:
+            varlen_attention(query, key, value, (30, 39, 1), 0.25, None)
+        counts.append((counter.counts.copies, counter.counts.syncs, counter.counts.kernels))
+    assert counts == [(1, 0, 1), (0, 0, 1)]
+
+
+@pytest.mark.parametrize("of_torch", ["2.11", "2.13"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_packed_rows_on_cuda_with_both_torchs(monkeypatch, of_torch, kv_heads):
+    """PyTorch's variable-length attention runs only on CUDA. Stand-ins with the parameters of torch 2.11 (the GPU lock)
+    and 2.13 compute each row in FP32. Older than 2.13, it has no `enable_gqa`, and takes fewer key heads untold."""
+    from torch.nn.attention import varlen
+
+    def attend(q, k, v, starts, starts_k, longest, longest_k, scale, window_size):
+        assert window_size == (-1, 0) and torch.equal(starts, starts_k) and longest == longest_k == max(LENGTHS)
+        rows = zip(starts.tolist(), starts[1:].tolist(), strict=False)
+        parts = [[t[a:b].transpose(0, 1).float() for t in (q, k, v)] for a, b in rows]
+        grouped = {"is_causal": True, "enable_gqa": True, "scale": scale}
+        return torch.cat([F.scaled_dot_product_attention(*part, **grouped).transpose(0, 1) for part in parts])
+
+    def older(query, key, value, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
+
+    def newer(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert key.shape[1] == value.shape[1] == kv_heads and (enable_gqa or query.shape[1] == kv_heads)
+        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", older if of_torch == "2.11" else newer)
+    query, *_ = random_rows(1, sum(LENGTHS))
+    key, value = (torch.randn(1, kv_heads, sum(LENGTHS), 16).bfloat16() for _ in range(2))
+    found = varlen_attention(query, key, value, LENGTHS, 0.25, None)
+    module = nn.Module()
+    module.num_key_value_groups = 4 // kv_heads
+    expected, _ = rows_attention(
+        module, query.float(), key.float(), value.float(), None, scaling=0.25, row_lengths=LENGTHS
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,344 @@
+"""A GPU that vLLM and the trainer share, without a GPU: what is refused, with which numbers and reasons."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qarl.checks.run import checks_for
+from qarl.errors import UserError
+from qarl.metrics.mismatch import PhaseTimer
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.engine_config import llm_arguments
+from qarl.rollout.gpu_sharing import GRAPHS, check_free_memory
+from qarl.rollout.recovery import EngineRecovery
+from qarl.trainer import local, mismatch_watch
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def batch_invariance(backend: str) -> None:
+    for check in checks_for(backend):
+        if check.name == "batch invariance":
+            check.make(SimpleNamespace())  # type: ignore[arg-type]  # it looks at no input
+
+
+@pytest.mark.parametrize("value", ["1", " 1", "2"])
+def test_batch_invariance_is_refused_in_the_trainers_process(
+    value: str, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    with pytest.raises(UserError, match=r"(?s)trainer's process.*torch\.bmm.*gradients.*unset VLLM_BATCH_INVARIANT"):
+        batch_invariance("local")
+    batch_invariance("verl")  # its engines have processes of their own
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    batch_invariance("local")
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_without_batch_invariance_nothing_is_refused(
+    value: str | None, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is None:
+        monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    batch_invariance("local")
+
+
+def test_an_engine_in_a_program_of_ones_own_refuses_it_too(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(UserError, match="batch-invariant mode"):
+        RolloutEngine(EngineConfig("nowhere", get_scheme("w4a16"), ("lm_head",), 64))
+
+
+GIB = 2**30
+
+
+def config(**more: Any) -> EngineConfig:
+    return EngineConfig("model", more.pop("scheme", get_scheme("w4a16")), ("lm_head",), 64, **more)
+
+
+@pytest.fixture
+def memory(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def of(free: float, total: float, held: float) -> None:
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * GIB), int(total * GIB)))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: int(held * GIB))
+
+    return of
+
+
+def test_a_share_that_is_not_free_is_refused_with_one_that_is(memory: Any) -> None:
+    memory(free=30.7, total=80, held=47)
+    with pytest.raises(
+        UserError, match=r"(?s)40\.0 GiB.*30\.7 GiB are free.*holds 47\.0 GiB of 80\.0.*utilization=0\.38"
+    ):
+        check_free_memory(0.5)
+    check_free_memory(0.38)
+
+
+def test_an_engine_is_not_started_without_room(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before vLLM, in the first start and in a rebuild."""
+    memory(free=10, total=80, held=60)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **given: pytest.fail("vLLM was started")))
+    engine = object.__new__(RolloutEngine)
+    engine.config = config(gpu_memory_utilization=0.5)
+    with pytest.raises(UserError, match=r"needs 40\.0 GiB"):
+        engine._start()
+
+
+class SleepingLLM:
+    """In the place of vLLM: while it sleeps, its memory is gone."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.cache = torch.zeros(4)
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self) -> None:
+        self.calls.append("wake")
+        self.cache.fill_(float("nan"))  # as memory that another tensor had
+
+
+class Receiver:
+    version, broken, cache, stale_because, kv_cache_spoilt = 1, False, None, "", False
+
+    def __init__(self, llm: SleepingLLM) -> None:
+        self.kv_caches = lambda: [llm.cache]
+
+    def mark_stale(self, reason: str) -> None:
+        self.version, self.stale_because = None, reason
+
+
+@pytest.fixture
+def engine(gpu: None) -> Any:
+    found: Any = object.__new__(RolloutEngine)
+    found.config, found._asleep, found._dynamo_was_disabled = config(), False, None
+    found.llm = SleepingLLM()
+    found.receiver = Receiver(found.llm)
+    return found
+
+
+def test_the_engine_sleeps_once_and_wakes_with_an_empty_cache(engine: Any) -> None:
+    engine.wake_up()
+    engine.sleep()
+    engine.sleep()
+    engine.wake_up()
+    assert engine.llm.calls == ["sleep 1", "wake"]
+    assert engine.llm.cache.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("ending", ["wake_up", "close"])
+def test_pytorchs_unused_memory_is_free_before_vllm_wakes(
+    ending: str, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the memory of tensors that only a cycle of references keeps."""
+    calls = engine.llm.calls
+    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    engine.sleep()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty" if garbage() is None else "too early"))
+    tensor: Any = torch.zeros(4)
+    tensor.itself, garbage = tensor, weakref.ref(tensor)
+    gc.disable()
+    try:
+        del tensor
+        getattr(engine, ending)()
+    finally:
+        gc.enable()
+    assert calls[:3] == ["sleep 1", "empty", "wake"]
+
+
+def test_a_publish_and_a_rollout_wake_it_first(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qarl.rollout import engine as module
+
+    monkeypatch.setattr(module, "publish_weights", lambda *given, **more: engine.llm.calls.append("publish"))
+    engine.sleep()
+    engine.publish([], version=2)
+    engine.llm.generate = lambda *given, **more: engine.llm.calls.append("generate") or []
+    engine.llm.get_metrics = list
+    engine.sleep()
+    engine.generate([], SamplingConfig(4))
+    assert engine.llm.calls == ["sleep 1", "wake", "publish", "sleep 1", "wake", "generate"]
+
+
+def test_an_engine_that_cannot_wake_is_lost_and_says_why(engine: Any) -> None:
+    def no_room() -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    engine.sleep()
+    engine.llm.wake_up = no_room
+    with pytest.raises(EngineFailed, match="CUDA out of memory"):
+        engine.publish([], version=2)
+    assert engine.receiver.broken and engine.stale
+    engine.sleep()  # a broken engine is left alone
+    assert engine.llm.calls == ["sleep 1"]
+
+
+def test_an_engine_that_falls_asleep_half_way_is_lost_and_is_woken_before_it_is_closed(engine: Any) -> None:
+    """vLLM would free memory that is already unmapped."""
+
+    def half_way(level: int) -> None:
+        raise RuntimeError("no host memory")
+
+    calls = engine.llm.calls
+    engine.llm.sleep = half_way
+    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    with pytest.raises(EngineFailed, match="no host memory"):
+        engine.sleep()
+    assert engine.receiver.broken and engine.stale
+    engine.close()
+    assert calls == ["wake", "shutdown"]
+
+
+def test_nothing_sleeps_on_a_cpu_or_if_the_key_says_so(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.config = config(free_cache_engine=False)
+    engine.sleep()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    engine.config = config()
+    engine.sleep()
+    assert engine.llm.calls == []
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """It ends after the rollout, at a wrong version. `calls`: what it asks of its engine."""
+    calls: list[str] = []
+    monkeypatch.setattr(local, "sampling_config", lambda *given, **more: None)
+    trainer: Any = object.__new__(local.LocalTrainer)
+    trainer.config = SimpleNamespace(rollout=SimpleNamespace(n=1), seed=0)
+    trainer.parts = SimpleNamespace(train_prompts=[SimpleNamespace(prompt_token_ids=[1])], sampler=iter([[0]]))
+    trainer.step, trainer.timer = 3, PhaseTimer(None)
+    trainer.generate = lambda *given: calls.append("generate") or SimpleNamespace(weight_version=2)
+    engine: Any = SimpleNamespace(sleep=lambda: calls.append("sleep"))
+    trainer.recovery, trainer.calls = EngineRecovery(engine, rebuild_on_failure=True), calls
+    return trainer
+
+
+def test_the_trainer_puts_the_engine_to_sleep_right_after_the_rollout(trainer: Any) -> None:
+    """Before the log-probs and the update, which need the memory."""
+    with pytest.raises(RuntimeError, match="weights of version 2"):
+        trainer.rollout()
+    assert trainer.calls == ["generate", "sleep"]
+
+
+@pytest.mark.parametrize("rebuild", [True, False])
+def test_a_failed_sleep_ends_the_step_only_if_the_engine_may_not_be_replaced(
+    rebuild: bool, trainer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise EngineFailed("the rollout engine is lost", why="no host memory")
+
+    trainer.recovery.rebuild_on_failure, trainer.recovery.engine.sleep = rebuild, fail
+    with pytest.raises(RuntimeError if rebuild else EngineFailed):
+        trainer.rollout()
+    assert ("no host memory" in capsys.readouterr().err) is rebuild
+
+
+@pytest.mark.vllm
+def test_a_closed_engine_frees_the_memory_pools_of_sleep_mode(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own object, with pools that say when they go: before their allocators, which they call."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    calls = engine.llm.calls
+
+    class Freed:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __del__(self) -> None:
+            calls.append(self.name)
+
+    allocator: Any = CuMemAllocator()
+    monkeypatch.setattr(CuMemAllocator, "instance", allocator)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    for tag in ("weights", "kv_cache"):
+        allocator.allocator_and_pools[tag] = Freed("pool"), Freed("allocator")
+    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    engine.close()
+    assert calls == ["shutdown", "pool", "pool", "empty", "allocator", "allocator"]
+
+
+def test_the_probe_puts_the_engine_to_sleep_before_the_trainers_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def forward(batch: Any) -> torch.Tensor:
+        calls.append("forward")
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(mismatch_watch, "sampling_config", lambda config: SamplingConfig(4))
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(seed=0, data=SimpleNamespace(max_response_length=4)),
+        parts=SimpleNamespace(train_prompts=[SimpleNamespace(prompt_token_ids=[1])], pad_token_id=0),
+        policy=SimpleNamespace(device=torch.device("cpu")),
+        generate=lambda *given: calls.append("generate") or RolloutBatch([[1]], [[2]], [[-1.0]], ["stop"], 0),
+        engine=SimpleNamespace(sleep=lambda: calls.append("sleep")),
+        old_log_probs=forward,
+    )
+    with pytest.raises(RuntimeError, match="enough"):
+        mismatch_watch.probe(trainer)
+    assert calls == ["generate", "sleep", "forward"]
+
+
+def test_the_reference_is_loaded_before_the_engine_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(local, "objective_settings", lambda config: SimpleNamespace(kl_loss_coef=0.1))
+    monkeypatch.setattr(local, "stacked_experts", lambda model: [])
+    monkeypatch.setattr(local, "engine_config", lambda config, level, routing: None)
+    monkeypatch.setattr(local.Policy, "load", lambda config: SimpleNamespace(freeze=lambda: calls.append("reference")))
+    monkeypatch.setattr(local, "RolloutEngine", lambda given: calls.append("engine"))
+    for name in ("OldLogProbs", "EngineRecovery", "PhaseTimer"):
+        monkeypatch.setattr(local, name, lambda *given, **more: None)
+    monkeypatch.setattr(local.LocalTrainer, "replace_policy", lambda self, policy: setattr(self, "policy", policy))
+    policy = SimpleNamespace(device=torch.device("cuda"), model=None, align="linears")
+    parts: Any = SimpleNamespace(tokenizer=None, policy=policy)
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(rebuild_on_failure=False))
+    local.LocalTrainer(config, parts)
+    assert calls == ["reference", "engine"]
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("kernels", ["engine", "qarl"])
+@pytest.mark.parametrize(("asked", "graphs"), [(None, True), (False, True), (True, False)])
+def test_what_is_captured_and_compiled_on_a_gpu(
+    scheme: str, aligned: bool, kernels: str, asked: bool | None, graphs: bool, gpu: None
+) -> None:
+    """Nothing is compiled where the trainer follows the engine's operators, or their 8-bit activations."""
+    given = config(enforce_eager=asked, scheme=get_scheme(scheme, 32), aligned=aligned, kernels=kernels)
+    arguments = llm_arguments(given)
+    assert arguments["enforce_eager"] is not graphs and arguments["enable_sleep_mode"] is True
+    vllms_default = not aligned and scheme in ("bf16", "w4a16") and kernels == "engine"
+    wanted = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs and not vllms_default else None
+    assert arguments.get("compilation_config") == wanted
+
+
+def test_on_a_cpu_the_default_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = llm_arguments(config())
+    assert arguments["enforce_eager"] is True
+    assert "compilation_config" not in arguments and "enable_sleep_mode" not in arguments
+    assert llm_arguments(config(enforce_eager=False))["enforce_eager"] is False
+
+
+@pytest.mark.vllm
+def test_vllm_takes_these_arguments(gpu: None) -> None:
+    """vLLM's own parser, and vLLM's names for the two modes."""
+    from vllm import EngineArgs
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    given = EngineArgs(model="model", **GRAPHS).compilation_config
+    assert isinstance(given, CompilationConfig)
+    assert (given.mode, given.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)

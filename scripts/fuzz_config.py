@@ -39,10 +39,10 @@ import torch
 from fuzz_cases import Case, draw_case, sane
 
 from qarl import train
+from qarl.checks import memory
 from qarl.config import load_config
 from qarl.config.bounds import unusual_values
 from qarl.doctor import __main__ as doctor
-from qarl.doctor import memory
 from qarl.rollout.engine import RolloutEngine
 from qarl.verl import run as verl
 

@@ -25,7 +25,7 @@ from workers_engine import WorkersEngine
 
 from qarl.align.model import resolve_level
 from qarl.checkpoint.json_file import write_json
-from qarl.checks.run import RunInputs
+from qarl.checks.registry import RunInputs
 from qarl.checks.sampling import sampling_config
 from qarl.config import Config, load_config
 from qarl.diagnose.diagnosis import with_quant

@@ -12,9 +12,8 @@ from engine_helpers import config
 from qarl.align import families
 from qarl.align.families import FAMILIES, SHOWN, check_family, shown_mismatch
 from qarl.checks import run as checks_run
-from qarl.checks.model import check_model, report_level
+from qarl.checks.model import check_model, level_notes
 from qarl.config import load_config
-from qarl.doctor import model as doctor_model
 from qarl.errors import UserError
 from qarl.metrics.guard import DEFAULT_LIMITS
 
@@ -70,21 +69,18 @@ def test_check_model_asks_for_the_family_last():
 
 
 @pytest.mark.parametrize("asked", ["model", "linears"])
-def test_the_level_is_told_before_the_model_is_loaded(asked, tmp_path, capsys):
-    report_level(config(tmp_path, f"quant.align={asked}"), named("mistral"))
-    told = capsys.readouterr().err
+def test_the_level_is_told_before_the_model_is_loaded(asked, tmp_path):
+    told = "\n".join(level_notes(config(tmp_path, f"quant.align={asked}"), named("mistral")))
     assert ("quant.align=model falls back to linears" in told and "not for mistral" in told) == (asked == "model")
     assert "a random model was compared only at level linears: mean |δ|" in told
-    report_level(config(tmp_path, f"quant.align={asked}"), named("qwen3"))
-    assert capsys.readouterr().err == ""
+    assert level_notes(config(tmp_path, f"quant.align={asked}"), named("qwen3")) == []
     assert shown_mismatch(named("qwen3")) is None
 
 
 def test_every_way_in_tells_it(monkeypatch, startable_run, capsys):
-    """`startable_run` holds a run that would start: its checks tell the level, and the doctor lists the same text."""
+    """`startable_run` holds a run that would start, and its checks tell the level."""
     told = []
-    monkeypatch.setattr(checks_run, "report_level", lambda config, hf_config: told.append(hf_config.model_type))
+    monkeypatch.setattr(checks_run, "level_notes", lambda config, hf_config: told.append(hf_config.model_type) or [])
     for backend in ("local", "verl"):
         checks_run.check_run(load_config(["config=run.yaml", f"backend={backend}"]))
     assert told == ["qwen3", "qwen3"]
-    assert doctor_model.shown_mismatch is shown_mismatch

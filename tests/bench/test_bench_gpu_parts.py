@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-from qarl.checks.run import RunInputs
+from qarl.checks.registry import RunInputs
 from qarl.config import Config, load_config
 from qarl.data.prompts import check_vocabulary
 

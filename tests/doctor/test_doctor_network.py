@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from doctor_rig import assert_same_diagnosis, examine, said
+from doctor_rig import examine, said
 
-from qarl.checks import hub
+from qarl.checks import hub_access as hub
 from qarl.config import load_config
 from qarl.config.source import available_configs
+from qarl.train import main
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("startable_run")]
 
@@ -120,5 +121,8 @@ def test_a_model_of_nobody_is_refused_at_once(
     capsys: pytest.CaptureFixture[str], pauses: list[float], endpoint: Callable[[str], None]
 ) -> None:
     endpoint("http://127.0.0.1:1")
-    assert_same_diagnosis(capsys, "model.path=nobody/nothing")
+    code, findings = examine("model.path=nobody/nothing")
+    assert code == 1 and main(["config=run.yaml", "model.path=nobody/nothing"]) == 2
+    refusal = "the model 'nobody/nothing' is not on this machine and cannot be downloaded from the Hub"
+    assert said(findings, "error") == [refusal] and refusal in capsys.readouterr().err
     assert pauses == []

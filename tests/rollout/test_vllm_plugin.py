@@ -127,7 +127,7 @@ def test_a_compiled_mixture_is_refused(tmp_path: Path) -> None:
     scheme = get_scheme("w4a16", 32)
     with pytest.raises(UserError, match=r"(?s)cannot compile a mixture.*rollout\.enforce_eager=true"):
         RolloutEngine(EngineConfig(str(tmp_path / "model"), scheme, IGNORE, 64, enforce_eager=False))
-    check = next(check for check in CHECKS if check.name == "experts")
+    check = next(check for check in CHECKS if check.name == "vLLM can run experts")
     for backend in ("local", "verl"):
         for hf_config, enforce_eager, refused in (
             (DENSE, False, False),

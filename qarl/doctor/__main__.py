@@ -98,8 +98,8 @@ def write_report(path: str, report: Report) -> None:
         write_json(path, report.to_json())
     except (UserError, ValueError) as error:  # ValueError: NUL in the path
         why = getattr(error, "why", None) or str(error)
-        fix = "give a file in a folder that can be written to"
-        raise UserError(f"doctor.json={path!r} cannot be written", why=why, fix=fix) from error
+        shown, fix = path.replace("\0", "\\0"), "give a file in a folder that can be written to"
+        raise UserError(f"doctor.json={shown} cannot be written", why=why, fix=fix) from error
 
 
 if __name__ == "__main__":

@@ -100,10 +100,8 @@ def test_shipped_configs_are_examined_without_a_network(
     for topic in ("layer sizes", "kernels", "published tensors", "ignore list"):
         assert said(findings, "ok", topic) or said(findings, "warning", topic), topic
     assert not [f for f in findings if f["what"].startswith("not checked") and f["topic"] in ("memory", "layer sizes")]
-    cache = [
-        f["what"] for f in findings if f["topic"] == "memory" and ("of full length" in f["what"] or "KV" in str(f))
-    ]
-    assert len(cache) == 2  # the estimate, whose table has a line for it, and what it holds
+    memory = [f["what"] for f in findings if f["topic"] == "memory"]
+    assert any("needed at the peak" in what for what in memory) and any("of full length" in what for what in memory)
 
 
 def test_every_model_of_a_shipped_config_is_carried() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from qarl.checks import hub_access
 from qarl.config import Config
@@ -17,6 +17,7 @@ from qarl.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -183,6 +184,32 @@ def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
         why = f"the shapes of {len(wrong)} tensors differ from config.json: {name} is {list(stored[name])}, "
         raise cannot_build(path, f"{why}and should be {list(expected[name])}")
     return len(common)
+
+
+def check_tied(files: Sequence[Path], model: nn.Module) -> None:
+    """Raise UserError if the model ties the embeddings, but the files have an output embedding with other values.
+
+    transformers would then train two tensors, and vLLM would use one."""
+    import torch
+    from safetensors import safe_open
+
+    from qarl.quant.convert import tied_names
+
+    tied, embedding = tied_names(model), cast("PreTrainedModel", model).get_input_embeddings().weight
+    inputs = [name for name, parameter in model.named_parameters() if parameter is embedding] if tied else []
+    stored: dict[str, torch.Tensor] = {}
+    for file in files if tied else ():
+        with safe_open(file, framework="pt") as tensors:
+            stored |= {name: tensors.get_tensor(name) for name in {*inputs, *tied} & set(tensors.keys())}
+    first, *others = sorted(stored, key=lambda name: name not in inputs) or [""]
+    for name in others:
+        if not torch.equal(stored[first], stored[name]):
+            raise UserError(
+                f"config.json ties {name} to {first}, but the weight files have different values for them",
+                where=f"model.path: {files[0].parent}",
+                why="transformers would train both, and vLLM would use one of them",
+                fix='set "tie_word_embeddings": false in config.json, or remove the tensor that does not belong there',
+            )
 
 
 def weight_files(path: str) -> list[Path]:

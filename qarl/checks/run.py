@@ -16,6 +16,7 @@ from qarl.checks import layers, machine
 from qarl.checks.kernels import check_dense, check_int8_experts, check_kernels, check_scheme
 from qarl.checks.memory import check_kv_cache
 from qarl.checks.model import check_head, check_length, check_not_quantized, level_notes, refuse_hidden_code
+from qarl.checks.model_folder import check_tied
 from qarl.checks.registry import (
     Check,
     Finding,
@@ -280,5 +281,11 @@ CHECKS = (
         ("reward_fn", "train_prompts"),
     ),
     Check("model", "all weight files can be opened", lambda run: None, ("weight_files",)),
+    Check(
+        "model",
+        "tied embeddings are equal",
+        lambda run: check_tied(run.weight_files, run.model),
+        ("weight_files", "model"),
+    ),
 )
 """All checks of a run, in the order in which they are made: the cheapest first."""

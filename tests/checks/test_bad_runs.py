@@ -117,6 +117,21 @@ def lose_a_tensor() -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def tied_weights_are(difference: int) -> Spoil:
+    def act() -> None:
+        file = Path("model/model.safetensors")
+        tensors = load_file(file)
+        edit_model_config(tie_word_embeddings=True)
+        head = tensors["model.embed_tokens.weight"].clone() + difference
+        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+
+    return act
+
+
+def config_is_in(name: str) -> Spoil:
+    return lambda: Path("model/config.json").rename(Path("model") / name)
+
+
 def file_is(path: str, content: str = "") -> Spoil:
     def act() -> None:
         Path(path).parent.mkdir(exist_ok=True)
@@ -141,6 +156,18 @@ FAULTS: dict[str, tuple[Spoil, list[str], list[str]]] = {
     "no tokenizer": (remove("tokenizer*"), [], ["no tokenizer", "'model'", "tokenizer.json"]),
     "no weights": (remove("model.safetensors"), [], ["cannot be loaded", "model.path", "safetensors"]),
     "a tensor is lacking": (lose_a_tensor, [], ["lacks 1 tensors", "model.layers.1.mlp.up_proj.weight", "random num"]),
+    "tied weights that differ": (
+        tied_weights_are(1),
+        [],
+        ["ties lm_head.weight to model.embed_tokens.weight", "different values", "tie_word_embeddings"],
+    ),
+    "an adapter": (config_is_in("adapter_config.json"), [], ["an adapter", "not a model", "model.path"]),
+    "a GGUF file": (config_is_in("model.gguf"), [], ["a GGUF file", "not a model", "model.path"]),
+    "ignore: the end of a name": (
+        nothing,
+        ["quant.ignore=[lm_head, down_proj]"],
+        ["down_proj names no linear", 're:.*[.]down_proj$" for all 2'],
+    ),
     "weights cut short": (cut_the_weights, [], ["model/model.safetensors", "cut short"]),
     "vocabulary too long": (
         config_is(vocab_size=128),
@@ -225,6 +252,11 @@ FAULTS: dict[str, tuple[Spoil, list[str], list[str]]] = {
             ("no ground truth", row(ground_truth=None), ["reward_model.ground_truth"]),
             ("no messages", row() | {"prompt": []}, ["empty list"]),
             ("no content", row() | {"prompt": [{"role": "user", "content": None}]}, ["of every message must be text"]),
+            (
+                "an answer",
+                row() | {"prompt": [*row()["prompt"], {"role": "assistant", "content": "t1"}]},
+                ["ends with a message of"],
+            ),
             ("no data source", row() | {"data_source": None}, ["data_source"]),
             ("no tokens", row(""), ["a prompt has no tokens", "the chat template renders"]),
             (
@@ -329,6 +361,12 @@ def test_a_padded_vocabulary_is_no_fault() -> None:
 def test_ways_around_a_fault(argument: str) -> None:
     with pytest.raises(EngineConstructed):
         main(["config=run.yaml", *(["quant.group_size=64"] if "down" in argument else []), argument])
+
+
+def test_tied_weights_that_are_equal_are_no_fault() -> None:
+    tied_weights_are(0)()
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml"])
 
 
 # The machine.

@@ -1,6 +1,7 @@
 """Loads config and tokenizer of a model from a folder or the Hub, and checks a folder's weights by their headers.
 
-Every fault becomes a UserError. `Policy.load` raises the same errors for faults that it finds while it loads weights.
+Every fault becomes a UserError. Except for tied embeddings, `Policy.load` raises the same errors for faults that it
+finds while it loads weights.
 """
 
 from __future__ import annotations
@@ -193,22 +194,26 @@ def check_tied(files: Sequence[Path], model: nn.Module) -> None:
     import torch
     from safetensors import safe_open
 
+    from qarl.checkpoint.compressed_tensors import header_shapes
     from qarl.quant.convert import tied_names
 
-    tied, embedding = tied_names(model), cast("PreTrainedModel", model).get_input_embeddings().weight
-    inputs = [name for name, parameter in model.named_parameters() if parameter is embedding] if tied else []
+    embedding = cast("PreTrainedModel", model).get_input_embeddings().weight
+    inputs = [name for name, parameter in model.named_parameters() if parameter is embedding]
+    names = {*inputs, *tied_names(model)} & header_shapes(list(files)).keys()
+    if len(names) < 2:
+        return
     stored: dict[str, torch.Tensor] = {}
-    for file in files if tied else ():
+    for file in files:
         with safe_open(file, framework="pt") as tensors:
-            stored |= {name: tensors.get_tensor(name) for name in {*inputs, *tied} & set(tensors.keys())}
-    first, *others = sorted(stored, key=lambda name: name not in inputs) or [""]
+            stored |= {name: tensors.get_tensor(name).bfloat16() for name in names & set(tensors.keys())}
+    first, *others = sorted(stored, key=lambda name: name not in inputs)
     for name in others:
         if not torch.equal(stored[first], stored[name]):
             raise UserError(
-                f"config.json ties {name} to {first}, but the weight files have different values for them",
+                f"config.json ties {name} to {first}, but the weight files have different tensors for them",
                 where=f"model.path: {files[0].parent}",
                 why="transformers would train both, and vLLM would use one of them",
-                fix='set "tie_word_embeddings": false in config.json, or remove the tensor that does not belong there',
+                fix=f'remove {name} from the files, or set "tie_word_embeddings": false if the family can be untied',
             )
 
 

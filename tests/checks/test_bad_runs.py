@@ -159,15 +159,18 @@ FAULTS: dict[str, tuple[Spoil, list[str], list[str]]] = {
     "tied weights that differ": (
         tied_weights_are(1),
         [],
-        ["ties lm_head.weight to model.embed_tokens.weight", "different values", "tie_word_embeddings"],
+        ["ties lm_head.weight to model.embed_tokens.weight", "different tensors", "tie_word_embeddings"],
     ),
     "an adapter": (config_is_in("adapter_config.json"), [], ["an adapter", "not a model", "model.path"]),
     "a GGUF file": (config_is_in("model.gguf"), [], ["a GGUF file", "not a model", "model.path"]),
-    "ignore: the end of a name": (
-        nothing,
-        ["quant.ignore=[lm_head, down_proj]"],
-        ["down_proj names no linear", 're:.*[.]down_proj$" for all 2'],
-    ),
+    **{
+        f"ignore: the end {entry} of a name": (
+            nothing,
+            [f"quant.ignore=[lm_head, {entry}]"],
+            [f"{entry} names no linear", f"re:.*[.]({pattern})$"],
+        )
+        for entry, pattern in (("down_proj", "down_proj"), ("k_proj", "q_proj|k_proj|v_proj"))
+    },
     "weights cut short": (cut_the_weights, [], ["model/model.safetensors", "cut short"]),
     "vocabulary too long": (
         config_is(vocab_size=128),
@@ -354,7 +357,8 @@ def test_a_padded_vocabulary_is_no_fault() -> None:
     "argument",
     [
         'quant.ignore=[lm_head, "re:.*self_attn[.][qkv]_proj"]',  # a whole fused group
-        'quant.ignore=[lm_head, "re:.*down_proj"]',  # the layers that a group of 64 does not divide
+        'quant.ignore=[lm_head, "re:.*[.](q_proj|k_proj|v_proj)$"]',  # as an error suggests
+        'quant.ignore=[lm_head, "re:.*[.](down_proj)$"]',  # the layers that a group of 64 does not divide
         "quant.kernels=dequantized",
     ],
 )

@@ -126,12 +126,12 @@ def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def check_group_size(shapes: Shapes, scheme: Scheme) -> None:
-    bad = [name for name, shape in shapes.items() if scheme.check_shape(name, *shape) is not None]
+def check_group_size(quantized: Shapes, scheme: Scheme) -> None:
+    bad = [name for name, shape in quantized.items() if scheme.check_shape(name, *shape) is not None]
     if bad:
-        sizes = sorted({shapes[name][1] for name in bad})
+        sizes = sorted({quantized[name][1] for name in bad})
         raise UserError(
-            f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(shapes)} layers",
+            f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(quantized)} layers",
             where=name_layers(bad),
             why="weights are grouped along the input dimension, and these layers have "
             f"{', '.join(map(str, sizes))} inputs",

@@ -187,7 +187,7 @@ def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
     return len(common)
 
 
-def check_tied(files: Sequence[Path], model: nn.Module) -> None:
+def check_tied(weight_files: Sequence[Path], model: nn.Module) -> None:
     """Raise UserError if the model ties the embeddings, but the files have an output embedding with other values.
 
     transformers would then train two tensors, and vLLM would use one."""
@@ -199,11 +199,11 @@ def check_tied(files: Sequence[Path], model: nn.Module) -> None:
 
     embedding = cast("PreTrainedModel", model).get_input_embeddings().weight
     inputs = [name for name, parameter in model.named_parameters() if parameter is embedding]
-    names = {*inputs, *tied_names(model)} & header_shapes(list(files)).keys()
+    names = {*inputs, *tied_names(model)} & header_shapes(list(weight_files)).keys()
     if len(names) < 2:
         return
     stored: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in weight_files:
         with safe_open(file, framework="pt") as tensors:
             stored |= {name: tensors.get_tensor(name).bfloat16() for name in names & set(tensors.keys())}
     first, *others = sorted(stored, key=lambda name: name not in inputs)
@@ -211,7 +211,7 @@ def check_tied(files: Sequence[Path], model: nn.Module) -> None:
         if not torch.equal(stored[first], stored[name]):
             raise UserError(
                 f"config.json ties {name} to {first}, but the weight files have different tensors for them",
-                where=f"model.path: {files[0].parent}",
+                where=f"model.path: {weight_files[0].parent}",
                 why="transformers would train both, and vLLM would use one of them",
                 fix=f'remove {name} from the files, or set "tie_word_embeddings": false if the family can be untied',
             )

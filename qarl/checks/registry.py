@@ -5,6 +5,7 @@ The inputs of a run are loaded when a check first needs them, and all checks sha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -124,7 +125,7 @@ class RunInputs:
         found: dict[tuple[int, int], Choice | UserError] = {}
         if self.config.quant.align == "off":
             return found
-        for shape in {shape: None for name, shape in self.quantized.items() if not layers.of_expert(name)}:
+        for shape in dict.fromkeys(shape for name, shape in self.quantized.items() if not layers.of_expert(name)):
             try:
                 found[shape] = choose_linear_kernel(
                     self.scheme.name,
@@ -145,6 +146,7 @@ class RunInputs:
     def level(self) -> tuple[str, tuple[str, ...]]:
         """The alignment level that applies, and the reasons why no higher one does. Kernels are asked only by the
         doctor; the trainer asks them when it builds the model."""
+        self.model  # noqa: B018  a refused model has no level
         kernels = self.kernel_names.values() if self.plan else ()
         machine = self.machine
         return applied_level(
@@ -223,25 +225,21 @@ ok, note, warning, error = (partial(Finding, status) for status in ("ok", "note"
 
 class Check(NamedTuple):
     """One check. `name` says what is true if it passes. `make` yields findings, or raises `UserError` if the run would
-    fail; without findings all is well.
+    fail; without findings all is well. Its parameters are the `RunInputs` that the check needs.
 
-    `needs`: the names of the `RunInputs` that it reads. `here`: whether it is about the current state of this machine.
-    `backend`, `device`: the only one that it is about.
+    `here`: whether it is about the current state of this machine. `backend`, `device`: the only one that it is about.
     """
 
     topic: str
     name: str
-    make: Callable[[RunInputs], object]
-    needs: tuple[str, ...] = ()
+    make: Callable[..., object]
     here: bool = False
     backend: str = ""
     device: str = ""
 
     def findings(self, run: RunInputs) -> Findings:
-        for name in self.needs:
-            getattr(run, name)
-        found = self.make(run)
-        for finding in found if isinstance(found, Iterator) else ():
+        findings = self.make(**{need: getattr(run, need) for need in inspect.signature(self.make).parameters})
+        for finding in findings if isinstance(findings, Iterator) else ():
             yield replace(finding, topic=self.topic)
 
     def applies(self, run: RunInputs) -> bool:

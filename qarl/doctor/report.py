@@ -14,7 +14,7 @@ from qarl.console import terminal_width
 from qarl.doctor import machine, model
 
 TOPICS = (
-    *("values", "backend", "machine", "packages", "model", "ignore list", "layer sizes", "kernels"),
+    *("values", "backend", "machine", "packages", "model", "weights", "ignore list", "layer sizes", "kernels"),
     *("published tensors", "memory", "disk", "data", "loss"),
 )
 CHECKS = (*run.CHECKS, *machine.CHECKS, *model.CHECKS)

@@ -32,7 +32,7 @@ def batch_invariance(backend: str) -> None:
     check = next(check for check in CHECKS if check.name == "vLLM replaces no operator")
     run: Any = SimpleNamespace(config=SimpleNamespace(backend=backend), machine=Machine("cuda", "", here=True))
     if check.applies(run):
-        check.make(run)
+        list(check.findings(run))
 
 
 @pytest.mark.parametrize("value", ["1", " 1", "2"])

@@ -22,7 +22,7 @@ import torch
 
 from qarl.bench.report import facts as known_facts
 from qarl.bench.sources import find_model, linear_shapes
-from qarl.checks.driver import check_compiler, check_driver
+from qarl.checks.machine import check_compiler, check_driver
 from qarl.errors import UserError
 from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel
 

@@ -103,14 +103,14 @@ def pristine_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def startable_run(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current directory: a run that would start, with its model and data, on a CPU with every flag and a vLLM for
     CPUs."""
-    from qarl.checks import layers, lengths, machine, model
+    from qarl.checks import machine, model
     from qarl.rollout.engine import RolloutEngine
 
     def construct(*args: Any, **kwargs: Any) -> None:
         raise EngineConstructed
 
     monkeypatch.setattr(RolloutEngine, "__init__", construct)
-    for module in (layers, lengths, machine, model):
+    for module in (machine, model):
         monkeypatch.setattr(module, "runs_on_cpu", lambda backend: True)
     monkeypatch.setattr(machine, "vllm_without_device", lambda: None)
     monkeypatch.setattr(machine, "cpu_flags", lambda: set(machine.W4A16_CPU_FLAGS))

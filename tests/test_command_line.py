@@ -18,12 +18,13 @@ from checkout import ROOT
 from qarl.__main__ import COMMANDS, main
 from qarl.bench.__main__ import PARTS
 from qarl.checkpoint.export import _KEYS, FORMATS
+from qarl.checks.machine import GPUS
 from qarl.config import describe_keys, load_config
 from qarl.config.demos import DEMOS
 from qarl.config.help import WIDTH, key_table, shipped
 from qarl.config.schema import Config, sections
 from qarl.console import run_command, summary_text
-from qarl.doctor.target import GPUS, OPTIONS
+from qarl.doctor.__main__ import OPTIONS
 
 MODULES = ["qarl", *(f"qarl.{command}" for command in COMMANDS)]
 WITH_CONFIG = ("train", "doctor", "diagnose")

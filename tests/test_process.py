@@ -9,12 +9,11 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable
-from types import SimpleNamespace
 
 import pytest
 
 from qarl import process
-from qarl.checks.machine import check_engine_device
+from qarl.checks.machine import check_engine_device, this_machine
 from qarl.errors import UserError
 from qarl.process import VLLM_NOISE, configure_vllm_process, vllm_unusable, vllm_without_device
 
@@ -158,14 +157,13 @@ def test_an_engine_without_a_device_is_refused(backend: str, monkeypatch: pytest
     monkeypatch.setattr(process.sys, "platform", "linux")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    config = SimpleNamespace(backend=backend)
     with pytest.raises(UserError, match=r"no device to run on[\s\S]*vllm 0\.24\.0 is built for GPUs"):
-        check_engine_device(config)
+        check_engine_device()
+    assert this_machine(backend).on_cpu
     monkeypatch.setenv("VERL_PLATFORM", "nvidia")
-    if backend == "verl":
-        check_engine_device(config)  # Ray's GPUs are on other machines
+    assert this_machine(backend).on_cpu == (backend == "local")  # Ray's GPUs are on other machines
     monkeypatch.delenv("VERL_PLATFORM")
     with pytest.raises(UserError, match="VERL_PLATFORM=nvidia"):
-        check_engine_device(config)
+        check_engine_device()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    check_engine_device(config)
+    check_engine_device()

@@ -10,7 +10,6 @@ import torch
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.kernels.registry import kernels_of
-from qarl.process import runs_on_cpu
 from qarl.quant.convert import no_own_experts
 from qarl.rollout.engine_config import W4A8_ON_GPUS, check_served
 from qarl.rollout.vllm_plugin import experts_of
@@ -19,31 +18,30 @@ _LAYER = (64, 64)
 """A shape [N, K] that every kernel supports."""
 
 
-def check_kernels(config: Config) -> None:
-    """Raise UserError if trainer and engine would not run the kernels of `quant.kernels` with `quant.scheme` here."""
+def check_scheme(config: Config, device: str, capability: int | None) -> None:
+    """Raise UserError if the engine would not multiply by `quant.scheme` on such a machine. `capability`: of a GPU."""
+    check_served(config.quant.scheme, config.quant.kernels)
+    if device == "cuda" and capability is not None:
+        check_capability(config.quant.scheme, config.quant.kernels, capability)
+
+
+def check_kernels(config: Config, device: str, *, here: bool) -> None:
+    """Raise UserError if `quant.kernels` asks for kernels that do not run on `device`. `here`: whether that is this
+    machine; what other GPUs lack is not known."""
     scheme, kernels = config.quant.scheme, config.quant.kernels
-    check_served(scheme, kernels)
-    device = torch.device("cpu" if runs_on_cpu(config.backend) else "cuda")
-    if device.type == "cuda":
-        check_on_gpus(config)
-        check_this_gpu(scheme, kernels)
-    if kernels == "engine":
+    if device == "cuda" and kernels == "qarl" and scheme == "w4a8":
+        raise _no_kernel(config, "GPUs", f"QaRL's kernel for int8 activations runs only on a CPU; {W4A8_ON_GPUS}")
+    if device == "cuda" and kernels == "dequantized":
+        raise _no_kernel(config, "GPUs", "these kernels run only on a CPU")
+    if kernels == "engine" or not here:
         return
-    why_not = {one.name: one.unavailable(scheme, device, _LAYER) for one in kernels_of(kernels, scheme)}
+    kind = torch.device(device)
+    why_not = {kernel.name: kernel.unavailable(scheme, kind, _LAYER) for kernel in kernels_of(kernels, scheme)}
     if None not in why_not.values():
         reasons = [f"{name} {why}" for name, why in why_not.items()]
-        if device.type == "cpu" and scheme != "w4a8":
+        if device == "cpu" and scheme != "w4a8":
             reasons.append("on a CPU, vLLM's own kernels already give the same bits for any number of rows")
         raise _no_kernel(config, "this machine", "; ".join(reasons) or "there is no such kernel")
-
-
-def check_on_gpus(config: Config) -> None:
-    """Raise UserError if `quant.kernels` asks for kernels that no GPU runs. This needs no GPU."""
-    scheme, kernels = config.quant.scheme, config.quant.kernels
-    if kernels == "qarl" and scheme == "w4a8":
-        raise _no_kernel(config, "GPUs", f"QaRL's kernel for int8 activations runs only on a CPU; {W4A8_ON_GPUS}")
-    if kernels == "dequantized":
-        raise _no_kernel(config, "GPUs", "these kernels run only on a CPU")
 
 
 def _no_kernel(config: Config, place: str, why: str) -> UserError:

@@ -10,16 +10,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from qarl.config import Config
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.process import runs_on_cpu
 from qarl.quant import convert
 from qarl.quant import meta_model as unloaded
-from qarl.quant.scheme import Scheme, get_scheme
+from qarl.quant.scheme import Scheme
 
 W4A16_CPU_MULTIPLE = 32
 # vLLM loads these as one layer, in every model family that QaRL trains.
@@ -29,20 +26,8 @@ Shapes = dict[str, tuple[int, int]]
 """Name of each linear -> [N, K], its numbers of output and input features. The linears of experts are included."""
 
 
-def check_linears(config: Config, hf_config: Any) -> None:
-    """Raise UserError if the scheme or the engine does not support a layer that would be quantized."""
-    scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
-    if not scheme.quantized:
-        return
-    shapes = linear_shapes(hf_config, trust_remote_code=config.model.trust_remote_code)
-    check_fused_layers(shapes, config.quant.ignore)
-    check_routers(shapes, config.quant.ignore)
-    selected = select_shapes(shapes, scheme, config.quant.ignore)
-    check_group_size(selected, scheme)
-    if runs_on_cpu(config.backend) and scheme.name == "w4a16" and config.quant.kernels == "engine":
-        check_engine_shapes(selected)
-    if runs_on_cpu(config.backend) and scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported():
-        check_tile_shapes(selected)
+def of_expert(name: str) -> bool:
+    return ".experts." in name
 
 
 def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shapes:
@@ -116,10 +101,14 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
     convert.check_whole_experts(resolved.quantized, resolved.ignored)
 
 
+def routers(names: Iterable[str]) -> list[str]:
+    """Return the names of the routers beside the experts of `names`. In transformers they are no linears."""
+    return list(dict.fromkeys(f"{name.partition('.experts.')[0]}.gate" for name in names if of_expert(name)))
+
+
 def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
     """Raise UserError if `ignore` does not match all routers of experts, because vLLM would quantize the others."""
-    routers = dict.fromkeys(f"{name.partition('.experts.')[0]}.gate" for name in names if ".experts." in name)
-    if quantized := [name for name in routers if not is_ignored(name, ignore)]:
+    if quantized := [name for name in routers(names) if not is_ignored(name, ignore)]:
         raise UserError(
             f"vLLM would quantize {len(quantized)} routers, which the trainer keeps in BF16",
             where=f"quant.ignore: {name_layers(quantized)}",
@@ -138,12 +127,12 @@ def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def check_group_size(shapes: Shapes, scheme: Scheme) -> None:
-    bad = [name for name, shape in shapes.items() if scheme.check_shape(name, *shape) is not None]
+def check_group_size(quantized: Shapes, scheme: Scheme) -> None:
+    bad = [name for name, shape in quantized.items() if scheme.check_shape(name, *shape) is not None]
     if bad:
-        sizes = sorted({shapes[name][1] for name in bad})
+        sizes = sorted({quantized[name][1] for name in bad})
         raise UserError(
-            f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(shapes)} layers",
+            f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(quantized)} layers",
             where=name_layers(bad),
             why="weights are grouped along the input dimension, and these layers have "
             f"{', '.join(map(str, sizes))} inputs",

@@ -1,12 +1,25 @@
-"""Checks whether vLLM is installed and has a device, whether this CPU can run the config, and reads the free memory."""
+"""The machine of a run: its device, its CPU or its NVIDIA driver, its compiler, and the packages of its environment.
+
+The driver must run the CUDA release that PyTorch is built with. With a driver that is too old,
+`torch.cuda.is_available()` is false, and PyTorch only warns. The run would then start on the CPU, where vLLM's GPU
+build cannot run. With NVIDIA's package cuda-compat, an old driver can run a newer CUDA on data-center GPUs. PyTorch
+then sees the GPU, and nothing is refused here.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import math
 import os
+import re
+import shutil
 import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from qarl.config import Config
@@ -20,28 +33,96 @@ CPU_FLAGS = {
     "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal"),
 }
 """Schemes that only some CPUs can run: name -> (the instruction sets that it needs, the reason)."""
+VERSION_FILE = Path("/proc/driver/nvidia/version")
+"""NVIDIA's kernel module writes its version here. Windows and WSL do not have the file."""
+OLDEST_DRIVER = {12: 525, 13: 580}
+"""CUDA's major release -> the oldest branch of NVIDIA's Linux driver that runs it (CUDA's release notes, table "CUDA
+Toolkit and minimum required driver versions")."""
+
+GPUS = {
+    "a100": (80, 79.2),
+    "a100-40gb": (80, 39.4),
+    "l40s": (89, 44.4),
+    "rtx4090": (89, 23.5),
+    "h100": (90, 79.2),
+    "h20": (90, 95.1),
+    "h200": (90, 139.8),
+    "b200": (100, 178.4),
+}
+"""Compute capability times ten, and memory in GiB as the driver reports it, which is less than advertised."""
 
 
-def check_engine_installed() -> None:
-    if vllm_missing():
+@dataclass(frozen=True)
+class Machine:
+    """The machine for which a run is checked.
+
+    `device`: "cpu" or "cuda". `here`: whether it is this machine, so that its current state is checked too.
+    `capability` (compute capability times ten) and `gpu_memory_bytes` describe one GPU, or are None if unknown. `gpus`:
+    number of GPUs. None means a different machine, which is assumed to have as many GPUs as the run needs.
+    """
+
+    device: str
+    name: str
+    here: bool
+    capability: int | None = None
+    gpu_memory_bytes: int | None = None
+    gpus: int | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+
+def this_machine(backend: str = "local") -> Machine:
+    """Return the machine of this process. With VERL_PLATFORM=nvidia and no GPU, Ray's GPUs are on other machines."""
+    if runs_on_cpu(backend):
+        return Machine("cpu", "this machine (CPU)", True)
+    if not torch.cuda.is_available():
+        return Machine("cuda", "Ray's GPUs", True)
+    properties = torch.cuda.get_device_properties(0)
+    major, minor = torch.cuda.get_device_capability()
+    count = torch.cuda.device_count()
+    name = f"this machine ({count} x {properties.name})"
+    return Machine("cuda", name, True, 10 * major + minor, properties.total_memory, count)
+
+
+def find_machine(options: Mapping[str, str], backend: str = "local") -> Machine:
+    """Return the GPU machine that the doctor's options describe. Without them, return this machine.
+
+    Raise UserError if the device is not known, or if a number is not positive or is too large.
+    """
+    elsewhere = {"device", "gpu_memory_gib", "gpu_capability"} & set(options)
+    if not elsewhere:
+        return this_machine(backend)
+    name = options.get("device", "cuda").lower()
+    if name != "cuda" and name not in GPUS:
         raise UserError(
-            "vLLM, which makes the rollouts, is not installed",
-            where=f"the Python environment {sys.prefix}",
-            fix="run `make setup` (requirements/cpu.lock), or `make setup STACK=gpu` for GPUs",
+            f"doctor.device={name} is not known",
+            where="command line",
+            fix=f"choose {', '.join(GPUS)}, or cuda with doctor.gpu_memory_gib and doctor.gpu_capability",
         )
+    capability, gib = GPUS.get(name, (None, None))
+    if "gpu_memory_gib" in options:
+        gib = _number(options, "gpu_memory_gib", "80")
+    if "gpu_capability" in options:
+        capability = round(10 * _number(options, "gpu_capability", "9.0"))
+    memory = None if gib is None else int(gib * 2**30)
+    described = name if gib is None else f"{name} with {gib:g} GiB"
+    return Machine("cuda", f"another machine ({described})", False, capability, memory)
 
 
-def check_engine_device(config: Config) -> None:
-    """Raise UserError if the rollouts of this run would be on a CPU, and the installed vLLM has no CPU backend."""
-    if runs_on_cpu(config.backend) and (why := vllm_without_device()):
+def _number(options: Mapping[str, str], name: str, example: str) -> float:
+    try:
+        value = float(options[name])
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e6:  # true for NaN too
         raise UserError(
-            "the installed vLLM finds no device to run on",
-            where=f"the Python environment {sys.prefix}",
-            why=why,
-            fix="run on a machine whose GPU torch sees (torch.cuda.is_available()), or install the CPU stack in "
-            "another environment: make setup STACK=cpu VENV=.venv-cpu; if Ray's GPUs are on other machines "
-            "(backend=verl), set VERL_PLATFORM=nvidia",
+            f"doctor.{name}={options[name]} is not a number above 0 and below a million",
+            where="command line",
+            fix=f"for example doctor.{name}={example}",
         )
+    return value
 
 
 def cpu_flags() -> set[str]:
@@ -54,10 +135,8 @@ def cpu_flags() -> set[str]:
 
 
 def check_cpu(config: Config) -> None:
-    """Raise UserError if the rollouts of this run would be on a CPU that cannot make them with `quant.scheme`."""
+    """Raise UserError if this CPU cannot make rollouts with `quant.scheme`."""
     scheme, kernels = config.quant.scheme, config.quant.kernels
-    if not runs_on_cpu(config.backend):
-        return
     if scheme == "w4a8" and kernels == "engine":
         raise UserError(
             "vLLM does not run w4a8 on a CPU",
@@ -84,12 +163,108 @@ def check_cpu(config: Config) -> None:
         )
 
 
-def available_memory() -> int:
-    """Return the free bytes of this machine, or those of this process's container if they are fewer."""
-    free: int = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
+def driver_version() -> str | None:
+    """Return the version of the loaded NVIDIA driver, for example 580.65.06, or None if there is none."""
     try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # without a limit the file holds the word max
-        return free
-    return min(free, limit - used)
+        text = VERSION_FILE.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^NVRM version:.*?\b(\d{3,}(?:\.\d+)+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def check_driver() -> None:
+    """Raise UserError if PyTorch sees no GPU because the NVIDIA driver of this machine is too old for it."""
+    driver, cuda = driver_version(), torch.version.cuda
+    if driver is None or cuda is None or torch.cuda.is_available():
+        return
+    needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
+    if int(driver.partition(".")[0]) >= needed:
+        return
+    raise UserError(
+        f"the NVIDIA driver {driver} is too old for PyTorch, which is built with CUDA {cuda}",
+        where=str(VERSION_FILE),
+        why=f"CUDA {cuda} needs driver {needed} (R{needed}) or newer; with this driver PyTorch sees no GPU",
+        fix=f"install NVIDIA driver R{needed} or newer, or NVIDIA's cuda-compat package on a data-center GPU",
+    )
+
+
+def check_compiler() -> None:
+    """Raise UserError if Triton cannot compile its launcher on this GPU machine.
+
+    Triton builds a small C module for each kernel (triton/runtime/build.py). It needs a C compiler and Python's
+    headers, which many images of CUDA lack."""
+    if not torch.cuda.is_available():
+        return
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, for packages; its Python has the headers where Triton looks
+        scheme = "posix_prefix"
+    header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    lacking = [] if header.is_file() else [f"Python's headers ({header})"]
+    lacking += [] if compiler else ["a C compiler (gcc or clang)"]
+    if lacking:
+        python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        raise UserError(
+            f"Triton lacks {' and '.join(lacking)}",
+            where="this machine",
+            why="vLLM and QaRL run Triton kernels on GPUs, and Triton compiles a C module for each of them",
+            fix=f"install the packages {python}-dev and gcc (Debian, Ubuntu) or {python}-devel and gcc (Fedora), or "
+            "use a Python that has its headers",
+        )
+
+
+def check_engine_installed() -> None:
+    if vllm_missing():
+        raise UserError(
+            "vLLM, which makes the rollouts, is not installed",
+            where=f"the Python environment {sys.prefix}",
+            fix="run `make setup` (requirements/cpu.lock), or `make setup STACK=gpu` for GPUs",
+        )
+
+
+def check_engine_device() -> None:
+    """Raise UserError if the installed vLLM has no device here. Call this for runs on a CPU."""
+    if why := vllm_without_device():
+        raise UserError(
+            "the installed vLLM finds no device to run on",
+            where=f"the Python environment {sys.prefix}",
+            why=why,
+            fix="run on a machine whose GPU torch sees (torch.cuda.is_available()), or install the CPU stack in "
+            "another environment: make setup STACK=cpu VENV=.venv-cpu; if Ray's GPUs are on other machines "
+            "(backend=verl), set VERL_PLATFORM=nvidia",
+        )
+
+
+def check_plugin_installed() -> None:
+    """Raise UserError if verl would not find QaRL. verl needs an entry point, which only installed packages have."""
+    found = importlib.metadata.entry_points(group="verl.plugins")
+    if any(point.value.startswith("qarl.verl.plugin") for point in found):
+        return
+    raise UserError(
+        "verl does not find QaRL's plugin",
+        where="entry points of group verl.plugins in this Python environment",
+        why="QaRL is not installed, or the metadata of an older installation is found first (for example in a folder "
+        "qarl.egg-info in the working directory)",
+        fix="pip install -e . (or make setup) in the checkout; delete an old qarl.egg-info",
+    )
+
+
+def check_no_new_trl() -> None:
+    """Raise UserError if TRL is installed without the class that verl takes from it.
+
+    verl 0.9.1 (`apply_monkey_patch` in verl/models/transformers/monkey_patch.py) imports it whenever TRL is installed.
+    """
+    found = importlib.util.find_spec("trl")
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
+    if not folders or any((folder / "experimental" / "ppo").is_dir() for folder in folders):
+        return
+    version = importlib.metadata.version("trl")
+    if int(version.partition(".")[0]) < 1:  # the class is at the top of the package
+        return
+    raise UserError(
+        f"verl 0.9.1 does not run beside TRL {version}",
+        where=f"the Python environment {sys.prefix}",
+        why="verl imports AutoModelForCausalLMWithValueHead from TRL if it is installed, and this TRL lacks it",
+        fix="uninstall trl, or use one environment for verl and another for TRL",
+    )

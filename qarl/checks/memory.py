@@ -16,19 +16,26 @@ peak of real ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from qarl.checks import memory_terms as terms
 from qarl.checks.memory_terms import GIB, PHASES, Part
 from qarl.checks.model_size import CUDA_MODEL, ModelSize, Shape
+from qarl.errors import UserError
 
 if TYPE_CHECKING:
     from qarl.config import Config
 
 RUNTIME_BYTES = 3 * GIB // 2
 """A rough allowance for a process's libraries, CUDA context and communication buffers."""
+KV_BLOCK = 128
+"""Number of tokens per block of vLLM's KV cache on CPUs (vllm/platforms/cpu.py)."""
 OFFLOAD = tuple(f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what in ("param", "optimizer"))
 """verl's keys that move masters and optimizer state to host memory while they are not used."""
 
@@ -153,3 +160,34 @@ def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
 def readable(size: int) -> str:
     """Return a size in GiB, or in MiB if it is below 1 GiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB * 1024:.1f} MiB"
+
+
+def check_kv_cache(config: Config, size: ModelSize) -> None:
+    """Raise UserError if vLLM's KV cache on a CPU is too small for one sequence of full length.
+
+    vLLM would not start, and its error would name gpu_memory_utilization, which has no effect on a CPU.
+    """
+    length = config.data.max_prompt_length + config.data.max_response_length
+    blocks = -(-length // KV_BLOCK) + 1
+    needed = blocks * KV_BLOCK * size.kv_bytes_per_token()
+    given = config.rollout.cpu_kvcache_space_gib
+    if int(given * GIB) < needed:
+        raise UserError(
+            f"rollout.cpu_kvcache_space_gib={given:g} is too small for one sequence of {length} tokens",
+            where="rollout.cpu_kvcache_space_gib",
+            why=f"max_prompt_length + max_response_length need {readable(needed)} of vLLM's KV cache: {blocks} blocks "
+            f"of {KV_BLOCK} tokens, including one that vLLM keeps free",
+            fix=f"set it to at least {math.ceil(needed / GIB * 1000) / 1000:g} for each sequence that vLLM should "
+            "decode at the same time",
+        )
+
+
+def available_memory() -> int:
+    """Return the free bytes of this machine, or those of this process's container if they are fewer."""
+    free: int = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # without a limit the file holds the word max
+        return free
+    return min(free, limit - used)

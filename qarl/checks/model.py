@@ -5,7 +5,7 @@ The local trainer, verl's launcher and the doctor all call the same function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,12 +15,14 @@ from qarl.align.families import FAMILIES, check_family, shown_mismatch
 from qarl.align.model import resolve_level, unconfirmed
 from qarl.checks.layers import FUSED_LAYERS, meta_model
 from qarl.config import Config
-from qarl.console import note
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu, vllm_missing
 from qarl.rollout import kernel_prediction
+from qarl.vllm_versions.head import check_head_dtype
 
 _WHERE = "model.path: config.json"
+PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+"""Families whose logits are lm_head's unchanged output. Other families cap or scale this output."""
 
 
 def check_model(hf_config: Any) -> None:
@@ -30,20 +32,16 @@ def check_model(hf_config: Any) -> None:
     check_family(hf_config)
 
 
-def check_served(hf_config: Any) -> None:
-    """Make all checks of `check_model` except `check_family`, so that untested families pass, too."""
+def check_served(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
+    """Make all checks of `check_model` except `check_family`, so that untested families pass, too. Return the model
+    without storage."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
     check_outputs(hf_config)
-    model = meta_model(hf_config)
+    model = meta_model(hf_config, trust_remote_code=trust_remote_code)
     if hf_config.model_type not in FAMILIES:
         check_checkpoint_layers(model, hf_config.model_type)
-
-
-def report_level(config: Config, hf_config: Any) -> None:
-    """Print the notes of `level_notes`."""
-    for text in level_notes(config, hf_config):
-        note(text)
+    return model
 
 
 def level_notes(config: Config, hf_config: Any) -> list[str]:
@@ -64,17 +62,26 @@ def lower_level(config: Config, hf_config: Any) -> str | None:
     return f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
 
 
-def applied_level(config: Config, hf_config: Any, device: str | None = None) -> tuple[str, tuple[str, ...]]:
+def applied_level(
+    config: Config,
+    hf_config: Any,
+    device: str | None = None,
+    *,
+    kernels: Collection[str] = (),
+    capability: int | None = None,
+) -> tuple[str, tuple[str, ...]]:
     """Return the alignment level that applies, and the reasons if it is lower than `quant.align`.
 
-    `device`: "cpu" or "cuda". Default: this machine's. Without a GPU in this process, a capability of 9.0 is assumed.
+    `device`: "cpu" or "cuda". Default: this machine's. `kernels`: names of the trainer's kernels, if they are known.
+    `capability`: that of the GPUs, times ten. Default: this process's. Without a GPU in this process, 9.0 is assumed.
     """
     return resolve_level(
         hf_config,
         config.quant.align,
         device_type=device or run_device(config),
-        kernels=set(),
+        kernels=kernels,
         workers=config.rollout.tensor_model_parallel_size,
+        capability=None if capability is None else divmod(capability, 10),
     )
 
 
@@ -168,13 +175,59 @@ def check_checkpoint_layers(model: nn.Module, model_type: str) -> None:
 
 def check_not_quantized(config: Config, hf_config: Any) -> None:
     """Raise UserError if the model is already quantized, because training starts from high-precision weights."""
-    found = getattr(hf_config, "quantization_config", None)
-    if found is None:
+    quantization = getattr(hf_config, "quantization_config", None)
+    if quantization is None:
         return
-    found = found if isinstance(found, Mapping) else getattr(found, "to_dict", dict)()
+    keys = quantization if isinstance(quantization, Mapping) else getattr(quantization, "to_dict", dict)()
     raise UserError(
-        f"the model in {config.model.path!r} is already quantized ({found.get('quant_method', 'unknown method')})",
+        f"the model in {config.model.path!r} is already quantized ({keys.get('quant_method', 'unknown method')})",
         where="model.path: quantization_config in its config.json",
         why="training updates BF16 master weights and quantizes them itself",
         fix="give the original BF16 checkpoint; quant.scheme says how training quantizes it",
     )
+
+
+def check_head(config: Config, hf_config: Any) -> None:
+    """Raise UserError if `model.head_dtype=fp32` and the installed vLLM or the model's family does not allow it."""
+    check_head_dtype(config.model.head_dtype)
+    if config.model.head_dtype == "fp32" and hf_config.model_type not in PLAIN_HEADS:
+        raise no_fp32_head(hf_config.model_type)
+
+
+def no_fp32_head(model_type: str) -> UserError:
+    """Return the error for FP32 logits with a model whose logits are not just lm_head's product."""
+    return UserError(
+        f"model.head_dtype=fp32 is not built for this model ({model_type})",
+        where="model.head_dtype",
+        why="its logits are not just lm_head's product, so casting lm_head's operands would not match the engine",
+        fix=f"set model.head_dtype=model, or choose a model of one of these families: {', '.join(PLAIN_HEADS)}",
+    )
+
+
+def check_length(config: Config, hf_config: Any) -> None:
+    """Raise UserError if prompt and response together exceed the model's positions."""
+    wanted = config.data.max_prompt_length + config.data.max_response_length
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and wanted > limit:
+        raise UserError(
+            f"max_prompt_length + max_response_length = {wanted} tokens, but the model has {limit} positions",
+            where="data.max_prompt_length, data.max_response_length",
+            fix=f"lower them to at most {limit} together",
+        )
+
+
+def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:
+    """Raise UserError if verl would run a model's code although the config forbids it.
+
+    verl's reward workers always load the tokenizer with `trust_remote_code=True` (reward_loop.py of 0.9.1). So they
+    run the code in a model folder even if transformers does not need it.
+    """
+    named = [getattr(hf_config, "auto_map", None), getattr(tokenizer, "init_kwargs", {}).get("auto_map")]
+    if any(named) and not config.model.trust_remote_code:
+        raise UserError(
+            f"the model in {config.model.path!r} contains Python code, which verl would run",
+            where="model.trust_remote_code=false",
+            why="verl's reward workers always load the tokenizer with trust_remote_code=True",
+            fix="remove auto_map from config.json and tokenizer_config.json; or read the code, then set "
+            "model.trust_remote_code=true; or set backend=local",
+        )

@@ -1,34 +1,38 @@
-"""Loads config and tokenizer from a model folder or a Hub name, and turns every fault into a UserError."""
+"""Loads config and tokenizer of a model from a folder or the Hub, and checks a folder's weights by their headers.
+
+Every fault becomes a UserError. Except for tied embeddings, `Policy.load` raises the same errors for faults that it
+finds while it loads weights.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from qarl.checks import hub
+from qarl.checks import hub_access
 from qarl.config import Config
 from qarl.config.demos import how_to_make
 from qarl.data.prompts import check_data_files
 from qarl.errors import UserError
 
-MOST = {"num_hidden_layers": 10_000, "num_labels": 1_000_000}
-"""Largest plausible values of some keys of config.json. For each key, transformers builds a list of that length."""
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """Return the tokenizer and the Hugging Face config of a model folder or Hub name.
-
-    Code in the folder runs only if `trust_remote_code` is true.
-    """
+def load_tokenizer(path: str, trust_remote_code: bool = False, *, hf_config: Any = None) -> tuple[Any, Any]:
+    """Return the tokenizer and the Hugging Face config of a model folder or Hub name. `hf_config`: the config, if it
+    has been loaded. Code in the folder runs only if `trust_remote_code` is true."""
     from transformers import AutoTokenizer
 
     check_model_folder(path)
     check_tokenizer_files(path)
     try:
-        hf_config = load_hf_config(path, trust_remote_code)
-        options = hub.loading_options(path)
+        hf_config = hf_config or load_hf_config(path, trust_remote_code)
+        options = hub_access.loading_options(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options), hf_config
     except UserError:
         raise
@@ -42,8 +46,7 @@ def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
 
     check_model_folder(path)
     try:
-        _check_sizes(path)
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub.loading_options(path))
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_access.loading_options(path))
     except UserError:
         raise
     except Exception as error:
@@ -60,25 +63,10 @@ def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[An
     try:
         return load_hf_config(path, trust_remote_code), None
     except UserError as error:
-        carried = None if Path(path).is_dir() or not hub.why_unreachable() else hub.carried_config(path)
+        carried = None if Path(path).is_dir() or not hub_access.why_unreachable() else hub_access.carried_config(path)
         if carried is None:
             raise
         return AutoConfig.for_model(**carried[1]), error
-
-
-def _check_sizes(path: str) -> None:
-    """Raise UserError if a value of config.json is above `MOST`, because transformers would then use up all memory."""
-    file = Path(path) / "config.json"
-    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    for key, most in MOST.items():
-        value = content.get(key) if isinstance(content, dict) else None
-        if isinstance(value, int | float) and value > most:
-            raise UserError(
-                f"config.json says {key}={value:.3g}",
-                where=f"model.path: {file}",
-                why=f"no model has more than {most}",
-                fix="give the config.json that was published with the model",
-            )
 
 
 def check_files(config: Config) -> None:
@@ -107,11 +95,12 @@ def check_model_folder(path: str) -> None:
             )
 
 
+def has_tokenizer(path: str) -> bool:
+    return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+
+
 def check_tokenizer_files(path: str) -> None:
-    for name in (*TOKENIZER_FILES, "tokenizer_config.json", "generation_config.json"):
-        if (Path(path) / name).is_dir():  # transformers would treat the file as missing
-            raise UserError(f"{name} is a folder, not a file", where=path, fix="replace it with the file of that name")
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+    if Path(path).is_dir() and not has_tokenizer(path):
         # Otherwise transformers would make an empty tokenizer of the model's family.
         raise UserError(
             f"the model folder {path!r} has no tokenizer",
@@ -130,7 +119,7 @@ def _unreadable(path: str, error: Exception) -> UserError:
             "for this model. Such code would run with all your rights",
             fix="give a model that transformers knows; or read the code, and set model.trust_remote_code=true",
         )
-    if not Path(path).is_dir() and (unreachable := hub.why_unreachable()):
+    if not Path(path).is_dir() and (unreachable := hub_access.why_unreachable()):
         return UserError(
             f"the model {path!r} is not on this machine and cannot be downloaded from the Hub",
             where="model.path",
@@ -143,3 +132,105 @@ def _unreadable(path: str, error: Exception) -> UserError:
         why=" ".join(str(error).split())[:400],
         fix="give a folder with config.json and tokenizer.json, or a hub name that this machine can reach",
     )
+
+
+def cannot_load(path: str, why: str) -> UserError:
+    return UserError(
+        f"the model cannot be loaded from {path!r}",
+        where="model.path",
+        why=why,
+        fix="give a Hugging Face folder with config.json and safetensors",
+    )
+
+
+def lacks_tensors(path: str, names: Sequence[str]) -> UserError:
+    return UserError(
+        f"the checkpoint lacks {len(names)} tensors of the model",
+        where=f"{path}: {', '.join(sorted(names)[:4])}",
+        why="transformers would fill them with random numbers",
+        fix="give a complete checkpoint",
+    )
+
+
+def cannot_build(path: str, why: str) -> UserError:
+    return UserError(
+        f"the model in {path!r} cannot be built from its weights",
+        where="model.path",
+        why=why,
+        fix="give config.json and weights of the same model; if memory ran out, train a smaller model",
+    )
+
+
+def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
+    """Compare the stored tensors with `model`, which config.json describes. Return the number of compared tensors.
+
+    If more than half of the model's tensor names are missing, compare nothing and return None. Otherwise, raise
+    UserError if a tensor is missing or has a different shape.
+    """
+    from qarl.checkpoint.compressed_tensors import header_shapes
+    from qarl.quant.convert import tied_names
+    from qarl.quant.expert_names import unstacked_shapes
+
+    tied = tied_names(model)
+    expected = unstacked_shapes({name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied})
+    stored = header_shapes(list(files))  # this includes files that no index lists
+    common = expected.keys() & stored.keys()
+    if 2 * len(common) < len(expected):
+        return None
+    path = str(files[0].parent)
+    if missing := [name for name in expected if name not in stored]:
+        raise lacks_tensors(path, missing)
+    if wrong := [name for name in expected if stored[name] != expected[name]]:
+        name = wrong[0]
+        why = f"the shapes of {len(wrong)} tensors differ from config.json: {name} is {list(stored[name])}, "
+        raise cannot_build(path, f"{why}and should be {list(expected[name])}")
+    return len(common)
+
+
+def check_tied(weight_files: Sequence[Path], model: nn.Module) -> None:
+    """Raise UserError if the model ties the embeddings, but the files have an output embedding with other values.
+
+    transformers would then train two tensors, and vLLM would use one."""
+    import torch
+    from safetensors import safe_open
+
+    from qarl.checkpoint.compressed_tensors import header_shapes
+    from qarl.quant.convert import tied_names
+
+    embedding = cast("PreTrainedModel", model).get_input_embeddings().weight
+    inputs = [name for name, parameter in model.named_parameters() if parameter is embedding]
+    names = {*inputs, *tied_names(model)} & header_shapes(list(weight_files)).keys()
+    if len(names) < 2:
+        return
+    stored: dict[str, torch.Tensor] = {}
+    for file in weight_files:
+        with safe_open(file, framework="pt") as tensors:
+            stored |= {name: tensors.get_tensor(name).bfloat16() for name in names & set(tensors.keys())}
+    first, *others = sorted(stored, key=lambda name: name not in inputs)
+    for name in others:
+        if not torch.equal(stored[first], stored[name]):
+            raise UserError(
+                f"config.json ties {name} to {first}, but the weight files have different tensors for them",
+                where=f"model.path: {weight_files[0].parent}",
+                why="transformers would train both, and vLLM would use one of them",
+                fix=f'remove {name} from the files, or set "tie_word_embeddings": false if the family can be untied',
+            )
+
+
+def weight_files(path: str) -> list[Path]:
+    """Return the safetensors files of a local model. Raise UserError if one cannot be opened."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(Path(path).glob("*.safetensors"))
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"cannot read the weights in {file}",
+                where="model.path",
+                why=str(error).splitlines()[0],
+                fix="download or write the file again; it may be cut short",
+            ) from error
+    return files

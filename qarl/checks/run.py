@@ -1,181 +1,257 @@
-"""The list of all checks of a run that need no weights. The cheapest checks come first.
+"""The registry of checks that a run makes before it starts, and what a check says.
 
-Both backends make these checks before a run starts (`check_run`). The doctor makes them after its own report.
-
-The tokenizer, the prompts and the reward function are loaded when a check first needs them.
+Each check has a name, needs some inputs of the run (`qarl.checks.registry`), and yields findings or raises `UserError`.
+Both backends and TRL stop at the first error (`check_run`, `make_checks`). A dry run and the doctor make every check
+and print all findings (`examine`). The doctor adds checks of its own (`qarl.doctor`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from qarl.align.families import check_rows
-from qarl.checks.driver import check_compiler, check_driver
-from qarl.checks.head import check_head
-from qarl.checks.kernels import check_dense, check_int8_experts, check_kernels
-from qarl.checks.layers import check_linears
-from qarl.checks.lengths import check_kv_cache, check_length
-from qarl.checks.machine import check_cpu, check_engine_device, check_engine_installed
-from qarl.checks.model import (
-    applied_level,
-    check_model,
-    check_not_quantized,
-    report_level,
-    unconfirmed_level,
+import torch
+from torch import nn
+
+from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
+from qarl.checks import layers, machine
+from qarl.checks.kernels import check_dense, check_int8_experts, check_kernels, check_scheme
+from qarl.checks.machine import Machine
+from qarl.checks.memory import check_kv_cache
+from qarl.checks.model import check_head, check_length, check_not_quantized, level_notes, refuse_hidden_code
+from qarl.checks.model_folder import check_tied
+from qarl.checks.registry import (
+    Check,
+    Finding,
+    Findings,
+    NotCheckedError,
+    RunInputs,
+    examine,
+    note,
+    ok,
+    warning,
 )
-from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.sampling import check_sampling
-from qarl.checks.stops import check_stops
-from qarl.checks.tensor_parallel import check_tensor_parallel
-from qarl.checks.verl_plugin import check_no_new_trl, check_plugin_installed, refuse_hidden_code
-from qarl.checks.weight_files import check_tied, check_weight_files
+from qarl.checks.tensor_parallel import split_problems
 from qarl.config import Config
-from qarl.data.prompts import PromptDataset, PromptSampler, check_vocabulary
-from qarl.data.rewards import RewardFn, check_reward_fn, get_reward_fn
-from qarl.data.run_prompts import load_train_prompts, load_val_prompts, prompt_sampler, report_data
+from qarl.console import note as print_note
+from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
+from qarl.data.rewards import RewardFn, check_reward_fn
+from qarl.data.run_prompts import report_data
+from qarl.errors import UserError
 from qarl.metrics.tracker import check_loggers
-from qarl.process import runs_on_cpu
+from qarl.quant.scheme import Scheme
 from qarl.rollout import vllm_plugin
 from qarl.rollout.gpu_sharing import check_not_batch_invariant, eager
 
 
-class RunInputs:
-    """The inputs of a run, except the weights. A property raises `UserError` if its input is unusable."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    @cached_property
-    def _tokenizer_and_config(self) -> tuple[Any, Any]:
-        return load_tokenizer(self.config.model.path, self.config.model.trust_remote_code)
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer_and_config[0]
-
-    @property
-    def hf_config(self) -> Any:
-        return self._tokenizer_and_config[1]
-
-    @cached_property
-    def train_prompts(self) -> PromptDataset:
-        return load_train_prompts(self.config, self.tokenizer)
-
-    @cached_property
-    def val_prompts(self) -> PromptDataset | list[Any]:
-        return load_val_prompts(self.config, self.tokenizer)
-
-    @cached_property
-    def sampler(self) -> PromptSampler:
-        return prompt_sampler(self.config, self.train_prompts)
-
-    @cached_property
-    def reward_fn(self) -> RewardFn:
-        return get_reward_fn(self.config.reward.function)
-
-    @cached_property
-    def stop_warnings(self) -> list[str]:
-        return check_stops(self.config.model.path, self.tokenizer, self.hf_config)
-
-
-class Check(NamedTuple):
-    """One check. `make` raises `UserError` if the run would fail. An empty `backend` means both backends."""
-
-    name: str
-    make: Callable[[RunInputs], object]
-    backend: str = ""
-
-
-CHECKS = (
-    Check("loggers", lambda run: check_loggers(run.config.trainer.logger)),
-    Check("NVIDIA driver", lambda run: check_driver()),
-    Check("compiler", lambda run: check_compiler()),
-    Check("engine installed", lambda run: check_engine_installed()),
-    Check("engine's device", lambda run: check_engine_device(run.config)),
-    Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
-    Check("no new TRL", lambda run: check_no_new_trl(), "verl"),
-    Check("CPU", lambda run: check_cpu(run.config)),
-    Check("batch invariance", lambda run: check_not_batch_invariant(), "local"),
-    Check("kernels", lambda run: check_kernels(run.config)),
-    Check("config and tokenizer", lambda run: run.tokenizer),
-    Check("not quantized", lambda run: check_not_quantized(run.config, run.hf_config)),
-    Check("model", lambda run: check_model(run.hf_config)),
-    Check("lm_head", lambda run: check_head(run.config, run.hf_config)),
-    Check("rows", lambda run: check_rows(run.hf_config, packed=run.config.model.use_remove_padding)),
-    Check("experts", lambda run: _check_experts(run)),
-    Check("kernels of experts", lambda run: check_dense(run.config, run.hf_config)),
-    Check("vocabulary", lambda run: _check_vocabulary(run)),
-    Check("hidden code", lambda run: refuse_hidden_code(run.config, run.tokenizer, run.hf_config), "verl"),
-    Check("ends of responses", lambda run: run.stop_warnings),
-    Check("length", lambda run: check_length(run.config, run.hf_config)),
-    Check("KV cache", lambda run: check_kv_cache(run.config, run.hf_config)),
-    Check("linears", lambda run: check_linears(run.config, run.hf_config)),
-    Check("tensor parallelism", lambda run: check_tensor_parallel(run.config, run.hf_config), "verl"),
-    Check("sampling", lambda run: _check_sampling(run)),
-    Check("reward function", lambda run: run.reward_fn),
-    Check("training prompts", lambda run: run.sampler),
-    Check("evaluation prompts", lambda run: run.val_prompts),
-    Check("reward of a row", lambda run: _check_reward(run)),
-    Check("weight files", lambda run: check_weight_files(run.config.model.path)),
-    Check("tied weights", lambda run: _check_tied(run)),
-)
-"""All checks, in the order in which they are made."""
-
-MODEL_CHECKS = ("not quantized", "model", "lm_head", "rows", "length", "linears", "vocabulary")
-"""Names of the checks that read only the config and the model's folder, so that they hold on any machine."""
-
-
-def checks_for(backend: str) -> list[Check]:
-    return [check for check in CHECKS if check.backend in ("", backend)]
+def make_checks(config: Config, *, data: bool = True) -> RunInputs:
+    """Make all checks of `config.backend`, and return the loaded inputs. Raise the UserError of the first check that
+    fails. `data`: whether to check prompts, rewards and loggers too."""
+    run = RunInputs(config)
+    for check in CHECKS:
+        if not check.applies(run) or (check.topic == "data" and not data):
+            continue
+        try:
+            for finding in check.findings(run):
+                if finding.status == "error":
+                    raise finding.error
+        except NotCheckedError:  # the engine will say it
+            continue
+    return run
 
 
 def check_run(config: Config) -> RunInputs:
-    """Make all checks of `config.backend`, print warnings to stderr, and return the loaded inputs. Raise the UserError
-    of the first check that fails."""
-    run = RunInputs(config)
-    for check in checks_for(config.backend):
-        check.make(run)
-    report_level(config, run.hf_config)
-    for warning in run.stop_warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    """Make all checks before a run starts, and print its notes and warnings to stderr."""
+    run = make_checks(config)
+    for text in level_notes(config, run.hf_config):
+        print_note(text)
+    for text in run.eos_warnings:
+        print(f"warning: {text}", file=sys.stderr)
     report_data(run.train_prompts, run.val_prompts)
     return run
 
 
-def check_run_model(config: Config) -> None:
-    """Make those checks of a run that read only the model's folder. Raise the UserError of the first that fails."""
-    run = RunInputs(config)
-    for check in checks_for(config.backend):
-        if check.name in MODEL_CHECKS:
-            check.make(run)
+def model_errors(config: Config) -> list[UserError]:
+    """Return the errors of the checks that read only the config and the model's files, but for its weights."""
+    checks = [check for check in CHECKS if check.topic in ("model", "ignore list", "layer sizes")]
+    return [finding.error for finding in examine(RunInputs(config), checks) if finding.status == "error"]
 
 
-def _check_experts(run: RunInputs) -> None:
-    if not runs_on_cpu(run.config.backend):
-        check_int8_experts(run.config, run.hf_config)
-    else:
-        vllm_plugin.check_installed(run.hf_config)
-        if run.config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
-            vllm_plugin.check_eager(run.hf_config, eager(run.config.rollout.enforce_eager))
+def _cpu(config: Config) -> Findings:
+    machine.check_cpu(config)
+    if torch.cpu._is_amx_tile_supported():
+        yield note(
+            "this CPU has AMX tiles",
+            why="vLLM chooses different kernels with AMX. quant.align=exact stays exact, but at quant.align=model one "
+            "attention output in 10,000 differs by a BF16 step, even for the first tokens",
+            fix="set quant.align=exact if δ must be 0",
+        )
 
 
-def _check_tied(run: RunInputs) -> None:
-    model = run.config.model
-    check_tied(model.path, run.hf_config, trust_remote_code=model.trust_remote_code)
+def _scheme(config: Config, machine: Machine) -> None:
+    check_scheme(config, machine.device, machine.capability)
 
 
-def _check_vocabulary(run: RunInputs) -> None:
-    check_vocabulary(run.tokenizer, run.hf_config.vocab_size, max_unused=run.hf_config.vocab_size // 100)
+def _kernels(config: Config, machine: Machine) -> Findings:
+    check_kernels(config, machine.device, here=machine.here)
+    if config.quant.kernels != "engine" and not machine.here:
+        raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
+    if config.quant.kernels == "dequantized":
+        yield note(
+            "quant.kernels=dequantized is no low-bit rollout: both sides multiply dequantized weights in BF16",
+            fix="use it for debugging and on small machines, and report no low-bit figures",
+        )
 
 
-def _check_sampling(run: RunInputs) -> None:
-    level, _ = applied_level(run.config, run.hf_config)
-    confirmed = unconfirmed_level(run.config, run.hf_config) is None
-    check_sampling(run.config, level=level, vocabulary=run.hf_config.vocab_size, confirmed=confirmed)
+def _config(config: Config, machine: Machine, hf_config: Any, no_model: UserError | None) -> Findings:
+    if no_model is not None:
+        yield Finding.of(no_model, "error" if machine.here else "note")
+        yield warning(
+            f"QaRL's own copy of the config of {config.model.path} is used instead",
+            why="sizes, memory and kernels are those of the public model; your own config may differ",
+            fix="run the doctor where the model is, or give its folder",
+        )
 
 
-def _check_reward(run: RunInputs) -> None:
-    check_reward_fn(run.reward_fn, run.train_prompts, timeout_s=run.config.reward.timeout_s)
+def _model(hf_config: Any, model: nn.Module) -> Findings:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
+    tied = "tied to the input embedding" if hf_config.tie_word_embeddings else "a separate tensor"
+    yield ok(f"{hf_config.model_type} with {in_words} parameters; lm_head is {tied} and stays in BF16")
+
+
+def _family(hf_config: Any) -> Findings:
+    check_family(hf_config)
+    if shown := shown_mismatch(hf_config):
+        yield warning(
+            shown,
+            why=f"only {', '.join(FAMILIES)} models are aligned, and tested against a fresh vLLM after an export",
+            fix="watch mismatch/k3 in the first steps, and compare an export with the run before you rely on it",
+        )
+
+
+def _rows(config: Config, hf_config: Any) -> None:
+    check_rows(hf_config, packed=config.model.use_remove_padding)
+
+
+def _experts(config: Config, hf_config: Any) -> None:
+    vllm_plugin.check_installed(hf_config)
+    if config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
+        vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
+
+
+def _vocabulary(hf_config: Any, tokenizer: Any) -> Findings:
+    vocabulary = hf_config.vocab_size
+    if unused := check_vocabulary(tokenizer, vocabulary, max_unused=vocabulary // 100):
+        yield note(
+            f"{unused} of the model's {vocabulary} token ids are not in the tokenizer",
+            why="verl masks these ids in vLLM but not in its trainer. A trained model gives them little probability, "
+            "but the log-probs of an untrained model are shifted",
+            fix="nothing to do for a trained model; for an untrained one, resize the embeddings to the tokenizer",
+        )
+
+
+def _eos(eos_warnings: list[str]) -> Findings:
+    for text in eos_warnings:
+        yield warning(
+            text,
+            where="eos_token of tokenizer_config.json; eos_token_id of generation_config.json and config.json",
+            why="vLLM stops at the tokenizer's EOS and at the EOS ids of the model's config",
+            fix="take these files from the same model",
+        )
+
+
+def _ignore(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
+    if scheme.quantized:
+        layers.check_fused_layers(linears, config.quant.ignore)
+
+
+def _routers(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
+    if scheme.quantized:
+        layers.check_routers(linears, config.quant.ignore)
+
+
+def _engine_shapes(config: Config, quantized: layers.Shapes) -> None:
+    if config.quant.scheme == "w4a16" and config.quant.kernels == "engine":
+        layers.check_engine_shapes(quantized)
+    if config.quant.scheme == "w8a8" and torch.cpu._is_amx_tile_supported():
+        layers.check_tile_shapes(quantized)
+
+
+def _tensor_parallel(
+    config: Config, machine: Machine, hf_config: Any, linears: layers.Shapes, quantized: layers.Shapes
+) -> Findings:
+    problems = split_problems(config, hf_config, linears, quantized, on_cpu=machine.on_cpu)
+    yield from map(Finding.of, problems)
+
+
+def _sampling(config: Config, hf_config: Any, level: tuple[str, tuple[str, ...]], unconfirmed: str | None) -> None:
+    check_sampling(config, level=level[0], vocabulary=hf_config.vocab_size, confirmed=unconfirmed is None)
+
+
+def _train_prompts(config: Config, train_prompts: PromptDataset, sampler: PromptSampler) -> Findings:
+    steps, left_out = config.trainer.total_training_steps, train_prompts.num_filtered
+    if left_out:
+        what = f"{left_out} training prompts are longer than data.max_prompt_length and are left out"
+        yield note(what, fix="raise data.max_prompt_length to train on them")
+    yield ok(f"{len(train_prompts)} training prompts; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs")
+
+
+def _val_prompts(val_prompts: PromptDataset | list[Any], train_prompts: PromptDataset) -> Findings:
+    if not val_prompts:
+        yield note("nothing is evaluated", fix="set data.val_files and trainer.test_freq")
+    elif shared := check_disjoint(train_prompts, val_prompts):
+        yield warning(
+            f"{shared} of the evaluation prompts are also in the training data",
+            where="data.val_files",
+            why="accuracy on them says nothing about new prompts",
+            fix="remove them from data.val_files or from data.train_files",
+        )
+
+
+def _reward(config: Config, reward_fn: RewardFn, train_prompts: PromptDataset) -> None:
+    check_reward_fn(reward_fn, train_prompts, timeout_s=config.reward.timeout_s)
+
+
+CHECKS = (
+    Check("packages", "all loggers are installed", lambda config: check_loggers(config.trainer.logger), here=True),
+    Check("machine", "no NVIDIA driver is too old for PyTorch", machine.check_driver, here=True),
+    Check("machine", "Triton can compile, if this machine has a GPU", machine.check_compiler, here=True),
+    Check("packages", "vLLM is installed", machine.check_engine_installed, here=True),
+    Check("packages", "vLLM runs on a CPU", machine.check_engine_device, here=True, device="cpu"),
+    Check("packages", "verl finds QaRL", machine.check_plugin_installed, here=True, backend="verl"),
+    Check("packages", "no TRL is in verl's way", machine.check_no_new_trl, here=True, backend="verl"),
+    Check("machine", "this CPU can run quant.scheme", _cpu, device="cpu"),
+    Check("machine", "vLLM replaces no operator", check_not_batch_invariant, here=True, backend="local"),
+    Check("machine", "vLLM has quant.scheme here", _scheme),
+    Check("kernels", "quant.kernels has kernels for quant.scheme", _kernels),
+    Check("model", "the model's config can be read", _config),
+    Check("model", "the tokenizer can be read", lambda tokenizer: None),
+    Check("model", "the weights are not quantized", check_not_quantized),
+    Check("model", "trainer and engine build the same model", _model),
+    Check("model", "the model's family was measured", _family),
+    Check("model", "lm_head has model.head_dtype", check_head),
+    Check("model", "rows can be packed", _rows),
+    Check("kernels", "vLLM can run experts", _experts, device="cpu"),
+    Check("kernels", "vLLM can run experts", check_int8_experts, device="cuda"),
+    Check("kernels", "quant.kernels can run this model", check_dense),
+    Check("model", "model and tokenizer have the same token ids", _vocabulary),
+    Check("backend", "verl runs no code of the model's folder", refuse_hidden_code, backend="verl"),
+    Check("model", "model and tokenizer agree where a response ends", _eos),
+    Check("model", "responses fit the positions", check_length),
+    Check("memory", "a sequence fits vLLM's KV cache", check_kv_cache, device="cpu"),
+    Check("ignore list", "quant.ignore treats fused layers as a whole", _ignore),
+    Check("ignore list", "routers stay in BF16", _routers),
+    Check("layer sizes", "quant.group_size divides all layers", layers.check_group_size),
+    Check("layer sizes", "the engine's kernels have all sizes", _engine_shapes, device="cpu"),
+    Check("layer sizes", "engines can be split", _tensor_parallel, backend="verl"),
+    Check("kernels", "the trainer's log-probs apply the engine's sampling", _sampling),
+    Check("data", "there is a reward function", lambda reward_fn: None),
+    Check("data", "there are training prompts", _train_prompts),
+    Check("data", "evaluation prompts are new", _val_prompts),
+    Check("data", "the reward function scores a row", _reward),
+    Check("weights", "all weight files can be opened", lambda weight_files: None),
+    Check("weights", "tied embeddings are equal", check_tied),
+)
+"""All checks of a run, in the order in which they are made: the cheapest first."""

@@ -18,7 +18,6 @@ from qarl.checks import layers
 from qarl.checks.layers import Shapes
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.process import runs_on_cpu
 from qarl.quant.scheme import Scheme, get_scheme
 
 KEY = "rollout.tensor_model_parallel_size"
@@ -126,32 +125,29 @@ Problem = tuple[str, str, str]
 """What does not split, where, and why."""
 
 
-def check_tensor_parallel(config: Config, hf_config: Any) -> None:
-    """Raise UserError if vLLM cannot split the model over `rollout.tensor_model_parallel_size` workers."""
+def split_problems(
+    config: Config, hf_config: Any, shapes: Shapes, quantized: Shapes, *, on_cpu: bool
+) -> list[UserError]:
+    """Return one error for each reason why vLLM cannot split the model over `rollout.tensor_model_parallel_size`
+    workers. `shapes`: all linears of the model. `quantized`: those that are quantized."""
     workers, ranks = config.rollout.tensor_model_parallel_size, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    problems = []
     if ranks % workers:
-        raise UserError(
+        uneven = UserError(
             f"{KEY}={workers}: {ranks} ranks cannot be divided into engines of {workers} workers",
             where="trainer.nnodes * trainer.n_gpus_per_node",
             why="in verl, each worker of an engine needs one rank",
             fix=f"choose a divisor of {ranks}",
         )
-    if workers > 1:
-        for problem in split_model(config, hf_config).problems(workers):
-            raise problem
-
-
-def split_model(config: Config, hf_config: Any) -> SplitModel:
-    scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
-    shapes = layers.linear_shapes(hf_config, trust_remote_code=config.model.trust_remote_code)
-    blocks = {name: shape for name, shape in shapes.items() if not name.endswith((*REPLICATED, "lm_head"))}
+        problems.append(uneven)
     heads = hf_config.num_attention_heads
-    return SplitModel(
+    model = SplitModel(
         heads=heads,
         kv_heads=getattr(hf_config, "num_key_value_heads", None) or heads,
         vocabulary=hf_config.vocab_size,
-        linears=blocks,
-        quantized=layers.select_shapes(shapes, scheme, config.quant.ignore) if scheme.quantized else {},
-        scheme=scheme,
-        on_cpu=runs_on_cpu(config.backend),
+        linears={name: shape for name, shape in shapes.items() if not name.endswith((*REPLICATED, "lm_head"))},
+        quantized=quantized,
+        scheme=get_scheme(config.quant.scheme, group_size=config.quant.group_size),
+        on_cpu=on_cpu,
     )
+    return problems + model.problems(workers)

@@ -18,8 +18,7 @@ from __future__ import annotations
 import torch
 
 from qarl.checks import memory_terms as terms
-from qarl.checks.machine import available_memory
-from qarl.checks.memory import estimate, readable
+from qarl.checks.memory import available_memory, estimate, readable
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config

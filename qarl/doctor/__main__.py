@@ -31,7 +31,9 @@ from qarl.console import run_command
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
-    from qarl.doctor.findings import Report
+    from qarl.doctor.report import Report
+
+OPTIONS = ("device", "gpu_memory_gib", "gpu_capability", "json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     from qarl.config import load_config
-    from qarl.doctor.target import find_target, split_arguments
     from qarl.process import limit_threads
 
     arguments, options = split_arguments(argv)
@@ -49,13 +50,35 @@ def _main(argv: list[str]) -> int:
     threads_given = os.environ.get("OMP_NUM_THREADS")
     limit_threads(config.trainer.num_threads)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from qarl.doctor.run import run_checks
+    from qarl.checks.machine import find_machine
+    from qarl.doctor.report import run_checks
 
-    report = run_checks(config, find_target(options, config.backend), threads_given=threads_given)
+    report = run_checks(config, find_machine(options, config.backend), threads_given=threads_given)
     print(report)
     if path := options.get("json"):
         write_report(path, report)
     return report.exit_code
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the run's own arguments, and the `doctor.*` options by name.
+
+    Raise UserError if an option does not exist, has no value or is given twice.
+    """
+    run: list[str] = []
+    options: dict[str, str] = {}
+    for argument in argv:
+        if not argument.startswith("doctor."):
+            run.append(argument)
+            continue
+        name, _, value = argument.removeprefix("doctor.").partition("=")
+        if name not in OPTIONS or not value or name in options:
+            known = ", ".join(f"doctor.{option}=..." for option in OPTIONS)
+            why = "it is given twice" if name in options else "the doctor has no such option, or its value is missing"
+            fix = f"give each option at most once: {known}"
+            raise UserError(f"cannot use {argument!r}", where="command line", why=why, fix=fix)
+        options[name] = value
+    return run, options
 
 
 def describe(topics: list[str]) -> str:
@@ -69,18 +92,14 @@ def write_report(path: str, report: Report) -> None:
     """Write the findings to `path` as JSON. Raise UserError if that fails."""
     from qarl.metrics.tracker import write_json
 
-    why = None
-    if os.path.lexists(path.replace("\0", "")) and not os.path.isfile(path):
-        why = "it exists and is not a regular file"  # a device would be replaced, not written to
-    else:
-        try:
-            write_json(path, report.to_json())
-        except (UserError, ValueError) as error:  # ValueError: NUL in the path
-            why = getattr(error, "why", None) or str(error)
-    if why:
-        path = path.replace("\0", "\\0")
-        fix = "give a file in a folder that can be written to"
-        raise UserError(f"doctor.json={path} cannot be written", why=why, fix=fix)
+    try:
+        if os.path.lexists(path) and not os.path.isfile(path):  # a device would be replaced, not written to
+            raise UserError("", why="it exists and is not a regular file")
+        write_json(path, report.to_json())
+    except (UserError, ValueError) as error:  # ValueError: NUL in the path
+        why = getattr(error, "why", None) or str(error)
+        shown, fix = path.replace("\0", "\\0"), "give a file in a folder that can be written to"
+        raise UserError(f"doctor.json={shown} cannot be written", why=why, fix=fix) from error
 
 
 if __name__ == "__main__":

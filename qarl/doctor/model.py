@@ -1,151 +1,376 @@
-"""Checks the model folder: config, tokenizer, vocabulary, positions, weights."""
+"""The doctor's checks of the model: weights, the ignore list as vLLM reads it, kernels, a publish, and its memory."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
-from qarl.checks import lengths, model_folder, stops, weight_files
-from qarl.checks import model as model_checks
-from qarl.checks.memory import readable
-from qarl.checks.model_size import ModelSize
-from qarl.data import check_vocabulary
-from qarl.doctor.context import Context, NotCheckedError
-from qarl.doctor.findings import Topic
+import torch
+from torch import nn
+
+from qarl.checks import layers, memory
+from qarl.checks.machine import Machine
+from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
+from qarl.checks.memory_terms import ranks
+from qarl.checks.model_folder import cannot_load, compared_tensors
+from qarl.checks.model_size import ModelSize, Shape
+from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, error, note, ok, warning
+from qarl.checks.tensor_parallel import ROW_PARALLEL
+from qarl.config import Config
+from qarl.config.ignore import is_ignored, resolve_ignored
+from qarl.errors import UserError
+from qarl.kernels.experts.autograd import choose_experts_kernel
+from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.registry import Choice
+from qarl.process import vllm_missing, vllm_unusable
+from qarl.quant.scheme import Scheme
+from qarl.rollout import kernel_prediction
+from qarl.rollout.publish.wire import expected_manifest, quantized_layers
+
+TIGHT = 0.9
+"""An estimate above this share of the memory gives a warning, because estimates do not count fragmentation."""
+MEAN_RESPONSE = 0.25
+"""Assumed mean length of responses, as a share of `data.max_response_length`. Only responses that run into the limit
+have its length."""
+_SHARD = (
+    "set optim.master_dtype=bf16, or verl's param_offload and optimizer_offload (backend=verl, "
+    f"verl.{OFFLOAD[0]}=true), or shard over more GPUs (trainer.n_gpus_per_node)"
+)
+REMEDIES = {
+    "rollout": f"lower rollout.gpu_memory_utilization (on CPU rollout.cpu_kvcache_space_gib), {_SHARD}",
+    "old_log_prob": "lower actor.log_prob_micro_batch_size_per_gpu (by tokens: log_prob_max_token_len_per_gpu), "
+    f"{_SHARD}",
+    "update": "lower actor.ppo_micro_batch_size_per_gpu (by tokens: ppo_max_token_len_per_gpu), "
+    f"set model.gradient_checkpointing=true, {_SHARD}",
+    "step": "shard over more GPUs (backend=verl, trainer.n_gpus_per_node), or train a smaller model",
+}
+"""Advice for the phase that needs the most memory."""
 
 
-def check_config(context: Context, topic: Topic) -> None:
-    """Whether the model's config can be read and describes a model that can be trained."""
-    hf_config = context.hf_config.load()
-    if context.no_model is not None:
-        topic.refusal(context.no_model, "error" if context.target.here else "note")
-        topic.warning(
-            f"QaRL's own copy of the config of {context.config.model.path} is used instead",
-            why="sizes, memory and kernels are those of the public model; your own config may differ",
-            fix="run the doctor where the model is, or give its folder",
-        )
-    model_checks.check_not_quantized(context.config, hf_config)
-    model_checks.check_served(hf_config)
-    topic.passes(check_family, hf_config)  # the other topics are still worth a look
-    topic.passes(check_rows, hf_config, context.config.model.use_remove_padding)
-    count = sum(parameter.numel() for parameter in context.model.load().parameters())
-    in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
-    topic.ok(f"{hf_config.model_type} with {in_words} parameters, from {context.config.model.path}")
-    if shown := shown_mismatch(hf_config):
-        topic.warning(
-            shown,
-            why=f"only {', '.join(FAMILIES)} models are aligned, and tested against a fresh vLLM after an export",
-            fix="watch mismatch/k3 in the first steps, and compare an export with the run before you rely on it",
-        )
-
-
-def check_sizes(context: Context, topic: Topic) -> None:
-    """Whether the memory estimate counts the model's parameters correctly."""
-    size: ModelSize = context.size.get()
-    count = sum(parameter.numel() for parameter in context.model.get().parameters())
+def parameter_count(model: nn.Module, size: ModelSize) -> Findings:
+    count = sum(parameter.numel() for parameter in model.parameters())
     if size.parameters != count:
-        topic.note(
+        yield note(
             f"the memory estimate counts {size.parameters:,} parameters, but the model has {count:,}",
             why="the estimate knows only Llama-like blocks and Qwen3's experts, and this model has other parts",
             fix="allow for the difference when you read the memory estimate",
         )
 
 
-def check_tokenizer(context: Context, topic: Topic) -> None:
-    """Whether the model has a tokenizer with a chat template."""
-    context.hf_config.get()
-    if context.is_folder and not context.target.here:
-        try:
-            model_folder.check_tokenizer_files(context.config.model.path)
-        except Exception as error:
-            fix = "copy a tokenizer into the folder there, and also into this one if you want it checked here"
-            raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", fix) from error
-    tokenizer = context.tokenizer.load()
-    if getattr(tokenizer, "chat_template", None):
-        topic.ok(f"tokenizer with {len(tokenizer)} entries and a chat template")
-
-
-def check_stops(context: Context, topic: Topic) -> None:
-    """Whether tokenizer and model agree about where a response ends."""
-    tokenizer, hf_config = context.tokenizer.get(), context.hf_config.get()
-    warnings = stops.check_stops(context.config.model.path, tokenizer, hf_config)
-    for warning in warnings:
-        topic.warning(
-            warning,
-            where="eos_token of tokenizer_config.json; eos_token_id of generation_config.json and config.json",
-            why="vLLM stops at the tokenizer's EOS and at the EOS ids of the model's config",
-            fix="take these files from the same model",
-        )
-    if not warnings:
-        topic.ok(
-            f"model and tokenizer agree: responses end at {tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)!r}"
-        )
-
-
-def check_vocab(context: Context, topic: Topic) -> None:
-    """Whether model and tokenizer have the same number of token ids."""
-    vocab = context.hf_config.get().vocab_size
-    unused = check_vocabulary(context.tokenizer.get(), vocab, max_unused=vocab // 100)
-    if unused:
-        topic.note(
-            f"{unused} of the model's {vocab} token ids are not in the tokenizer",
-            why="verl masks these ids in vLLM but not in its trainer. A trained model gives them little probability, "
-            "but the log-probs of an untrained model are shifted",
-            fix="nothing to do for a trained model; for an untrained one, resize the embeddings to the tokenizer",
-        )
-    else:
-        topic.ok(f"model and tokenizer have the same {vocab} token ids")
-
-
-def check_lm_head(context: Context, topic: Topic) -> None:
-    """Whether lm_head is tied to the embedding."""
-    if getattr(context.hf_config.get(), "tie_word_embeddings", False):
-        topic.ok("lm_head is tied to the input embedding: it stays in BF16 and is published once, as the embedding")
-    else:
-        topic.ok("lm_head is a separate tensor and stays in BF16")
-
-
-def check_positions(context: Context, topic: Topic) -> None:
-    """Whether prompt and response fit the model's positions."""
-    hf_config, data = context.hf_config.get(), context.config.data
-    lengths.check_length(context.config, hf_config)
-    wanted = data.max_prompt_length + data.max_response_length
-    topic.ok(f"{wanted} of {getattr(hf_config, 'max_position_embeddings', 'unlimited')} positions are used")
-
-
-def check_weights(context: Context, topic: Topic) -> None:
-    """Whether the weights are complete and belong to this model."""
-    path, trust = context.config.model.path, context.config.model.trust_remote_code
-    hf_config = context.hf_config.get()
-    if not context.is_folder:
-        size = readable(2 * context.size.get().parameters)
+def weights(config: Config, machine: Machine, model: nn.Module, weight_files: list[Path]) -> Findings:
+    path = config.model.path
+    if not Path(path).is_dir():
+        size = readable(2 * sum(parameter.numel() for parameter in model.parameters()))
         why = f"{path} is a name on the Hub, and its BF16 weights are a download of {size}"
         raise NotCheckedError(why, "download the model and set model.path to its folder")
-    if not weight_files.has_weights(path):
-        if not context.target.here:
+    if not weight_files:
+        if any(Path(path).glob("*.bin")):
+            raise NotCheckedError("*.bin files have no headers", "store the weights as safetensors")
+        if not machine.here:
             why = "the folder holds no weights; the machine of the run needs them"
             raise NotCheckedError(why, "run the doctor there too")
-        raise weight_files.cannot_load(path, "it holds neither *.safetensors nor *.bin files")
-    weight_files.check_weight_files(path)
-    weight_files.check_tied(path, hf_config, trust_remote_code=trust)
-    compared = weight_files.check_stored_tensors(path, hf_config, trust_remote_code=trust)
+        raise cannot_load(path, "it holds neither *.safetensors nor *.bin files")
+    compared = compared_tensors(weight_files, model)
     if compared is None:
-        files = len(list(Path(path).glob("*.safetensors")))
-        topic.note(
+        files = len(weight_files)
+        yield note(
             f"the tensor names in {files} safetensors files differ from the model's, so shapes were not compared",
             fix="make sure that the files belong to this config.json",
         )
     else:
-        topic.ok(f"{compared} stored tensors have the shapes that config.json says")
+        yield ok(f"{compared} stored tensors have the shapes that config.json says")
+
+
+def ignored_layers(config: Config, scheme: Scheme, linears: layers.Shapes, quantized: layers.Shapes) -> Findings:
+    """Say which layers stay in BF16, and which entries of quant.ignore match no layer."""
+    if not scheme.quantized:
+        yield ok("scheme bf16: nothing is quantized, quant.ignore is not used")
+        return
+    entries, routers = config.quant.ignore, layers.routers(linears)
+    resolved = resolve_ignored(linears, entries)
+    in_bf16 = layers.name_layers(resolved.ignored) or "none"
+    yield ok(f"{len(quantized)} of {len(linears)} linears are quantized; in BF16: {in_bf16}")
+    # These entries may match nothing: lm_head, which may be tied, and routers, which are linears only in vLLM.
+    of_routers = {entry for entry in entries if any(is_ignored(name, [entry]) for name in routers)}
+    if unmatched := set(resolved.unmatched) - {"lm_head"} - of_routers:
+        yield warning(
+            f"entries of quant.ignore that match no linear: {', '.join(sorted(unmatched))}",
+            where="quant.ignore",
+            why="a name must be complete (model.layers.0.mlp.down_proj), and a re: pattern must match a name's start",
+            fix="correct them, or remove them",
+        )
+
+
+def ignored_by_engine(config: Config, scheme: Scheme, linears: layers.Shapes) -> Findings:
+    if not scheme.quantized:
+        return
+    if why_not := vllm_missing():
+        raise NotCheckedError(why_not, "make setup")
+    groups = layers.fused_groups(linears)
+    only_trainer: list[str] = []
+    only_engine: list[str] = []
+    for fused, members in groups.items():
+        in_trainer = all(is_ignored(name, config.quant.ignore) for name in members)
+        try:
+            in_engine = kernel_prediction.leaves_unquantized(fused, config.quant.ignore, layers.FUSED_LAYERS)
+        except ValueError:
+            continue  # a split group, which the check "fused layers" reports
+        if in_trainer and not in_engine:
+            only_trainer += members
+        if in_engine and not in_trainer:
+            only_engine += members
+    if not only_trainer and not only_engine:
+        yield ok(f"the trainer and vLLM leave the same layers in BF16 (vLLM has {len(groups)} layers after fusing)")
+        return
+    ours, theirs = (layers.name_layers(names) or "none" for names in (only_trainer, only_engine))
+    yield error(
+        "trainer and rollout engine would quantize different layers",
+        where=f"BF16 only in the trainer: {ours}; only in vLLM: {theirs}",
+        why="the trainer and vLLM read an entry of quant.ignore differently",
+        fix="list the layers by their exact names, and all parts of a fused layer (q/k/v, gate/up) together",
+    )
+
+
+def trainer_kernels(
+    config: Config,
+    scheme: Scheme,
+    machine: Machine,
+    quantized: layers.Shapes,
+    kernels: dict[tuple[int, int], Choice | UserError],
+) -> Findings:
+    if config.quant.kernels == "qarl" and not machine.on_cpu and not machine.here:
+        raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
+    if not scheme.quantized or config.quant.align == "off":
+        yield ok("trainer: every layer multiplies in BF16" + (" (quant.align=off)" if scheme.quantized else ""))
+        return
+    dense = {name: shape for name, shape in quantized.items() if not layers.of_expert(name)}
+    served: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, shape in dense.items():
+        choice = kernels[shape]
+        if not isinstance(choice, UserError):
+            served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
+    yield from (Finding.of(refusal) for refusal in kernels.values() if isinstance(refusal, UserError))
+    for (kernel, passed_over), names in served.items():
+        yield _kernel(machine, kernel, passed_over, f"{len(names)} layers", layer_lines(names, dense))
+
+
+def experts_kernel(
+    config: Config, scheme: Scheme, machine: Machine, size: ModelSize, quantized: layers.Shapes
+) -> Findings:
+    """Say the trainer's kernel for experts. On a CPU vLLM uses the same kernel. On GPUs it has a different one."""
+    experts = [name for name in quantized if layers.of_expert(name)]
+    if not experts or config.quant.align == "off":
+        return
+    device = torch.device(machine.device)
+    shape = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)
+    choice = choose_experts_kernel(scheme.name, device, shape, group_size=scheme.group_size)
+    lines = layer_lines(experts, quantized)
+    yield _kernel(machine, choice.kernel.name, choice.passed_over, f"{len(experts)} matrices of experts", lines)
+
+
+def _kernel(machine: Machine, kernel: str, passed_over: Iterable[str], served: str, lines: tuple[str, ...]) -> Finding:
+    """Return a finding on the trainer's kernel for some weights. The reference is exact, but slow."""
+    what, why = f"trainer: {kernel} multiplies {served}", "; ".join(passed_over)
+    if kernel != "reference":
+        return ok(what + (f" (not {why})" if why else ""), lines=lines)
+    if machine.here:
+        fix = "expect exact numbers but slow steps, because there is no faster kernel for this machine yet"
+        return warning(what, why=why or None, fix=fix, lines=lines)
+    what, why = f"not checked: which kernel of the trainer multiplies {served}", f"{machine.name} runs"
+    return note(what, why=f"this machine lacks what {why}", fix="run the doctor there too", lines=lines)
+
+
+def engine_kernels(config: Config, scheme: Scheme, machine: Machine, quantized: layers.Shapes) -> Findings:
+    if not scheme.quantized:
+        return
+    if not machine.here:
+        why = "vLLM's choice depends on the machine of the run, which is not this one"
+        raise NotCheckedError(why, "run the doctor there too")
+    if why_not := vllm_unusable():
+        raise NotCheckedError(why_not, "make setup")
+
+    @functools.cache
+    def asked(part: tuple[int, int], whole: tuple[int, int]) -> tuple[bool, str]:
+        try:
+            return True, kernel_prediction.chosen_kernel(scheme, part, whole, config.quant.kernels)
+        except ValueError as refusal:
+            return False, " ".join(str(refusal).split())
+
+    dense = {name: shape for name, shape in quantized.items() if not layers.of_expert(name)}
+    workers, parts = config.rollout.tensor_model_parallel_size, {}
+    answers: dict[tuple[bool, str], list[str]] = {}
+    for fused, members in layers.fused_groups(dense).items():
+        n, k = sum(dense[name][0] for name in members), dense[members[0]][1]
+        parts[fused] = (n, k // workers) if fused.endswith(ROW_PARALLEL) else (n // workers, k)
+        answers.setdefault(asked(parts[fused], (n, k)), []).append(fused)
+    for (supported, answer), names in answers.items():
+        if supported:
+            what = f"vLLM: {answer} multiplies {len(names)} layers, counted after fusing"
+            yield ok(what, lines=layer_lines(names, parts))
+        else:
+            yield error(
+                f"vLLM has no kernel for {len(names)} layers",
+                where=layers.name_layers(names),
+                why=answer,
+                fix="add these layers to quant.ignore, or choose another quant.scheme or quant.group_size",
+            )
+
+
+def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> tuple[str, ...]:
+    """Return lines with name and [N, K]. Layers whose names differ only in numbers share a line."""
+    by_shape: dict[tuple[int, int], list[str]] = {}
+    for name in names:
+        by_shape.setdefault(shapes[name], []).append(name)
+    named = {shape: layers.name_layers(alike).split(", ") for shape, alike in by_shape.items()}
+    return tuple(f"{name}  {list(shape)}" for shape, alike in named.items() for name in alike)
+
+
+def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: str | None) -> Findings:
+    asked, (applied, reasons) = config.quant.align, level
+    if applied != asked:
+        yield warning(
+            f"quant.align={asked} will fall back to {applied}",
+            why="; ".join(reasons),
+            fix=f"set quant.align={applied} if you accept that, and watch mismatch/abs_mean",
+        )
+    elif applied == "off":
+        yield warning(
+            "quant.align=off: the trainer does not follow the engine",
+            why="this is the baseline that shows the mismatch of quantized rollouts",
+            fix="set quant.align=model, unless the baseline is what you want",
+        )
+    else:
+        yield ok(f"quant.align={applied} applies")
+    if unconfirmed:
+        yield warning(
+            f"quant.align={applied} is unconfirmed on GPUs",
+            why=unconfirmed.removeprefix("unconfirmed: "),
+            fix="watch mismatch/abs_mean; while it is unconfirmed, the limit on the mismatch is that of linears",
+        )
+
+
+def published(config: Config, scheme: Scheme, hf_config: Any, quantized: layers.Shapes) -> Findings:
+    """Say how many tensors one publish sends to the engine, with their bytes and dtypes."""
+    manifest = expected_manifest(hf_config, scheme, tuple(config.quant.ignore))
+    low_bit = quantized_layers(manifest)
+    kinds: dict[str, set[str]] = {}
+    size = 0
+    for name, spec in manifest.items():
+        owner, _, leaf = name.rpartition(".")
+        size += spec.dtype.itemsize * torch.Size(spec.shape).numel()
+        if owner in low_bit and leaf != "bias":
+            kinds.setdefault(leaf, set()).add(str(spec.dtype).removeprefix("torch."))
+    dtypes = ", ".join(f"{leaf} {' or '.join(sorted(names))}" for leaf, names in kinds.items())
+    described = f"; {len(low_bit)} layers as {dtypes}" if low_bit else ""
+    yield ok(f"{len(manifest)} tensors, {readable(size)} per publish{described}")
+
+
+def planned_memory(
+    config: Config,
+    machine: Machine,
+    size: ModelSize,
+    level: tuple[str, tuple[str, ...]],
+    kernel_names: dict[Shape, str],
+) -> Findings:
+    """Compare the memory estimate with the memory of the machine."""
+    if not machine.on_cpu and machine.gpu_memory_bytes is None:
+        raise NotCheckedError("the GPU's memory is not known", "set doctor.gpu_memory_gib, for example to 80")
+    plan = estimate(
+        size,
+        config,
+        device=machine.device,
+        gpu_memory_bytes=machine.gpu_memory_bytes or 0,
+        align=level[0],
+        kernels=kernel_names,
+        offload=all(config.verl.get(key) for key in OFFLOAD),
+    )
+    phase, needed = plan.peak
+    if machine.on_cpu:
+        here = min(config.trainer.n_gpus_per_node, ranks(config))
+        place, limit = f"{here} rank{'s' if here > 1 else ''} on this CPU", memory.available_memory()
+        needed *= here
+    else:
+        place, limit = f"one GPU of {ranks(config)}", machine.gpu_memory_bytes or 0
+    kl = any(part.name.startswith("reference policy") for part in plan.parts)
+    yield compared(
+        f"{place}: {readable(needed)} needed at the peak (phase {phase}), of {readable(limit)}",
+        needed,
+        limit,
+        fix=("leave out the KL term, " if kl else "") + REMEDIES[phase],
+        why="the estimate counts no fragmentation",
+        lines=plan.table(),
+    )
+    if plan.host:
+        yield host_memory(plan, memory.available_memory() if machine.here else None)
+    yield from kv_cache(config, machine, plan)
+
+
+def compared(what: str, needed: int, limit: int, *, fix: str, why: str, lines: list[str]) -> Finding:
+    """Return an error if more is needed than there is, and a warning if it is tight."""
+    if needed > limit:
+        return error(what, fix=fix, lines=tuple(lines))
+    if needed > TIGHT * limit:
+        return warning(what, why=why, fix=fix, lines=tuple(lines))
+    return ok(what, lines=tuple(lines))
+
+
+def host_memory(plan: MemoryEstimate, limit: int | None) -> Finding:
+    """Compare the bytes that the GPUs' processes keep in host memory with the free bytes of the machine.
+
+    `limit`: the free bytes, or None if the run is for a different machine, whose memory is not known."""
+    lines, needed = plan.host_lines(), plan.host_total
+    what = f"host memory of one machine: {readable(needed)} for tensors beside the GPUs"
+    fix = "turn off verl's offloading, its KL term, or publish.delta"
+    if limit is None:
+        why = "the doctor cannot see the other machine's memory"
+        return note(what, why=why, fix=f"if it has less, {fix}", lines=tuple(lines))
+    what += f", of {readable(limit)} that are free"
+    return compared(what, needed, limit, fix=fix, why="the processes' own memory is not counted", lines=lines)
+
+
+def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings:
+    """Say how many sequences the KV cache holds, and from which mean length on vLLM preempts some.
+
+    vLLM begins a sequence as long as its prompt fits. If the cache is full later, it frees the cache of a sequence and
+    computes it again."""
+    key = "rollout.cpu_kvcache_space_gib" if machine.on_cpu else "rollout.gpu_memory_utilization"
+    prompt, longest = config.data.max_prompt_length, config.data.max_response_length
+    responses = config.data.train_batch_size * config.rollout.n
+    wanted = -(-responses * config.rollout.tensor_model_parallel_size // ranks(config))
+    at_once = max(min(config.rollout.max_num_seqs, wanted), 1)
+    each = plan.kv_tokens / at_once
+    sequences = plan.kv_tokens / (prompt + longest)
+    what = f"vLLM's KV cache holds {plan.kv_tokens:,} tokens, {sequences:.1f} sequences of full length"
+    why = (
+        f"each of {at_once} sequences at a time has room for {each:,.0f} tokens. If prompts and responses together are "
+        "longer on average, vLLM preempts sequences and computes them again"
+    )
+    if sequences < 1:
+        if not machine.on_cpu:  # a check of the run says it for CPUs
+            yield error(what, where=key, why="vLLM does not start if no full sequence fits", fix=f"raise {key}")
+    elif each < prompt + MEAN_RESPONSE * longest:
+        begins = f"from a mean response of {each - prompt:,.0f} tokens on, with prompts of {prompt}"
+        if each < prompt:
+            begins = f"even for {at_once} prompts of {prompt} tokens at a time"
+        fix = f"raise {key} if there is memory left, or lower rollout.max_num_seqs"
+        yield warning(f"{what}: too few {begins}", where=key, why=why, fix=fix)
+    elif each < prompt + longest:
+        yield note(what, why=why, fix=f"raise {key} if there is memory left")
+    else:
+        yield ok(what)
 
 
 CHECKS = (
-    check_config,
-    check_sizes,
-    check_tokenizer,
-    check_stops,
-    check_vocab,
-    check_lm_head,
-    check_positions,
-    check_weights,
+    Check("model", "the memory estimate counts all parameters", parameter_count),
+    Check("weights", "the weights are complete", weights),
+    Check("ignore list", "entries of quant.ignore match layers", ignored_layers),
+    Check("ignore list", "vLLM reads quant.ignore as the trainer does", ignored_by_engine),
+    Check("kernels", "the trainer has kernels", trainer_kernels),
+    Check("kernels", "the trainer has a kernel for experts", experts_kernel),
+    Check("kernels", "vLLM has kernels", engine_kernels),
+    Check("kernels", "quant.align applies", alignment),
+    Check("published tensors", "a publish", published),
+    Check("memory", "the run fits into memory", planned_memory),
 )

@@ -20,10 +20,9 @@ from qarl.align import align_model
 from qarl.align.buffers import check_buffers
 from qarl.align.packed_attention import attends_in_rows
 from qarl.align.router_replay import differing_tokens, recorded_routing, replayed_routing, replays
-from qarl.checks import hub
-from qarl.checks.head import PLAIN_HEADS, no_fp32_head
-from qarl.checks.model_folder import load_hf_config
-from qarl.checks.weight_files import cannot_load, lacks_tensors
+from qarl.checks.hub_access import loading_options
+from qarl.checks.model import PLAIN_HEADS, no_fp32_head
+from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config
 from qarl.errors import UserError
 from qarl.kernels.logprob import LOGITS_AT_A_TIME, LogitsInBlocks, WholeLogits
 from qarl.kernels.sampling_mask import Truncation
@@ -123,7 +122,7 @@ class Policy:
                     config=hf_config,
                     output_loading_info=True,
                     trust_remote_code=config.model.trust_remote_code,
-                    **hub.loading_options(config.model.path),
+                    **loading_options(config.model.path),
                 )
         except RuntimeError:  # raised by torch; `prepare_run` reports that config and weights do not fit
             raise

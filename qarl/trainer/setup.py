@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from qarl.checks.model_folder import cannot_build
 from qarl.checks.run import check_run
 from qarl.checks.sampling import check_sampling
-from qarl.checks.weight_files import cannot_build
 from qarl.config import Config
 from qarl.console import stage
 from qarl.data import PromptDataset, PromptSampler

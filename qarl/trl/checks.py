@@ -10,7 +10,8 @@ import importlib.metadata
 import os
 from typing import Any
 
-from qarl.checks.run import RunInputs, checks_for
+from qarl.checks.registry import RunInputs
+from qarl.checks.run import make_checks
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.trl.config import QaRLConfig, in_trls_words
@@ -19,9 +20,6 @@ TRL_VERSION = "1.16.0"
 TRL_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 LOSSES = ("tbpo", *TRL_LOSSES)
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
-
-ABOUT_DATA = {"loggers", "reward function", "training prompts", "evaluation prompts", "reward of a row"}
-"""Checks of `qarl.checks.run` about inputs that TRL reads itself."""
 
 
 def check_version() -> None:
@@ -174,12 +172,5 @@ def check_arguments(given: dict[str, Any]) -> None:
 
 def check_inputs(config: Config) -> RunInputs:
     """Make QaRL's checks of model, machine and layers (`qarl.checks.run`). Return the tokenizer and model config."""
-    run = RunInputs(config)
-
-    def make() -> None:
-        for check in checks_for("local"):
-            if check.name not in ABOUT_DATA:
-                check.make(run)
-
-    in_trls_words(make)
-    return run
+    inputs: RunInputs = in_trls_words(lambda: make_checks(config, data=False))
+    return inputs

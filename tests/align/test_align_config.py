@@ -19,12 +19,12 @@ from qarl.align.config_keys import REFUSED, TABLE, VERDICTS, check_config_keys, 
 from qarl.align.families import FAMILIES
 from qarl.align.model import resolve_level, rotary_unavailable
 from qarl.align.rotary import is_plain, match_rotary
+from qarl.checks.machine import this_machine
 from qarl.checks.model import check_architecture, check_model, trainer_class
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.run import check_run
 from qarl.config import load_config
-from qarl.doctor.run import run_checks
-from qarl.doctor.target import this_machine
+from qarl.doctor.report import run_checks
 from qarl.errors import UserError
 from qarl.process import vllm_missing
 from qarl.trainer.setup import prepare_run

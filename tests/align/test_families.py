@@ -11,7 +11,7 @@ from engine_helpers import config
 
 from qarl.align import families
 from qarl.align.families import FAMILIES, SHOWN, check_family, shown_mismatch
-from qarl.checks.model import check_model, report_level
+from qarl.checks.model import check_model, level_notes
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS
 
@@ -67,11 +67,9 @@ def test_check_model_asks_for_the_family_last():
 
 
 @pytest.mark.parametrize("asked", ["model", "linears"])
-def test_the_level_is_told_before_the_model_is_loaded(asked, tmp_path, capsys):
-    report_level(config(tmp_path, f"quant.align={asked}"), named("mistral"))
-    told = capsys.readouterr().err
+def test_the_level_is_told_before_the_model_is_loaded(asked, tmp_path):
+    told = "\n".join(level_notes(config(tmp_path, f"quant.align={asked}"), named("mistral")))
     assert ("quant.align=model falls back to linears" in told and "not for mistral" in told) == (asked == "model")
     assert "a random model was compared only at level linears: mean |δ|" in told
-    report_level(config(tmp_path, f"quant.align={asked}"), named("qwen3"))
-    assert capsys.readouterr().err == ""
+    assert level_notes(config(tmp_path, f"quant.align={asked}"), named("qwen3")) == []
     assert shown_mismatch(named("qwen3")) is None

@@ -278,6 +278,7 @@ def test_truncation_at_an_unconfirmed_level_is_refused_before_anything_is_loaded
     run = config(tmp_path, *OVERRIDES, override)
     with pytest.raises(AssertionError, match="were loaded"):
         prepare_run(run)
+    monkeypatch.setattr("qarl.checks.machine.runs_on_cpu", lambda backend: False)
     monkeypatch.setattr("qarl.checks.model.runs_on_cpu", lambda backend: False)
     with pytest.raises(UserError, match="unconfirmed alignment level model"):
         prepare_run(run)

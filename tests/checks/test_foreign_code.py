@@ -21,6 +21,7 @@ from engine_helpers import config as run_config
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, model_of
 from qarl.checks import layers, model_folder
+from qarl.checks.model import refuse_hidden_code
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.rollout.engine_config import EngineConfig, llm_arguments
@@ -156,8 +157,6 @@ def test_verl_would_run_what_nobody_needs(
     """A known family whose files name code: transformers leaves it alone, verl's reward workers would run it."""
     pytest.importorskip("verl")
     from verl.utils.tokenizer import hf_tokenizer
-
-    from qarl.checks.verl_plugin import refuse_hidden_code
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     model = hostile(pristine_model, tmp_path, "qwen3")

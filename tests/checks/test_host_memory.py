@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from checkout import ROOT
 
@@ -12,8 +10,7 @@ from qarl.checks.memory_terms import GIB
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
-from qarl.doctor import memory as doctor
-from qarl.doctor.findings import Topic
+from qarl.doctor.model import host_memory
 from qarl.verl.process import memory_lines
 
 OFFLOADED = "masters and optimizer state, offloaded"
@@ -64,22 +61,16 @@ def test_what_is_offloaded_is_in_host_memory():
     assert names(planned(local)).keys() == {"vLLM's weights while it sleeps"} and planned(local).processes == 1
 
 
-def finding(found: MemoryEstimate, limit: int | None) -> Any:
-    topic = Topic("memory")
-    doctor._host(topic, found, limit)
-    return topic.findings[-1] if topic.findings else None
-
-
 def test_the_doctor_compares_it_with_this_machine():
     found = planned(paper(), offload=True)
-    error = finding(found, 100 * GIB)
+    error = host_memory(found, 100 * GIB)
     assert error.status == "error" and "of 100.0 GiB that are free" in error.what and "offloading" in error.fix
     assert [OFFLOADED in line for line in error.lines] == [True, False]
-    assert finding(found, found.host_total).status == "warning"
-    assert finding(found, 2 * found.host_total).status == "ok"
-    elsewhere = finding(found, None)
+    assert host_memory(found, found.host_total).status == "warning"
+    assert host_memory(found, 2 * found.host_total).status == "ok"
+    elsewhere = host_memory(found, None)
     assert elsewhere.status == "note" and "GiB for tensors" in elsewhere.what and elsewhere.lines
-    assert finding(planned(paper()), 1) is None
+    assert not planned(paper()).host
 
 
 def test_dry_runs_show_it():

@@ -16,7 +16,7 @@ import torch
 from memory_cases import SMALL, parts, run
 
 from qarl.bench.sources import find_model
-from qarl.checks import machine
+from qarl.checks import memory
 from qarl.checks.memory import RUNTIME_BYTES, estimate, readable
 from qarl.checks.memory_terms import (
     ENGINE_ASLEEP_BYTES,
@@ -265,5 +265,5 @@ def test_a_container_has_what_its_limit_leaves(
     if used is not None:
         (group / "memory.current").write_text(f"{used}\n")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
-    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    assert machine.available_memory() == expected
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    assert memory.available_memory() == expected

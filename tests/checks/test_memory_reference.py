@@ -13,8 +13,6 @@ from random_models import save_random_model
 from qarl.checks.memory import estimate
 from qarl.checks.memory_terms import GIB
 from qarl.checks.model_size import ModelSize
-from qarl.doctor import memory as preflight_memory
-from qarl.doctor.findings import Topic
 from qarl.quant.linear import QuantLinear
 from qarl.trainer.policy import Policy
 
@@ -64,11 +62,3 @@ def test_verls_reference_policy() -> None:
         on_cpu = estimate(SMALL, config, device="cpu")
         assert {part.name: part.bytes for part in on_cpu.parts if "reference" in part.name} == expected
         assert on_cpu.host == ()
-
-
-def test_the_doctor_names_the_reference_policy() -> None:
-    config = run(actor__use_kl_loss=True)
-    found, topic = estimate(SMALL, config, device="cpu"), Topic("memory")
-    preflight_memory._compare(topic, found, found.peak, 1, "here")
-    assert (topic.findings[0].fix or "").startswith("leave out the KL term, ")
-    assert any(REFERENCE in line for line in topic.findings[0].lines)

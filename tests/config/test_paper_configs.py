@@ -18,14 +18,14 @@ import pytest
 import yaml
 from checkout import ROOT
 
+from qarl.checks.machine import GPUS
 from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.memory_terms import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, ConfigError, build_config, load_config
 from qarl.config.ignore import is_ignored
 from qarl.config.strict_yaml import parse_value
-from qarl.doctor.memory import TIGHT
-from qarl.doctor.target import GPUS
+from qarl.doctor.model import TIGHT
 from qarl.verl.run import verl_keys
 
 # Input widths of the linear layers that tensor parallelism does not split, and of those it does (o_proj, down_proj),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qarl.doctor import memory
+from qarl.checks import memory
 
 
 @pytest.fixture(autouse=True)

@@ -1,44 +1,37 @@
-"""The doctor: what training would refuse it says before, in the same words, and it says all of it.
-
-Faults and fixtures are those of `test_bad_input`: a run that would start, in a folder of its own, whose engine must
-never be constructed.
-"""
+"""What the doctor says of a run on this machine, topic by topic. `test_bad_runs` has what it and training refuse."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Callable
+import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_runs import (
-    CONFIG_FAULTS,
-    FILE_FAULTS,
-    REWARD_FAULTS,
-    SPLIT_GROUPS,
-    edit_model_config,
-    hide_package,
-    row,
-    write_rows,
-)
+from bad_runs import edit_model_config, row, write_rows
 from checkout import ROOT
+from checkpoint_state import interrupted_run
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
-from doctor_rig import assert_same_diagnosis, cut_the_weights, examine, said
-from safetensors.torch import load_file, save_file
+from doctor_rig import examine, said, topic_of
 
-from qarl.checks import machine
+from qarl.checks import memory
+from qarl.checks.machine import Machine
+from qarl.checks.memory import checkpoint_bytes
+from qarl.checks.model_size import ModelSize
+from qarl.checks.registry import Check, Finding, RunInputs
+from qarl.checks.registry import examine as make_all
+from qarl.config import load_config
+from qarl.doctor import machine as doctor_machine
 from qarl.doctor.__main__ import main
-from qarl.doctor.findings import Topic
-from qarl.doctor.run import TOPICS, make
-from qarl.train import main as train
+from qarl.doctor.report import TOPICS
+from qarl.errors import UserError
 from qarl.trainer import policy
+from qarl.trainer.resume import open_run
 
 pytestmark = pytest.mark.usefixtures("startable_run")
-
-
-# A run that would start.
+CORES = str(len(os.sched_getaffinity(0)))
 
 
 @needs_w4a16_cpu
@@ -82,204 +75,223 @@ def test_layers_that_differ_in_number_alone_are_one_line() -> None:
     assert "model.layers.0-1.self_attn.qkv_proj  [256, 128]" in fused
 
 
-# What training refuses, the doctor says in the same words.
+def test_a_check_that_breaks_hides_nothing() -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("by zero")
 
-
-def remove(*patterns: str) -> Callable[[], None]:
-    def act() -> None:
-        for pattern in patterns:
-            for path in list(Path("model").glob(pattern)):
-                path.unlink()
-
-    return act
-
-
-def config_is(**changes: Any) -> Callable[[], None]:
-    return lambda: edit_model_config(**changes)
-
-
-def lose_a_tensor() -> None:
-    file = Path("model/model.safetensors")
-    tensors = load_file(file)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def rows_are(*rows: dict[str, Any]) -> Callable[[], None]:
-    return lambda: write_rows("train.jsonl", [row() for _ in range(5)] + list(rows))
-
-
-def taken(path: str) -> Callable[[], None]:
-    def act() -> None:
-        Path(path).parent.mkdir(exist_ok=True)
-        Path(path).write_text("")
-
-    return act
-
-
-def nothing() -> None:
-    pass
-
-
-Fault = tuple[Callable[[], None], list[str]]
-
-FAULTS: dict[str, Fault] = {
-    "no model folder": (nothing, ["model.path=models/none"]),
-    "no config": (remove("config.json"), []),
-    "config that contradicts itself": (config_is(num_hidden_layers=3), []),
-    "weights of another size": (config_is(intermediate_size=128), []),
-    "no tokenizer": (remove("tokenizer*"), []),
-    "no weights": (remove("model.safetensors"), []),
-    "a tensor is lacking": (lose_a_tensor, []),
-    "weights cut short": (cut_the_weights, []),
-    "vocabulary too long": (config_is(vocab_size=128), []),
-    "vocabulary too short": (config_is(vocab_size=48), []),
-    "no chat template": (remove("chat_template.jinja"), []),
-    "more tokens than positions": (nothing, ["data.max_response_length=1000"]),
-    "already quantized": (config_is(quantization_config={"quant_method": "gptq", "bits": 4}), []),
-    "group size": (nothing, ["quant.group_size=64"]),
-    "group size, align off": (nothing, ["quant.group_size=64", "quant.align=off"]),
-    "K of the engine's kernel": (config_is(hidden_size=64, intermediate_size=80), ["quant.group_size=8"]),
-    "N of the engine's kernel": (config_is(hidden_size=64, intermediate_size=72), ["quant.group_size=8"]),
-    "hidden size of the engine's kernel": (config_is(hidden_size=40), ["quant.group_size=8"]),
-    "KV cache that holds no sequence": (nothing, ["rollout.cpu_kvcache_space_gib=0.0001"]),
-    "scheme that vLLM does not compute": (nothing, ["quant.scheme=w4a8"]),
-    "own kernels that run on GPUs": (nothing, ["quant.kernels=qarl"]),
-    **{
-        f"ignore: {name}": (nothing, [f"quant.ignore={json.dumps(['lm_head', *ignore])}"])
-        for name, (ignore, _) in SPLIT_GROUPS.items()
-    },
-    "no data file": (nothing, ["data.train_files=data/none.parquet"]),
-    "no evaluation file": (nothing, ["data.val_files=[none.jsonl]"]),
-    "corrupt parquet": (
-        lambda: Path("train.parquet").write_bytes(b"PAR1 and nothing") and None,
-        ["data.train_files=train.parquet"],
-    ),
-    "empty data file": (lambda: Path("train.jsonl").write_text("") and None, []),
-    "unknown kind of data file": (nothing, ["data.train_files=run.yaml"]),
-    "missing column": (nothing, ["data.prompt_key=question"]),
-    "no ground truth": (rows_are(row(ground_truth=None)), []),
-    "no messages": (rows_are(row() | {"prompt": []}), []),
-    "no data source": (rows_are(row() | {"data_source": None}), []),
-    "prompt too long": (rows_are(row(" ".join(["t5"] * 20))), []),
-    "everything filtered out": (nothing, ["data.max_prompt_length=1", "data.filter_overlong_prompts=true"]),
-    "fewer prompts than a batch": (nothing, ["data.train_batch_size=10"]),
-    **{
-        f"reward: {name}": (
-            lambda source=source: Path("rewards.py").write_text(source + "\n") and None,
-            ["reward.function=rewards.py:score"],
-        )
-        for name, (source, _) in REWARD_FAULTS.items()
-    },
-    "reward that cannot be found": (nothing, ["reward.function=no_such_module:score"]),
-    "output folder is a file": (taken("out"), ["output_dir=out"]),
-    "run folder is a file": (taken("out/bad"), ["output_dir=out"]),
-}
-
-FAULTS["responses of a rank that are no whole micro-batches"] = (
-    nothing,
-    ["backend=verl", "actor.log_prob_micro_batch_size_per_gpu=5"],
-)
-
-FAULTS["a value for a section of verl's"] = (nothing, ["backend=verl", "verl.trainer=1"])
-
-FAULTS["output folder where none can be made"] = (nothing, ["output_dir=/proc/none/x"])
-
-FAULTS["code that verl would run"] = (config_is(auto_map={"AutoConfig": "code.Config"}), ["backend=verl"])
-
-FAULTS["output folder is a link to itself"] = (lambda: Path("out").symlink_to("out"), ["output_dir=out"])
+    checks = [Check("loss", "something holds", broken), Check("loss", "all is well", lambda: None)]
+    found = list(make_all(RunInputs(load_config(["config=run.yaml"])), checks))
+    assert [(f.status, f.what) for f in found] == [
+        ("warning", "the check broke: something holds"),
+        ("ok", "all is well"),
+    ]
+    assert "ZeroDivisionError: by zero" in (found[0].why or "")
 
 
 @pytest.mark.parametrize(
-    ("spoil", "arguments"),
+    ("given", "arguments", "status", "words"),
     [
-        pytest.param(*fault, id=name, marks=pytest.mark.verl if "backend=verl" in fault[1] else ())
-        for name, fault in FAULTS.items()
+        ("4096", [], "warning", "4096 threads (OMP_NUM_THREADS)"),
+        ("1", ["trainer.num_threads=4096"], "warning", "4096 threads (trainer.num_threads)"),
+        ("all", [], "note", "OMP_NUM_THREADS=all is not a number"),
+        ("1,2", [], "ok", "1 thread (OMP_NUM_THREADS)"),
+        (None, [], "ok", "(all cores)"),
+        ("4096", ["backend=verl", "trainer.n_gpus_per_node=2"], "warning", "4096 threads (OMP_NUM_THREADS) in each of"),
+        (None, ["backend=verl", "trainer.n_gpus_per_node=2"], "ok", "(a worker's share of the cores) in each of 2"),
+        (CORES, [], "ok", f"{CORES} thread"),
+        (CORES, ["backend=verl", "trainer.n_gpus_per_node=2"], "warning", f"{CORES} thread"),
     ],
 )
-def test_the_doctor_finds_what_training_refuses(
-    capsys: pytest.CaptureFixture[str], spoil: Callable[[], None], arguments: list[str]
-) -> None:
-    spoil()
-    assert_same_diagnosis(capsys, *arguments)
-
-
-@pytest.mark.parametrize("missing", ["avx512_vnni", "avx512f"])
-def test_cpu_without_the_instructions(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    monkeypatch.setattr(machine, "cpu_flags", lambda: set(machine.W4A16_CPU_FLAGS) - {missing})
-    assert_same_diagnosis(capsys)
+@pytest.mark.verl
+def test_threads(given: str | None, arguments: list[str], status: str, words: str) -> None:
+    found = topic_of("machine", *arguments, threads=given)
+    assert any(finding.status == status and words in finding.what for finding in found), found
 
 
 @pytest.mark.parametrize(
-    ("package", "arguments"),
-    [("wandb", ["trainer.logger=wandb"]), ("tensorboard", ["trainer.logger=tensorboard"]), ("vllm", [])],
+    ("ranks", "threads", "advice"),
+    [
+        (1, 3, "set trainer.num_threads=2 or less"),
+        (2, 2, "set trainer.num_threads=1"),
+        (4, 2, "set trainer.num_threads=1, and use 2 workers or fewer: trainer.n_gpus_per_node=2"),
+        (4, 1, "use 2 workers or fewer: trainer.n_gpus_per_node=2"),
+    ],
 )
-def test_package_that_is_not_installed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str, arguments: list[str]
-) -> None:
-    hide_package(monkeypatch, package)
-    assert_same_diagnosis(capsys, *arguments)
+@pytest.mark.verl
+def test_advice_on_threads(monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int, advice: str) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    arguments = ["backend=verl", f"trainer.n_gpus_per_node={ranks}", f"trainer.num_threads={threads}"]
+    assert [finding.fix for finding in topic_of("machine", *arguments) if "threads" in finding.what] == [advice]
+
+
+PACKAGE_FAULTS = {
+    "CUDA build": ({"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, "error", "torchvision 0.28.0 is a CUDA build"),
+    "both CUDA": ({"torch": "2.13.0", "torchvision": "0.28.0"}, "note", "versions differ from"),
+    "too old": ({"torch": "2.10.0"}, "warning", "torch>=2.11 is supported"),
+    "missing": ({"pydantic": None}, "error", "pydantic is not installed"),
+    "untested": ({"transformers": "5.99.0"}, "note", "transformers 5.99.0 (tested: "),
+    "another vLLM": ({"vllm-cpu": "0.32.0"}, "warning", "vllm-cpu 0.32.0 is installed"),
+}
+
+
+@pytest.mark.parametrize(("versions", "status", "words"), PACKAGE_FAULTS.values(), ids=PACKAGE_FAULTS)
+def test_packages(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None], status: str, words: str) -> None:
+    real = doctor_machine.installed
+    monkeypatch.setattr(doctor_machine, "installed", lambda name: versions[name] if name in versions else real(name))
+    found = topic_of("packages", target=Machine("cpu", "this machine", True))
+    assert any(finding.status == status and words in finding.what for finding in found), found
+    if status != "error":
+        assert not any(finding.status == "error" for finding in found)
+
+
+def test_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(".")
+    sizes = checkpoint_bytes(
+        ModelSize.from_config(json.loads(Path("model/config.json").read_text())), load_config(["config=run.yaml"])
+    )
+    keep = ["trainer.save_freq=1", "trainer.total_training_steps=9", "trainer.max_ckpt_to_keep=2"]
+    for arguments, needed in (([], sizes["export"]), (keep, sizes["export"] + 3 * sizes["resumable"])):
+        for free, status in ((needed - 1, "error"), (needed, "warning"), (2 * needed, "ok")):
+            monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+            assert topic_of("disk", *arguments)[-1].status == status
+    wanted = sizes["export"] + 2 * sizes["resumable"]  # by time the newest stays until the next is complete
+    for free, status in ((sizes["export"] - 1, "error"), (wanted - 1, "warning"), (wanted, "ok")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        assert topic_of("disk", LONG)[-1].status == status
+
+
+LONG = "trainer.total_training_steps=9"
+
+
+def start_of(*arguments: str) -> list[tuple[str, str]]:
+    return [(finding.status, finding.what) for finding in topic_of("disk", LONG, *arguments)[1:-1]]
 
 
 @pytest.mark.verl
-def test_metadata_of_an_older_qarl_in_front(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("qarl.egg-info").mkdir()
-    Path("qarl.egg-info/PKG-INFO").write_text("Metadata-Version: 2.1\nName: qarl\nVersion: 0.0\n")
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    assert_same_diagnosis(capsys, "backend=verl")
+def test_where_the_run_starts_is_what_training_does() -> None:
+    assert start_of() == [("ok", "the run starts fresh")]
+    config = load_config(["config=run.yaml", LONG])
+    interrupted_run(config, finished=True)
+    before = sorted(Path("runs").rglob("*"))
+    assert [status for status, _ in start_of()] == ["note"] and "contains an earlier run" in start_of()[0][1]
+    assert sorted(Path("runs").rglob("*")) == before
+    shutil.rmtree("runs")
+    run_dir = interrupted_run(config, 2, 4)
+    before = sorted(Path("runs").rglob("*"))
+    assert start_of() == [("ok", f"the run resumes from step 4 ({run_dir}/checkpoints/step_4)")]
+    ((status, what),) = start_of("trainer.resume_mode=disable")
+    assert status == "note" and "will be moved" in what
+    ((status, what),) = start_of("optim.lr=1e-7")
+    assert status == "error" and "the config changes what is trained" in what
+    assert examine(LONG, "optim.lr=1e-7")[0] == 1
+    path = f"trainer.resume_from_path={run_dir}/checkpoints/step_"
+    ((status, what),) = start_of("trainer.resume_mode=resume_path", f"{path}3")
+    assert status == "error" and "there is no checkpoint" in what
+    found = start_of("trainer.resume_mode=resume_path", f"{path}2", "name=second")
+    assert found == [("ok", f"the run resumes from step 2 ({run_dir}/checkpoints/step_2)")]
+    (run_dir / "checkpoints" / "step_4" / "state.json").write_text("{")
+    assert [status for status, _ in start_of()] == ["warning", "ok"] and "from step 2" in start_of()[1][1]
+    assert sorted(Path("runs").rglob("*")) == before
+    with open_run(config), pytest.raises(UserError, match="another process"):
+        doctor_machine.check_free(run_dir)
+    assert start_of("backend=verl") == [("note", start_of("trainer.resume_mode=disable")[0][1])]
 
 
-@pytest.mark.parametrize("fault", [*CONFIG_FAULTS, *FILE_FAULTS, "no such file"])
-def test_a_config_that_cannot_be_read(capsys: pytest.CaptureFixture[str], fault: str) -> None:
-    arguments = ["config=none.yaml"]
-    if fault in CONFIG_FAULTS:
-        arguments = ["config=run.yaml", *CONFIG_FAULTS[fault][0]]
-    elif fault in FILE_FAULTS:
-        Path("broken.yaml").write_text(FILE_FAULTS[fault][0])
-        arguments = ["config=broken.yaml"]
-    assert (main(arguments), train(arguments)) == (2, 2)
-    mine, theirs = capsys.readouterr().err.split("error: ")[1:]
-    assert mine.strip() == theirs.strip()
+@pytest.mark.parametrize(
+    ("length", "band", "status"), [(16, 3e-4, "warning"), (16, 3e-3, "ok"), (999, 3e-4, "warning"), (1000, 3e-4, "ok")]
+)
+def test_bands(length: int, band: float, status: str) -> None:
+    keys = ("seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high")
+    bands = [f"actor.{key}={band}" for key in keys]
+    (finding,) = topic_of("loss", f"data.max_response_length={length}", *bands)
+    assert finding.status == status
+    if status == "warning":  # a band that band_scaling=length would give, too
+        assert f"actor.neg_seq_clip_ratio_low={3e-4 * math.sqrt(16384 / length):.1e}" in (finding.fix or "")
+    (finding,) = topic_of("loss", "actor.positive_band=two_sided", *[f"actor.{key}=0.1" for key in keys])
+    assert finding.where == "actor.seq_clip_ratio_low"
+    (finding,) = topic_of("loss", "actor.loss=grpo")
+    assert finding.status == "ok"
 
 
-def test_nothing_hides_anything_else(capsys: pytest.CaptureFixture[str]) -> None:
-    remove("tokenizer*", "model.safetensors")()
-    Path("val.jsonl").unlink()
-    hidden = ["quant.group_size=64", "trainer.logger=wandb", "output_dir=run.yaml"]
-    code, findings = examine(*hidden, "reward.function=none.py:score", "quant.ignore=[lm_head, 're:.*q_proj', typo]")
-    assert code == 1
-    errors = said(findings, "error")
-    for words in (
-        "has no tokenizer",
-        "cannot be loaded from",
-        "quant.group_size=64 does not divide 2 of",
-        "quant.ignore splits layers",
-        "none.py",
-        "cannot be written",
-    ):
-        assert any(words in error for error in errors), (words, errors)
-    if importlib.util.find_spec("wandb") is None:
-        assert any("wandb" in error for error in errors)
-    assert any("match no linear: typo" in warning for warning in said(findings, "warning"))
-    assert any("bands of 3.0e-04" in warning for warning in said(findings, "warning", "loss"))
-    assert any(what.startswith("not checked: whether evaluation prompts") for what in said(findings, "note", "data"))
-    assert "the run would fail" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("length", "reference", "status"), [(16, 1000, "ok"), (16, 999, "warning"), (4000, 1000, "ok")]
+)
+def test_bands_scaled_by_length(length: int, reference: int, status: str) -> None:
+    scaled = ["actor.band_scaling=length", f"actor.band_reference_length={reference}"]
+    paper = [
+        f"actor.{key}=3e-4" for key in ("seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high")
+    ]
+    (finding,) = topic_of("loss", f"data.max_response_length={length}", *paper, *scaled)
+    assert finding.status == status
 
 
-def test_a_check_that_breaks_hides_nothing() -> None:
-    def check_something(context: Any, topic: Topic) -> None:
-        """Whether something holds."""
-        raise ZeroDivisionError("by zero")
-
-    topic = Topic("some")
-    make(check_something, None, topic)  # type: ignore[arg-type]  # the check never looks at the config
-    assert [(f.status, f.what) for f in topic.findings] == [("warning", "the check broke: whether something holds")]
-    assert "ZeroDivisionError: by zero" in (topic.findings[0].why or "")
+def test_held_out_prompts_in_the_training_data() -> None:
+    write_rows("val.jsonl", [row("t3 t1")])
+    assert "1 of the evaluation prompts" in next(f.what for f in topic_of("data") if f.status == "warning")
 
 
-def test_every_check_says_what_it_checks() -> None:
-    assert [check for found in TOPICS.values() for check in found if not (check.__doc__ or "").strip()] == []
+def test_a_level_that_falls_back_is_said() -> None:
+    for capability, level, why in ((90, "model", "not for cuda"), (80, "linears", "not for 8.0")):
+        found = topic_of("kernels", "quant.align=exact", target=Machine("cuda", "a GPU", False, capability, 2**36))
+        finding, *more = [finding for finding in found if "quant.align" in finding.what]
+        assert finding.status == "warning"
+        assert f"exact will fall back to {level}" in finding.what
+        assert why in (finding.why or "")
+        assert [f.what for f in more] == ["quant.align=model is unconfirmed on GPUs"] * (level == "model")
+
+
+@pytest.mark.verl
+def test_a_level_that_falls_back_because_of_several_workers() -> None:
+    two = ("backend=verl", "trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2")
+    (finding,) = [finding for finding in topic_of("kernels", *two) if "quant.align" in finding.what]
+    assert (finding.status, finding.what) == ("warning", "quant.align=model will fall back to linears")
+    assert "rollout.tensor_model_parallel_size=2: each worker of the engine rounds" in (finding.why or "")
+
+
+def test_families_that_are_not_aligned_are_said() -> None:
+    edit_model_config(model_type="granite", architectures=["GraniteForCausalLM"])
+    (finding,) = [finding for finding in topic_of("model") if "compared only at level linears" in finding.what]
+    assert finding.status == "warning" and "fresh vLLM" in str(finding.why)
+    edit_model_config(model_type="cohere2", architectures=["Cohere2ForCausalLM"])
+    findings = topic_of("model")
+    (finding,) = [finding for finding in findings if finding.status == "error"]
+    assert finding.what.startswith("models of the family cohere2 are refused")
+    assert any(finding.what.startswith("cohere2 with") for finding in findings), "the other findings stay"
+
+
+def peak(*arguments: str) -> Finding:
+    (finding,) = [finding for finding in topic_of("memory", *arguments) if "needed at the peak" in finding.what]
+    return finding
+
+
+@pytest.mark.verl
+def test_ranks_on_one_cpu_share_its_memory() -> None:
+    needed = {}
+    for ranks in (1, 2):
+        finding = peak("backend=verl", f"trainer.n_gpus_per_node={ranks}")
+        needed[ranks] = float(finding.what.partition(": ")[2].partition(" GiB")[0])
+        assert finding.what.startswith(f"{ranks} rank{'s' * (ranks > 1)} on this CPU")
+    assert needed[2] == pytest.approx(2 * needed[1], rel=0.1)
+
+
+@pytest.mark.parametrize(("there", "missing"), [(1, True), (2, False), (None, False)])
+def test_gpus_that_are_not_there(there: int | None, missing: bool) -> None:
+    target = Machine("cuda", "this machine", True, 90, 2**36, gpus=there)
+    found = topic_of("machine", "backend=verl", "trainer.n_gpus_per_node=2", target=target)
+    said = [f for f in found if "trainer.n_gpus_per_node is 2" in f.what]
+    assert [f.status for f in said] == ["error"] * missing
+
+
+@pytest.mark.parametrize(("entry", "differs"), [("qkv_proj", True), ("o_proj", False)])
+def test_a_name_that_vllm_alone_has_is_found(entry: str, differs: bool) -> None:
+    found = topic_of("ignore list", f"quant.ignore=[lm_head, model.layers.0.self_attn.{entry}]")
+    where = [f.where for f in found if "would quantize different layers" in f.what]
+    assert len(where) == differs
+    assert all("only in vLLM: model.layers.0.self_attn" in str(text) for text in where)
+
+
+def test_the_doctor_names_the_reference_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 1)
+    finding = peak("actor.use_kl_loss=true", "actor.kl_loss_coef=0.1")
+    assert finding.status == "error" and (finding.fix or "").startswith("leave out the KL term, ")
+    assert any("reference policy" in line for line in finding.lines)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from doctor_rig import assert_same_diagnosis, examine, said
+from doctor_rig import examine, said
 
-from qarl.checks import hub
+from qarl.checks import hub_access as hub
 from qarl.config import load_config
 from qarl.config.source import available_configs
+from qarl.train import main
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("startable_run")]
 
@@ -99,10 +100,9 @@ def test_shipped_configs_are_examined_without_a_network(
     for topic in ("layer sizes", "kernels", "published tensors", "ignore list"):
         assert said(findings, "ok", topic) or said(findings, "warning", topic), topic
     assert not [f for f in findings if f["what"].startswith("not checked") and f["topic"] in ("memory", "layer sizes")]
-    cache = [
-        f["what"] for f in findings if f["topic"] == "memory" and ("of full length" in f["what"] or "KV" in str(f))
-    ]
-    assert len(cache) == 2  # the estimate, whose table has a line for it, and what it holds
+    memory = [f["what"] for f in findings if f["topic"] == "memory"]
+    assert any("needed at the peak" in what for what in memory)
+    assert any("of full length" in what or "too small for one sequence" in what for what in memory)
 
 
 def test_every_model_of_a_shipped_config_is_carried() -> None:
@@ -120,5 +120,8 @@ def test_a_model_of_nobody_is_refused_at_once(
     capsys: pytest.CaptureFixture[str], pauses: list[float], endpoint: Callable[[str], None]
 ) -> None:
     endpoint("http://127.0.0.1:1")
-    assert_same_diagnosis(capsys, "model.path=nobody/nothing")
+    code, findings = examine("model.path=nobody/nothing")
+    assert code == 1 and main(["config=run.yaml", "model.path=nobody/nothing"]) == 2
+    refusal = "the model 'nobody/nothing' is not on this machine and cannot be downloaded from the Hub"
+    assert said(findings, "error") == [refusal] and refusal in capsys.readouterr().err
     assert pauses == []

@@ -11,7 +11,7 @@ from engine_helpers import config
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
-from qarl.checks.head import PLAIN_HEADS, check_head
+from qarl.checks.model import PLAIN_HEADS, check_head
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig

@@ -281,8 +281,8 @@ def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    for name in ("check_engine_installed", "check_cpu", "check_linears", "check_weight_files"):
-        monkeypatch.setattr(f"qarl.checks.run.{name}", lambda *arguments: None)
+    for name in ("vllm_missing", "check_cpu"):
+        monkeypatch.setattr(f"qarl.checks.machine.{name}", lambda *arguments: None)
     row = {"prompt": [{"role": "user", "content": "t3 t20"}], "reward_model": {"ground_truth": "7"}}
     row |= {"data_source": "random", "extra_info": {"index": 0}}
     pq.write_table(pa.Table.from_pylist([row] * 12), tmp_path / "data.parquet")

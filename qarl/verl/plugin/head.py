@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from verl.utils import tensordict_utils as tu
 
-from qarl.checks.head import PLAIN_HEADS, no_fp32_head
+from qarl.checks.model import PLAIN_HEADS, no_fp32_head
 from qarl.kernels.logprob import chosen_log_probs, log_probs_and_entropies
 
 _OTHER_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "use_fused_kernels")

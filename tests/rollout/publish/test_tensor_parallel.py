@@ -14,13 +14,13 @@ from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 from random_moe import IGNORE, near, save_checkpoint, save_random_moe, wire_tensors
 from torch import nn
-from transformers import AutoConfig
 
 pytest.importorskip("vllm")
 
 from worker_models import distributed_vllm, multiplied, worker_model
 
-from qarl.checks.tensor_parallel import check_tensor_parallel
+from qarl.checks.registry import RunInputs
+from qarl.checks.tensor_parallel import split_problems
 from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
@@ -132,7 +132,9 @@ def test_a_run_is_refused_if_vllm_cannot_split_the_model(
         ]
     )
     with nullcontext() if splits else pytest.raises(UserError, match="sizes that work here: 1"):
-        check_tensor_parallel(config, AutoConfig.from_pretrained(folder))
+        run = RunInputs(config)
+        for problem in split_problems(config, run.hf_config, run.linears, run.quantized, on_cpu=True):
+            raise problem
     overrides = {"quantization_config": scheme.quantization_config(list(IGNORE))}
     with nullcontext() if splits else pytest.raises((UserError, ValueError, AssertionError)):
         worker_model(folder, 0, workers, load_format="dummy", hf_overrides=overrides)

@@ -12,8 +12,8 @@ import pytest
 from bad_runs import EngineConstructed
 from random_models import save_random_model
 
+from qarl.checks.eos import eos_warnings, model_eos
 from qarl.checks.model_folder import load_tokenizer
-from qarl.checks.stops import check_stops, model_stops
 from qarl.errors import UserError
 from qarl.train import main
 
@@ -43,7 +43,7 @@ def edited(folder: Path, tmp_path: Path, **files: Any) -> Path:
 
 def warnings_of(folder: Path) -> list[str]:
     tokenizer, hf_config = load_tokenizer(str(folder))
-    return check_stops(str(folder), tokenizer, hf_config)
+    return eos_warnings(str(folder), tokenizer, hf_config)
 
 
 AGREE: list[dict[str, Any]] = [
@@ -79,11 +79,7 @@ REFUSE: list[tuple[dict[str, Any], str]] = [
     ({"generation_config": {"eos_token_id": 64}}, r"token 64[\s\S]*has 64 tokens"),
     ({"generation_config": {"eos_token_id": -1}}, "token -1"),
     ({"generation_config": {"eos_token_id": "t1"}}, "eos_token_id is 't1'"),
-    ({"generation_config": {"eos_token_id": [True]}}, "eos_token_id is"),
-    ({"generation_config": {"eos_token_id": [[1]]}}, "eos_token_id is"),
     ({"generation_config": "{"}, "generation_config.json of"),
-    ({"generation_config": "[1]"}, "generation_config.json of"),
-    ({"generation_config": "\x00\xff"}, "generation_config.json of"),
 ]
 
 
@@ -128,4 +124,4 @@ def test_these_are_the_ids_that_vllm_stops_at(folder: Path, tmp_path: Path, file
     params = SamplingParams()
     params.update_from_generation_config(found.to_diff_dict() if found else {}, tokenizer.eos_token_id)
     theirs = {params.eos_token_id, *(params.stop_token_ids or [])} - {None}
-    assert theirs == {tokenizer.eos_token_id, *model_stops(str(model), hf_config)[1]} - {None}
+    assert theirs == {tokenizer.eos_token_id, *model_eos(str(model), hf_config)[1]} - {None}

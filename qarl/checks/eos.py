@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl.checks import hub
+from qarl.checks import hub_access
 from qarl.errors import UserError
 
 _GENERATION = "generation_config.json"
 
 
-def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
+def eos_warnings(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
     """Return warnings about the ends of responses. The list is empty if tokenizer and model agree.
 
     Raise UserError if an `eos_token_id` is not a token, or is a token of ordinary text.
     """
     own = tokenizer.eos_token_id
-    where, ids = model_stops(path, hf_config)
+    where, ids = model_eos(path, hf_config)
     for token in ids:
         _check_token(token, tokenizer, where)
     if own is None and not ids:
@@ -48,7 +48,7 @@ def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
     return warnings
 
 
-def model_stops(path: str, hf_config: Any) -> tuple[str, list[int]]:
+def model_eos(path: str, hf_config: Any) -> tuple[str, list[int]]:
     """Return the name of the file from which vLLM reads a model's `eos_token_id`, and the ids in it.
 
     Raise UserError if generation_config.json cannot be read, or if the ids are not whole numbers.
@@ -56,14 +56,14 @@ def model_stops(path: str, hf_config: Any) -> tuple[str, list[int]]:
     from transformers import GenerationConfig
 
     try:
-        found = GenerationConfig.from_pretrained(path, **hub.loading_options(path))
+        generation = GenerationConfig.from_pretrained(path, **hub_access.loading_options(path))
     except OSError as error:
         if (Path(path) / _GENERATION).exists():
             raise _unreadable(path, error) from error
         return "config.json", _ids_of(hf_config, "config.json")
     except Exception as error:  # the type that transformers raises depends on the file's fault
         raise _unreadable(path, error) from error
-    return _GENERATION, _ids_of(found, _GENERATION)
+    return _GENERATION, _ids_of(generation, _GENERATION)
 
 
 def _ids_of(config: Any, where: str) -> list[int]:

@@ -1,0 +1,279 @@
+"""What a check is: the inputs that it reads, what it says, and how checks are made.
+
+The inputs of a run are loaded when a check first needs them, and all checks share them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from torch import nn
+
+from qarl.align.model import unconfirmed
+from qarl.checks import layers, model_folder
+from qarl.checks.eos import eos_warnings
+from qarl.checks.machine import Machine, this_machine
+from qarl.checks.model import applied_level, check_served
+from qarl.checks.model_size import ModelSize
+from qarl.config import Config
+from qarl.data.prompts import PromptDataset, PromptSampler
+from qarl.data.rewards import RewardFn, get_reward_fn
+from qarl.data.run_prompts import load_train_prompts, load_val_prompts, prompt_sampler
+from qarl.errors import UserError
+from qarl.kernels.registry import Choice, choose_linear_kernel
+from qarl.quant.convert import linear_shapes
+from qarl.quant.scheme import get_scheme
+
+Value = TypeVar("Value")
+
+
+class NotCheckedError(Exception):
+    """A check could not be made. The message says why, and `fix` how to make it possible. No reason to refuse a run."""
+
+    def __init__(self, why: str, fix: str) -> None:
+        super().__init__(why)
+        self.fix = fix
+
+
+class Loaded(Generic[Value]):
+    """A property that is computed once. Its value, or the error that it raised, is remembered."""
+
+    def __init__(self, load: Callable[[Any], Value]) -> None:
+        self.load, self.name = load, load.__name__
+
+    def __get__(self, run: RunInputs, owner: type) -> Value:
+        if self.name not in run.results:
+            try:
+                run.results[self.name] = self.load(run)
+            except (UserError, NotCheckedError) as error:
+                run.results[self.name] = error
+        result: Value = run.results[self.name]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+class RunInputs:
+    """The inputs of a run on `machine` (None: this one). A property raises `UserError` if its input is unusable.
+
+    `plan`: the inputs are only examined, so QaRL's copy of a public model's config is enough if the Hub is out of
+    reach. `no_model` is then the error that loading the real one raised. `threads_given`: the user's OMP_NUM_THREADS.
+    """
+
+    def __init__(
+        self, config: Config, machine: Machine | None = None, *, plan: bool = False, threads_given: str | None = None
+    ) -> None:
+        self.config, self.plan, self.threads_given = config, plan, threads_given
+        self.machine = machine or this_machine(config.backend)
+        self.scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
+        self.no_model: UserError | None = None
+        self.results: dict[str, Any] = {}
+
+    @Loaded
+    def hf_config(self) -> Any:
+        model = self.config.model
+        if not self.plan:
+            return model_folder.load_hf_config(model.path, model.trust_remote_code)
+        hf_config, self.no_model = model_folder.hf_config_or_carried(model.path, model.trust_remote_code)
+        return hf_config
+
+    @Loaded
+    def tokenizer(self) -> Any:
+        path, hf_config = self.config.model.path, self.hf_config
+        if self.no_model is not None:
+            raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
+        if not self.machine.here and Path(path).is_dir() and not model_folder.has_tokenizer(path):
+            fix = "copy a tokenizer into the folder there, and also into this one if you want it checked here"
+            raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", fix)
+        return model_folder.load_tokenizer(path, self.config.model.trust_remote_code, hf_config=hf_config)[0]
+
+    @Loaded
+    def model(self) -> nn.Module:
+        """The trainer's model on the meta device, if engine and trainer build the same one."""
+        return check_served(self.hf_config, trust_remote_code=self.config.model.trust_remote_code)
+
+    @Loaded
+    def size(self) -> ModelSize:
+        try:
+            return ModelSize.from_config(self.hf_config)
+        except KeyError as error:
+            why = f"config.json of this {self.hf_config.model_type} model has no key {error}"
+            raise NotCheckedError(why, "estimate sizes and memory by hand for this architecture") from error
+
+    @Loaded
+    def linears(self) -> layers.Shapes:
+        """[N, K] of every linear of the trainer's model, including each expert's."""
+        return linear_shapes(self.model)
+
+    @Loaded
+    def quantized(self) -> layers.Shapes:
+        """[N, K] of the linears that the run quantizes."""
+        if not self.scheme.quantized:
+            return {}
+        return layers.select_shapes(self.linears, self.scheme, self.config.quant.ignore)
+
+    @Loaded
+    def kernels(self) -> dict[tuple[int, int], Choice | UserError]:
+        """The trainer's kernel for each [N, K] of a dense layer, or the error if no kernel supports it."""
+        import torch
+
+        found: dict[tuple[int, int], Choice | UserError] = {}
+        if self.config.quant.align == "off":
+            return found
+        for shape in dict.fromkeys(shape for name, shape in self.quantized.items() if not layers.of_expert(name)):
+            try:
+                found[shape] = choose_linear_kernel(
+                    self.scheme.name,
+                    torch.device(self.machine.device),
+                    shape,
+                    group_size=self.scheme.group_size,
+                    kernels=self.config.quant.kernels,
+                )
+            except UserError as error:
+                found[shape] = error
+        return found
+
+    @property
+    def kernel_names(self) -> dict[tuple[int, int], str]:
+        return {shape: choice.kernel.name for shape, choice in self.kernels.items() if isinstance(choice, Choice)}
+
+    @Loaded
+    def level(self) -> tuple[str, tuple[str, ...]]:
+        """The alignment level that applies, and the reasons why no higher one does. Kernels are asked only by the
+        doctor; the trainer asks them when it builds the model."""
+        self.model  # noqa: B018  a refused model has no level
+        kernels = self.kernel_names.values() if self.plan else ()
+        machine = self.machine
+        return applied_level(
+            self.config, self.hf_config, machine.device, kernels=set(kernels), capability=machine.capability
+        )
+
+    @Loaded
+    def unconfirmed(self) -> str | None:
+        """Why the applied level promises no mismatch, or None."""
+        eager = self.config.rollout.enforce_eager is True
+        return unconfirmed(self.level[0], self.machine.device, self.hf_config, eager=eager)
+
+    @Loaded
+    def weight_files(self) -> list[Path]:
+        return model_folder.weight_files(self.config.model.path)
+
+    @Loaded
+    def eos_warnings(self) -> list[str]:
+        return eos_warnings(self.config.model.path, self.tokenizer, self.hf_config)
+
+    @Loaded
+    def train_prompts(self) -> PromptDataset:
+        self._need_files(self.config.data.train_files)
+        return load_train_prompts(self.config, self.tokenizer)
+
+    @Loaded
+    def val_prompts(self) -> PromptDataset | list[Any]:
+        self._need_files(self.config.data.val_files)
+        return load_val_prompts(self.config, self.tokenizer)
+
+    @Loaded
+    def sampler(self) -> PromptSampler:
+        return prompt_sampler(self.config, self.train_prompts)
+
+    @Loaded
+    def reward_fn(self) -> RewardFn:
+        return get_reward_fn(self.config.reward.function)
+
+    def _need_files(self, files: Sequence[str]) -> None:
+        missing = [file for file in files if not Path(file).is_file()]
+        if missing and not self.machine.here:
+            raise NotCheckedError(
+                f"not on this machine: {', '.join(missing)}", "run the doctor on a machine that has them"
+            )
+
+
+Status = Literal["ok", "note", "warning", "error"]
+"""`error`: the run would fail. `warning`: the run would start, but probably give bad results. `note`: a useful fact, or
+a check that was not made."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check says. `what`, `where`, `why` and `fix` are as in `UserError`. `lines`: details."""
+
+    status: Status
+    what: str
+    where: str | None = None
+    why: str | None = None
+    fix: str | None = None
+    lines: tuple[str, ...] = ()
+    topic: str = ""
+
+    @classmethod
+    def of(cls, error: UserError, status: Status = "error") -> Finding:
+        return cls(status, error.what, error.where, error.why, error.fix)
+
+    @property
+    def error(self) -> UserError:
+        return UserError(self.what, where=self.where, why=self.why, fix=self.fix)
+
+
+Findings = Iterator[Finding]
+ok, note, warning, error = (partial(Finding, status) for status in ("ok", "note", "warning", "error"))
+
+
+class Check(NamedTuple):
+    """One check. `name` says what is true if it passes. `make` yields findings, or raises `UserError` if the run would
+    fail; without findings all is well. Its parameters are the `RunInputs` that the check needs.
+
+    `here`: whether it is about the current state of this machine. `backend`, `device`: the only one that it is about.
+    """
+
+    topic: str
+    name: str
+    make: Callable[..., object]
+    here: bool = False
+    backend: str = ""
+    device: str = ""
+
+    def findings(self, run: RunInputs) -> Findings:
+        findings = self.make(**{need: getattr(run, need) for need in inspect.signature(self.make).parameters})
+        for finding in findings if isinstance(findings, Iterator) else ():
+            yield replace(finding, topic=self.topic)
+
+    def applies(self, run: RunInputs) -> bool:
+        machine = run.machine
+        return (
+            (machine.here or not self.here)
+            and self.backend in ("", run.config.backend)
+            and self.device in ("", machine.device)
+        )
+
+
+def examine(run: RunInputs, checks: Sequence[Check]) -> Findings:
+    """Make all checks that apply, and yield their findings. An input that cannot be loaded is one error."""
+    reported: list[UserError] = []
+    for check in checks:
+        if not check.applies(run):
+            continue
+        say, silent = partial(replace, topic=check.topic), True
+        try:
+            for finding in check.findings(run):
+                yield finding
+                silent = False
+            if silent:
+                yield say(ok(check.name))
+        except NotCheckedError as unmade:
+            yield say(note(f"not checked: {check.name}", why=str(unmade), fix=unmade.fix))
+        except UserError as refusal:
+            if any(refusal is other for other in reported):
+                why = f"an input that it needs could not be loaded (see above: {refusal.what})"
+                yield say(note(f"not checked: {check.name}", why=why, fix="correct that first, then check again"))
+            else:
+                reported.append(refusal)
+                yield say(Finding.of(refusal))
+        except Exception as broken:  # a check that breaks must not hide the others
+            why = f"{type(broken).__name__}: {' '.join(str(broken).split())[:300]}"
+            fix = "all other checks are complete; please report this one"
+            yield say(warning(f"the check broke: {check.name}", why=why, fix=fix))

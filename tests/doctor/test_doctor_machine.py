@@ -12,7 +12,7 @@ from doctor_rig import topic_of
 from qarl.checks import driver
 from qarl.doctor import memory
 from qarl.doctor.target import Target
-from qarl.vllm_versions import functions
+from qarl.vllm_versions import release
 
 pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("startable_run")]
 
@@ -54,10 +54,8 @@ def test_the_driver_is_looked_at(version: str, status: str, monkeypatch: pytest.
     assert [f.status for f in found] == [status]
 
 
-def test_a_vllm_with_other_functions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [f for f in topic_of("packages") if "functions and classes that QaRL calls" in f.what]
-    assert [f.status for f in found] == ["ok"] and "engine, publish, rules" in found[0].what
-    real = functions._find
-    monkeypatch.setattr(functions, "_find", lambda m, n: functions._MISSING if n == "LLM.sleep" else real(m, n))
-    found = [f for f in topic_of("packages") if f.what == "QaRL cannot use this vLLM for: engine"]
-    assert [f.status for f in found] == ["error"] and "no LLM.sleep" in str(found[0].why)
+def test_a_vllm_that_qarl_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [f.status for f in topic_of("packages") if "is a release that QaRL supports (rollouts)" in f.what] == ["ok"]
+    monkeypatch.setattr(release, "installed_version", lambda: "0.30.1")
+    found = [f for f in topic_of("packages") if f.what == "QaRL cannot use this vLLM for: rollouts"]
+    assert [f.status for f in found] == ["error"] and "vLLM 0.30.1 is installed" in str(found[0].why)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, field_validator
-
-from qarl.config.types import held_integer
+from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
@@ -13,4 +11,3 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-    _integers_fit = field_validator("*", mode="before")(held_integer)

@@ -141,7 +141,6 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
 
     with initialize_config_module("verl.trainer.config", version_base=None):
         composed = compose(config_name="ppo_trainer")
-    checks.refuse_moved(config.verl, "the section verl of the config")
     checks.refuse_own(config.verl)
     refuse_second_correction(config)
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():

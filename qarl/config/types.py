@@ -74,5 +74,4 @@ RewardName = Annotated[Text, Words("name of a function"), AfterValidator(reward_
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]
 Below = Annotated[float, Field(gt=0, le=1)]
-Pair = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
 Dotted = Annotated[dict[str, Any], BeforeValidator(as_dotted)]

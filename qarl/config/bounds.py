@@ -8,7 +8,7 @@ others when a run starts, in a dry run and in the doctor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -41,6 +41,7 @@ class Unusual:
         return f"{self.what}\n  where: {self.key}\n  why: {self.why}\n  fix: {self.fix}"
 
 
+MOST_RESPONSES = 2**20
 MANY_RESPONSES = "no usual run has that many responses per step, and time and memory of a step grow with their number"
 LONG = "no model has that many positions"
 MEMORY = "no micro-batch of that size fits into memory"
@@ -69,7 +70,7 @@ LOWER_CLIP = Sane(CLIP.low, 0.9, CLIP.above, CLIP.below)
 def unusual_values(config: Config) -> list[Unusual]:
     """Return values of `config` that are outside their bounds, and combinations of values that make no sense."""
     found = [_question(key, value, sane) for key, value, sane in _numbers(config) if not sane.low <= value <= sane.high]
-    return found + [unusual for check in _TOGETHER if (unusual := check(config)) is not None]
+    return [*found, *_together(config)]
 
 
 def _numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, float, Sane]]:
@@ -92,57 +93,30 @@ def _question(key: str, value: float, sane: Sane) -> Unusual:
     return Unusual(key, f"{key}={show(value)} is {side} {show(limit)}", sane.below if below else sane.above, fix)
 
 
-def _warm_up_without_end(config: Config) -> Unusual | None:
+def _together(config: Config) -> Iterator[Unusual]:
+    """Yield combinations of values that make no sense. docs/ablations.md has the eight runs of the last one."""
+    actor, data, rollout = config.actor, config.data, config.rollout
     warm_up, total = config.optim.lr_warmup_steps, config.trainer.total_training_steps
-    if warm_up == 0 or warm_up < total:
-        return None
-    what = f"optim.lr_warmup_steps={warm_up} covers the whole run of {total} steps"
-    return Unusual("optim.lr_warmup_steps", what, "the learning rate would never reach its peak", "lower it")
-
-
-def _responses_of_a_step(config: Config) -> Unusual | None:
-    prompts, n = config.data.train_batch_size, config.rollout.n
-    if prompts * n <= MOST_RESPONSES:
-        return None
-    what = f"data.train_batch_size * rollout.n = {prompts} * {n} is above {MOST_RESPONSES} responses per step"
-    return Unusual("data.train_batch_size, rollout.n", what, MANY_RESPONSES, "lower one of the two")
-
-
-def _reinforce_on_old_responses(config: Config) -> Unusual | None:
-    updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
-    if config.actor.loss != "reinforce" or updates == 1:
-        return None
-    what = f"actor.loss=reinforce makes {updates} updates per step"
-    why = "it has no ratio to the policy that sampled, so every update after the first is biased"
-    fix = f"set actor.ppo_mini_batch_size={config.data.train_batch_size} and actor.ppo_epochs=1"
-    return Unusual("actor.loss", what, why, fix)
-
-
-def _one_token_to_sample(config: Config) -> Unusual | None:
-    if config.rollout.top_k != 1:
-        return None
-    why = "only the likeliest token is left, so the responses to one prompt are alike and teach nothing"
-    return Unusual("rollout.top_k", "rollout.top_k=1 leaves nothing to sample", why, "choose 2 or more, or -1 for all")
-
-
-def _mismatch_in_the_ratio(config: Config) -> Unusual | None:
-    """docs/ablations.md has the eight runs."""
-    from_rollout = config.actor.old_log_probs == "rollout"
-    if config.quant.align != "off" or config.quant.scheme not in ("w4a16", "w4a8") or config.actor.loss == "reinforce":
-        return None
-    if not (from_rollout or config.rollout_correction.bypass_mode):
-        return None
-    key = "actor.old_log_probs" if from_rollout else "rollout_correction.bypass_mode"
-    what = "the ratio of the loss contains the mismatch of 4-bit rollouts"
-    why = "it is far from 1 on some tokens before any update; in W4A16 eight of eight runs with GRPO collapsed"
-    return Unusual(key, what, why, "set quant.align=model, or actor.old_log_probs=recompute without bypass_mode")
-
-
-MOST_RESPONSES = 2**20
-_TOGETHER: tuple[Callable[[Config], Unusual | None], ...] = (
-    _warm_up_without_end,
-    _responses_of_a_step,
-    _one_token_to_sample,
-    _reinforce_on_old_responses,
-    _mismatch_in_the_ratio,
-)
+    if 0 < warm_up >= total:
+        what = f"optim.lr_warmup_steps={warm_up} covers the whole run of {total} steps"
+        yield Unusual("optim.lr_warmup_steps", what, "the learning rate would never reach its peak", "lower it")
+    prompts, n = data.train_batch_size, rollout.n
+    if prompts * n > MOST_RESPONSES:
+        what = f"data.train_batch_size * rollout.n = {prompts} * {n} is above {MOST_RESPONSES} responses per step"
+        yield Unusual("data.train_batch_size, rollout.n", what, MANY_RESPONSES, "lower one of the two")
+    if rollout.top_k == 1:
+        why = "only the likeliest token is left, so the responses to one prompt are alike and teach nothing"
+        fix = "choose 2 or more, or -1 for all"
+        yield Unusual("rollout.top_k", "rollout.top_k=1 leaves nothing to sample", why, fix)
+    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+    if actor.loss == "reinforce" and updates != 1:
+        what = f"actor.loss=reinforce makes {updates} updates per step"
+        why = "it has no ratio to the policy that sampled, so every update after the first is biased"
+        yield Unusual("actor.loss", what, why, f"set actor.ppo_mini_batch_size={prompts} and actor.ppo_epochs=1")
+    from_rollout = actor.old_log_probs == "rollout"
+    far = config.quant.align == "off" and config.quant.scheme in ("w4a16", "w4a8")
+    if far and actor.loss != "reinforce" and (from_rollout or config.rollout_correction.bypass_mode):
+        key = "actor.old_log_probs" if from_rollout else "rollout_correction.bypass_mode"
+        what = "the ratio of the loss contains the mismatch of 4-bit rollouts"
+        why = "it is far from 1 on some tokens before any update; in W4A16 eight of eight runs with GRPO collapsed"
+        yield Unusual(key, what, why, "set quant.align=model, or actor.old_log_probs=recompute without bypass_mode")

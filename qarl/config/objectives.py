@@ -154,3 +154,14 @@ class RolloutCorrectionConfig(Section):
         Sane(1e-30, 0.1, "most responses have such a token", "no token is so rare"),
     ] = Field(default=None, gt=0, lt=1)
     """Reject every response with a token whose old probability is below this value, for example 1e-6."""
+
+    @property
+    def rejects(self) -> bool:
+        """Whether tokens or responses can be left out."""
+        return bool(self.rollout_rs) or self.veto_threshold is not None
+
+    @property
+    def lower(self) -> float:
+        """The lower bound of a weight, for the modes that have one."""
+        given = self.rollout_is_threshold_lower
+        return 1 / self.rollout_is_threshold if given is None else given

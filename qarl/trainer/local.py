@@ -81,7 +81,7 @@ class LocalTrainer:
         self.replace_policy(parts.policy)
         self.objective = objective_settings(config)
         self.source = OldLogProbs(config)
-        if self.objective.kl_loss_coef is not None:
+        if self.objective.use_kl_loss:
             # Before the engine, which is awake at first and takes its whole share of the GPU.
             self.reference = Reference(config, self.objective)
         routing = bool(stacked_experts(parts.policy.model))

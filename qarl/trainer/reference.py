@@ -44,7 +44,7 @@ class Reference:
         """Return the KL term of one micro-batch with its factor, and its statistic. `log_prob`: [rows, R].
 
         `responses`, `tokens`: their number in the whole mini-batch."""
-        assert self.log_probs is not None and self.settings.kl_loss_coef is not None  # `begin` comes first
+        assert self.log_probs is not None  # `begin` comes first
         found = library.kl_term(
             log_prob,
             self.log_probs[rows],

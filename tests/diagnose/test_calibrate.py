@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, OptimConfig, load_config
 from qarl.config.objectives import LOSSES
+from qarl.config.objectives import RolloutCorrectionConfig as Correction
 from qarl.diagnose import calibrate as calibration
 from qarl.diagnose import calibration_memory
 from qarl.diagnose.__main__ import main
@@ -27,7 +28,7 @@ from qarl.diagnose.gradients import Gradients, closeness, objective_gradients
 from qarl.diagnose.student import t_quantile
 from qarl.errors import UserError
 from qarl.objectives.loss import objective_loss
-from qarl.objectives.settings import Correction, Settings, objective_settings
+from qarl.objectives.settings import Settings, objective_settings
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.tbpo.config import TBPOConfig

@@ -46,7 +46,7 @@ def test_value_and_gradient_against_float64(mode: str) -> None:
     mask = torch.arange(5)[None] < LENGTHS[:, None]
     policy = torch.randn(4, 5).masked_fill(~mask, torch.nan).requires_grad_()
     reference = torch.randn(4, 5).masked_fill(~mask, torch.nan)
-    settings = Settings(loss_agg_mode=mode, kl_loss_coef=1.0, loss_scale_factor=7)
+    settings = Settings(loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=1.0, loss_scale_factor=7)
     counts = {"responses": 3, "tokens": 9}
     parts = [
         library.kl_term(policy[rows], reference[rows], mask[rows], settings, **counts)
@@ -79,7 +79,7 @@ def trainer_for(folder: Path, tmp_path: Path, *keys: str) -> LocalTrainer:
     trainer.optimizer = MasterOptimizer(
         trainer.policy.model.named_parameters(), settings.optim, total_training_steps=9, seed=0
     )
-    if trainer.objective.kl_loss_coef is not None:
+    if trainer.objective.use_kl_loss:
         trainer.reference = Reference(settings, trainer.objective)
     return trainer
 

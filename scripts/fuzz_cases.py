@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qarl.config import Config
-from qarl.config.schema import Section
+from qarl.config.types import Section
 
 BASE = """\
 name: fuzz

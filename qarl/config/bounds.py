@@ -13,19 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from qarl.config.errors import show
+from qarl.config.types import MANY_RESPONSES, Sane
 
 if TYPE_CHECKING:
     from qarl.config import Config
-
-
-@dataclass(frozen=True)
-class Sane:
-    """Values from `low` to `high` are sane. `below`: effect of a smaller value. `above`: effect of a larger value."""
-
-    low: float
-    high: float
-    above: str
-    below: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,29 +33,6 @@ class Unusual:
 
 
 MOST_RESPONSES = 2**20
-MANY_RESPONSES = "no usual run has that many responses per step, and time and memory of a step grow with their number"
-LONG = "no model has that many positions"
-MEMORY = "no micro-batch of that size fits into memory"
-DESTROYED = "the first update would destroy the model"
-UNLEARNED = "nothing would be learned"
-RANDOM = "responses are close to random tokens"
-SLOW_MOMENT = "moment would take longer than the run to follow the gradient"
-FLAT_GATE, OPEN_GATE = "only ratios of almost exactly 1 have a gradient", "nothing limits the ratio"
-OUTWEIGHS = "a single token or response could outweigh the rest of the batch"
-BAND = Sane(
-    1e-6,
-    1.0,
-    "the band is so wide that it does not limit how far an update moves a sequence's probability",
-    "the band is narrower than rounding errors, so almost every response is outside after the first update",
-)
-LOWER_BAND = Sane(BAND.low, 0.5, BAND.above, BAND.below)
-CLIP = Sane(
-    1e-6,
-    10.0,
-    "the ratio is hardly limited, so a few tokens could outweigh the rest of the batch",
-    "almost every token is clipped after the first update",
-)
-LOWER_CLIP = Sane(CLIP.low, 0.9, CLIP.above, CLIP.below)
 
 
 def unusual_values(config: Config) -> list[Unusual]:

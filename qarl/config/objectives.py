@@ -17,9 +17,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from qarl.config.bounds import CLIP, FLAT_GATE, LOWER_CLIP, OPEN_GATE, OUTWEIGHS, Sane
-from qarl.config.section import Section
-from qarl.config.types import Above, Below, Unit, as_list
+from qarl.config.types import Above, Below, Sane, Section, Unit, as_list
 
 LossName = Literal["tbpo", "grpo", "dual_clip", "gspo", "mis_gspo", "positive_only", "sapo", "reinforce"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
@@ -48,6 +46,15 @@ Thresholds = Annotated[
 ]
 DEFAULT_WEIGHT_BOUND = 2.0
 """The default upper bound of a weight. A config without a weight cannot have another."""
+_FLAT_GATE, _OPEN_GATE = "only ratios of almost exactly 1 have a gradient", "nothing limits the ratio"
+_OUTWEIGHS = "a single token or response could outweigh the rest of the batch"
+_CLIP = Sane(
+    1e-6,
+    10.0,
+    "the ratio is hardly limited, so a few tokens could outweigh the rest of the batch",
+    "almost every token is clipped after the first update",
+)
+_LOWER_CLIP = Sane(_CLIP.low, 0.9, _CLIP.above, _CLIP.below)
 
 
 class ObjectiveKeys(Section):
@@ -64,26 +71,26 @@ class ObjectiveKeys(Section):
     """How token losses are averaged. tbpo, gspo, mis_gspo and sapo allow only seq-mean-token-mean.
     algorithm.adv_estimator=dr_grpo replaces the default by seq-mean-token-sum-norm and refuses the others."""
 
-    clip_ratio_low: Annotated[Below | None, LOWER_CLIP] = None
+    clip_ratio_low: Annotated[Below | None, _LOWER_CLIP] = None
     """Ratios are clipped at 1 - this value. gspo and mis_gspo clip ratios of responses, other losses those of tokens.
     null means 3e-4 for gspo and mis_gspo, 0.2 for others, as in their papers. tbpo, sapo and reinforce ignore it."""
 
-    clip_ratio_high: Annotated[Above | None, CLIP] = None
+    clip_ratio_high: Annotated[Above | None, _CLIP] = None
     """Ratios are clipped at 1 + this value. null means 4e-4 for gspo and mis_gspo, 0.2 for other losses."""
 
     clip_ratio_c: Annotated[
-        float, Sane(1.01, 100.0, CLIP.above, "tokens with a negative advantage teach almost nothing")
+        float, Sane(1.01, 100.0, _CLIP.above, "tokens with a negative advantage teach almost nothing")
     ] = Field(default=3.0, gt=1, le=1e6)
     """With dual_clip: a token with a negative advantage has no gradient if its ratio is above this value."""
 
-    tau_pos: Annotated[float, Sane(0.01, 100.0, FLAT_GATE, OPEN_GATE)] = Field(default=1.0, gt=0, le=1e3)
+    tau_pos: Annotated[float, Sane(0.01, 100.0, _FLAT_GATE, _OPEN_GATE)] = Field(default=1.0, gt=0, le=1e3)
     """With sapo: the gate's temperature for positive advantages."""
 
-    tau_neg: Annotated[float, Sane(0.01, 100.0, FLAT_GATE, OPEN_GATE)] = Field(default=1.05, gt=0, le=1e3)
+    tau_neg: Annotated[float, Sane(0.01, 100.0, _FLAT_GATE, _OPEN_GATE)] = Field(default=1.05, gt=0, le=1e3)
     """With sapo: the gate's temperature for negative advantages. A larger value gives a faster decay."""
 
     mis_imp_ratio_cap: Annotated[
-        float, Sane(1.0, 100.0, OUTWEIGHS, "even responses without a mismatch are left out")
+        float, Sane(1.0, 100.0, _OUTWEIGHS, "even responses without a mismatch are left out")
     ] = Field(default=2.0, gt=0, le=1e6)
     """With mis_gspo: a response has no gradient if its trainer/rollout ratio (the product over its tokens) is above
     this value."""
@@ -121,7 +128,7 @@ class RolloutCorrectionConfig(Section):
     weight outside the two bounds becomes 0."""
 
     rollout_is_threshold: Annotated[
-        Above, Sane(1.0, 100.0, OUTWEIGHS, "even tokens without a mismatch are out of bounds")
+        Above, Sane(1.0, 100.0, _OUTWEIGHS, "even tokens without a mismatch are out of bounds")
     ] = DEFAULT_WEIGHT_BOUND
     """The upper bound of a weight."""
 

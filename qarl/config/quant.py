@@ -6,9 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from qarl.config.bounds import Sane
-from qarl.config.section import Section
-from qarl.config.types import Patterns, Unit
+from qarl.config.types import Patterns, Sane, Section, Unit
 
 SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
 SCHEMES: tuple[str, ...] = get_args(SchemeName)

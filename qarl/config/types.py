@@ -1,4 +1,4 @@
-"""Types of values that several config keys share, and their checks."""
+"""The base of every section of the config, and types of values that several keys share, with their checks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from qarl.config.errors import nearest
 from qarl.config.ignore import pattern_problem
 
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
+
+
+class Section(BaseModel):
+    """Base of every section. It is immutable, refuses unknown keys, NaN and Inf, and does not convert types."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,16 @@ class Words:
     """What the values of a text are, for the help. It is only documentation."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Sane:
+    """Values from `low` to `high` are sane. `below`: effect of a smaller value. `above`: effect of a larger value."""
+
+    low: float
+    high: float
+    above: str
+    below: str = ""
 
 
 def as_list(value: Any) -> Any:
@@ -75,3 +93,5 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]
 Below = Annotated[float, Field(gt=0, le=1)]
 Dotted = Annotated[dict[str, Any], BeforeValidator(as_dotted)]
+MANY_RESPONSES = "no usual run has that many responses per step, and time and memory of a step grow with their number"
+LONG = "no model has that many positions"

@@ -175,7 +175,7 @@ def test_a_kl_term_is_left_out_and_the_report_says_so(monkeypatch: pytest.Monkey
         pass
 
     def prepare(config: Config) -> None:
-        assert config.quant.align == "exact" and objective_settings(config).kl_loss_coef is None
+        assert config.quant.align == "exact" and not objective_settings(config).use_kl_loss
         raise Prepared
 
     monkeypatch.setattr(calibration, "prepare_run", prepare)

@@ -13,7 +13,7 @@ from checkout import ROOT
 
 from qarl.config import Config, describe_keys
 from qarl.config.schema import sections
-from qarl.config.section import Section
+from qarl.config.types import Section
 from qarl.rollout.engine import EngineFailed, RolloutBatch
 from qarl.rollout.publish.manifest import PublishReport
 

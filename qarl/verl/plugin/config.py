@@ -20,7 +20,7 @@ from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 from qarl.config import ActorConfig
 from qarl.config.errors import from_pydantic, show
 from qarl.config.objectives import LOSSES, RolloutCorrectionConfig
-from qarl.config.section import Section
+from qarl.config.types import Section
 from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
 from qarl.tbpo.config import KEYS, TBPOConfig

@@ -6,6 +6,7 @@ so Ctrl-C is also handled during a command's slow imports.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -185,6 +186,11 @@ def _ended(command: Command, arguments: list[str], describe: Describe) -> int:
         return command(arguments)
     except UserError as error:
         say(f"error: {error}")
+        return 2
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        say(f"error: the path is too long for this file system\n  where: {str(error.filename)[:300]}")
         return 2
     except KeyboardInterrupt:
         say("interrupted")

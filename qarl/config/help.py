@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from qarl.config.errors import nearest, nearest_key, show
 from qarl.config.schema import Config, sections
 from qarl.config.source import available_configs, find_config
-from qarl.config.types import Unit, good_patterns, possible_path, reward_name
+from qarl.config.types import Unit, Words
 from qarl.console import terminal_width
 from qarl.errors import UserError
 
@@ -147,9 +147,7 @@ def _values(annotation: Any, metadata: Sequence[Any]) -> str:
         return f"one of {', '.join(arguments)}" if len(arguments) > 1 else f"{arguments[0]} only"
     if get_origin(annotation) is list:
         least = "".join(f", at least {bound}" for bound in _bounds("min_length", metadata))
-        if _checked_by(good_patterns, metadata):
-            return f"list of module names or patterns{least}"
-        kind = _values(arguments[0], []).removeprefix("one of ")
+        kind = _words(metadata) or _values(arguments[0], []).removeprefix("one of ")
         return f"list of {_PLURALS.get(kind, kind)}{least}"
     if get_origin(annotation) is tuple:
         return f"list of {len(arguments)}, each: {_values(arguments[0], [])}"
@@ -165,10 +163,8 @@ def _single(kind: Any, metadata: Sequence[Any]) -> str:
         bounds = [f"{sign} {_number(bound)}" for name, sign in _SIGNS.items() for bound in _bounds(name, metadata)]
         return " ".join([_NUMBERS[kind], ", ".join(bounds)]).strip()
     if kind is str:
-        if _checked_by(reward_name, metadata):
-            return "name of a function"
-        word = "path" if _checked_by(possible_path, metadata) else "text"
-        return word + "".join(f" of at most {bound} characters" for bound in _bounds("max_length", metadata))
+        limits = [f" of at most {bound} characters" for bound in _bounds("max_length", metadata)]
+        return "".join([_words(metadata) or "text", *limits])
     raise TypeError(f"no words for values of {kind}")
 
 
@@ -180,5 +176,5 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:g}"
 
 
-def _checked_by(function: Any, metadata: Sequence[Any]) -> bool:
-    return any(getattr(item, "func", None) is function for item in metadata)
+def _words(metadata: Sequence[Any]) -> str:
+    return next((item.text for item in metadata if isinstance(item, Words)), "")

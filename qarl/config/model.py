@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qarl.config.section import Section
-from qarl.config.types import PathText
+from qarl.config.types import PathText, Section
 
 
 class ModelConfig(Section):

@@ -17,8 +17,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from qarl.config.section import Section
-from qarl.config.types import Above, Below, Unit, as_list
+from qarl.config.types import Above, Below, Sane, Section, Unit, as_list
 
 LossName = Literal["tbpo", "grpo", "dual_clip", "gspo", "mis_gspo", "positive_only", "sapo", "reinforce"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
@@ -47,6 +46,15 @@ Thresholds = Annotated[
 ]
 DEFAULT_WEIGHT_BOUND = 2.0
 """The default upper bound of a weight. A config without a weight cannot have another."""
+_FLAT_GATE, _OPEN_GATE = "only ratios of almost exactly 1 have a gradient", "nothing limits the ratio"
+_OUTWEIGHS = "a single token or response could outweigh the rest of the batch"
+_CLIP = Sane(
+    1e-6,
+    10.0,
+    "the ratio is hardly limited, so a few tokens could outweigh the rest of the batch",
+    "almost every token is clipped after the first update",
+)
+_LOWER_CLIP = Sane(_CLIP.low, 0.9, _CLIP.above, _CLIP.below)
 
 
 class ObjectiveKeys(Section):
@@ -63,23 +71,27 @@ class ObjectiveKeys(Section):
     """How token losses are averaged. tbpo, gspo, mis_gspo and sapo allow only seq-mean-token-mean.
     algorithm.adv_estimator=dr_grpo replaces the default by seq-mean-token-sum-norm and refuses the others."""
 
-    clip_ratio_low: Below | None = None
+    clip_ratio_low: Annotated[Below | None, _LOWER_CLIP] = None
     """Ratios are clipped at 1 - this value. gspo and mis_gspo clip ratios of responses, other losses those of tokens.
     null means 3e-4 for gspo and mis_gspo, 0.2 for others, as in their papers. tbpo, sapo and reinforce ignore it."""
 
-    clip_ratio_high: Above | None = None
+    clip_ratio_high: Annotated[Above | None, _CLIP] = None
     """Ratios are clipped at 1 + this value. null means 4e-4 for gspo and mis_gspo, 0.2 for other losses."""
 
-    clip_ratio_c: float = Field(default=3.0, gt=1, le=1e6)
+    clip_ratio_c: Annotated[
+        float, Sane(1.01, 100.0, _CLIP.above, "tokens with a negative advantage teach almost nothing")
+    ] = Field(default=3.0, gt=1, le=1e6)
     """With dual_clip: a token with a negative advantage has no gradient if its ratio is above this value."""
 
-    tau_pos: float = Field(default=1.0, gt=0, le=1e3)
+    tau_pos: Annotated[float, Sane(0.01, 100.0, _FLAT_GATE, _OPEN_GATE)] = Field(default=1.0, gt=0, le=1e3)
     """With sapo: the gate's temperature for positive advantages."""
 
-    tau_neg: float = Field(default=1.05, gt=0, le=1e3)
+    tau_neg: Annotated[float, Sane(0.01, 100.0, _FLAT_GATE, _OPEN_GATE)] = Field(default=1.05, gt=0, le=1e3)
     """With sapo: the gate's temperature for negative advantages. A larger value gives a faster decay."""
 
-    mis_imp_ratio_cap: float = Field(default=2.0, gt=0, le=1e6)
+    mis_imp_ratio_cap: Annotated[
+        float, Sane(1.0, 100.0, _OUTWEIGHS, "even responses without a mismatch are left out")
+    ] = Field(default=2.0, gt=0, le=1e6)
     """With mis_gspo: a response has no gradient if its trainer/rollout ratio (the product over its tokens) is above
     this value."""
 
@@ -89,7 +101,9 @@ class ObjectiveKeys(Section):
     policy is a second copy of the model in memory, and each step computes its log-probs. With backend=verl, set verl's
     key of this name in the section verl instead."""
 
-    kl_loss_coef: Above = 1e-3
+    kl_loss_coef: Annotated[
+        Above, Sane(1e-5, 1.0, "the KL term outweighs the reward", "the KL term changes nothing")
+    ] = 1e-3
     """With use_kl_loss: the factor of the KL term."""
 
 
@@ -113,10 +127,14 @@ class RolloutCorrectionConfig(Section):
     bound. `clip`: a weight becomes the nearer bound. `mask`: a weight above the upper bound becomes 0. `icepop`: a
     weight outside the two bounds becomes 0."""
 
-    rollout_is_threshold: Above = DEFAULT_WEIGHT_BOUND
+    rollout_is_threshold: Annotated[
+        Above, Sane(1.0, 100.0, _OUTWEIGHS, "even tokens without a mismatch are out of bounds")
+    ] = DEFAULT_WEIGHT_BOUND
     """The upper bound of a weight."""
 
-    rollout_is_threshold_lower: Above | None = None
+    rollout_is_threshold_lower: Annotated[
+        Above | None, Sane(1e-6, 1.0, "even tokens without a mismatch are out of bounds", "no weight is so small")
+    ] = None
     """The lower bound of a weight, for clip and icepop. null means 1 / rollout_is_threshold."""
 
     rollout_is_batch_normalize: bool = False
@@ -137,5 +155,20 @@ class RolloutCorrectionConfig(Section):
     rollout_rs_ratio: Literal["corr", "ppo"] = "corr"
     """The ratio r for rollout_rs: r_corr (the mismatch), or r_ppo (the mismatch and the updates of this step)."""
 
-    veto_threshold: Annotated[float | None, Unit("probability")] = Field(default=None, gt=0, lt=1)
+    veto_threshold: Annotated[
+        float | None,
+        Unit("probability"),
+        Sane(1e-30, 0.1, "most responses have such a token", "no token is so rare"),
+    ] = Field(default=None, gt=0, lt=1)
     """Reject every response with a token whose old probability is below this value, for example 1e-6."""
+
+    @property
+    def rejects(self) -> bool:
+        """Whether tokens or responses can be left out."""
+        return bool(self.rollout_rs) or self.veto_threshold is not None
+
+    @property
+    def lower(self) -> float:
+        """The lower bound of a weight, for the modes that have one."""
+        given = self.rollout_is_threshold_lower
+        return 1 / self.rollout_is_threshold if given is None else given

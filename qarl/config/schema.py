@@ -21,30 +21,28 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from qarl.config.actor import ActorConfig, OptimConfig
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError, Problem
 from qarl.config.model import ModelConfig
-from qarl.config.objectives import AdvEstimator, ObjectiveKeys, RolloutCorrectionConfig
+from qarl.config.objectives import AdvEstimator, RolloutCorrectionConfig
 from qarl.config.quant import QuantConfig
-from qarl.config.section import Section
+from qarl.config.rollout import RolloutConfig
 from qarl.config.strict_yaml import dump
 from qarl.config.types import (
-    Above,
-    Below,
+    LONG,
+    MANY_RESPONSES,
     Dotted,
-    Fraction,
-    Pair,
     PathList,
     PathText,
     RewardName,
+    Sane,
+    Section,
     Text,
     Unit,
     as_list,
 )
 from qarl.config.unread import problems as unread_problems
-from qarl.tbpo.config import BandScaling, MismatchOutsideCap, PositiveBand, TBPOConfig
-
-_TBPO = TBPOConfig()
 
 
 class DataConfig(Section):
@@ -57,13 +55,13 @@ class DataConfig(Section):
     val_files: PathList = []
     """Files of evaluation prompts (same formats and schema). The list may be empty only if nothing is evaluated."""
 
-    train_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
+    train_batch_size: Annotated[int, Unit("prompts"), Sane(1, 65536, MANY_RESPONSES)] = Field(ge=1)
     """Prompts per training step. Each gets rollout.n responses."""
 
-    max_prompt_length: Annotated[int, Unit("tokens")] = Field(ge=1)
+    max_prompt_length: Annotated[int, Unit("tokens"), Sane(1, 2**20, LONG)] = Field(ge=1)
     """Largest number of tokens in a prompt, including the chat template."""
 
-    max_response_length: Annotated[int, Unit("tokens")] = Field(ge=1)
+    max_response_length: Annotated[int, Unit("tokens"), Sane(1, 2**20, LONG)] = Field(ge=1)
     """Largest number of tokens in a response. Generation stops there."""
 
     shuffle: bool = True
@@ -82,62 +80,12 @@ class RewardConfig(Section):
     function: RewardName = "arithmetic"
     """`arithmetic`, `math_verify`, or your own function: `module:function` or `path/to/file.py:function`."""
 
-    timeout_s: Annotated[float | None, Unit("seconds")] = Field(default=60.0, gt=0, le=86_400)
+    timeout_s: Annotated[
+        float | None,
+        Unit("seconds"),
+        Sane(0.01, 3600, "a stuck reward delays the run for that long", "most answers need longer"),
+    ] = Field(default=60.0, gt=0, le=86_400)
     """Time limit for scoring one response; exceeding it is an error. null means no limit."""
-
-
-class RolloutConfig(Section):
-    """Sampling, and the vLLM engine that samples."""
-
-    n: Annotated[int, Unit("responses")] = Field(ge=2)
-    """Responses per prompt (GRPO's group). At least 2, because an advantage compares responses to the same prompt."""
-
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature in training. It cannot be 0, because greedy responses to a prompt would all be equal."""
-
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability mass that nucleus sampling keeps. Less than 1 needs backend=local and quant.align=model or exact."""
-
-    top_k: Annotated[int, Unit("tokens")] = Field(default=-1, ge=-1)
-    """Sample only from the top_k likeliest tokens; -1 or 0 means all. Values above 0 need backend=local and
-    quant.align=model or exact."""
-
-    val_temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature of evaluations; 0 is greedy. It can be above 0 only with backend=verl, which can evaluate
-    several responses per problem (scripts/prepare_math_eval.py)."""
-
-    max_num_seqs: Annotated[int, Unit("sequences")] = Field(default=256, ge=1)
-    """Maximum number of sequences that vLLM decodes at once."""
-
-    max_num_batched_tokens: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
-    """Maximum number of tokens in one vLLM step. Must be at least max_num_seqs; null means vLLM's default."""
-
-    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Fraction of the GPU's memory that vLLM may use, including its weights. The trainer needs the rest. CUDA only."""
-
-    cpu_kvcache_space_gib: Annotated[float, Unit("GiB")] = Field(default=1.0, gt=0, le=2**20)
-    """Size of vLLM's KV cache in GiB. CPU only."""
-
-    enforce_eager: bool | None = None
-    """Run vLLM without CUDA graphs. It starts faster but decodes more slowly. null means true on a CPU and false on
-    GPUs. On GPUs only decode steps are captured, and the model is not compiled,
-    except in W4A16 and BF16 below quant.align=model, which take vLLM's default."""
-
-    free_cache_engine: bool = True
-    """On GPUs vLLM sleeps while the trainer works: its weights move to host memory, and its KV cache is freed. false
-    saves the seconds of the move, but then the update has only the memory that vLLM leaves."""
-
-    tensor_model_parallel_size: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
-    """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local. If it is above 1,
-    quant.align is at most linears, because each GPU rounds its part of a sum."""
-
-    router_replay: Literal["auto", "on", "off"] = "auto"
-    """In a mixture of experts, send each token of the trainer's forward to the experts that it had in the rollout (R3,
-    arXiv 2510.11370). `auto`: on at quant.align=off and linears. At model and exact it is off, because trainer and
-    engine choose the same experts anyway."""
-
-    rebuild_on_failure: bool = False
-    """If vLLM fails or dies, start a new engine and continue. Only for backend=local."""
 
 
 class PublishConfig(Section):
@@ -148,87 +96,6 @@ class PublishConfig(Section):
     engine keeps a copy of the published tensors in host memory for this. With backend=verl, each trainer process keeps
     one, too. Where trainer and engine share a GPU, all tensors are sent, because a copy within the GPU is faster.
     `off`: always send all tensors, and do not count changes."""
-
-
-class ActorConfig(ObjectiveKeys):
-    """The policy update: the objective, batch splits and TBPO's bands.
-
-    The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, and its
-    spread is proportional to 1/sqrt(tokens). So short responses need wider bands. Otherwise most short responses are
-    outside the bands and teach nothing.
-    """
-
-    ppo_mini_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
-    """Prompts per optimizer step, as in verl, with rollout.n responses each. Must divide data.train_batch_size."""
-
-    use_dynamic_bsz: bool = False
-    """How a batch is split into micro-batches. false: by number of responses (ppo_micro_batch_size_per_gpu). true: by
-    number of tokens (ppo_max_token_len_per_gpu), so that a micro-batch of short responses contains more responses."""
-
-    ppo_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(default=None, ge=1)
-    """Responses per forward and backward. This limits memory, and changes the gradient only by rounding. Must divide
-    ppo_mini_batch_size * rollout.n. Required if use_dynamic_bsz is false."""
-
-    log_prob_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(default=None, ge=1)
-    """Responses per forward when the old log-probs are computed. This only limits memory. Required if use_dynamic_bsz
-    is false."""
-
-    ppo_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
-    """Maximum number of tokens (prompts and responses) per forward and backward, if use_dynamic_bsz is true. Must be at
-    least data.max_prompt_length + data.max_response_length. This limits memory, and changes the gradient only by
-    rounding."""
-
-    log_prob_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
-    """Maximum number of tokens per forward when the old log-probs are computed, if use_dynamic_bsz is true. null means
-    the value of ppo_max_token_len_per_gpu. In verl this key is in the section rollout."""
-
-    old_log_probs: Literal["recompute", "rollout", "auto"] = "recompute"
-    """Where the old log-probs come from. `recompute`: a forward over the batch before the update. `rollout`: the
-    rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, which each step checks
-    (docs/alignment.md), otherwise as `recompute`. Only `recompute` works with rollout.top_p or rollout.top_k."""
-
-    old_log_probs_sample: Annotated[float, Unit("share of the rows")] = Field(default=0.125, ge=0, le=1)
-    """With old_log_probs=auto, share of the rows outside the first mini-batch that a step without recomputing checks,
-    drawn at random. It is also the probability per step to find one differing row among them."""
-
-    ppo_epochs: Annotated[int, Unit("passes")] = Field(default=1, ge=1)
-    """Passes over the responses of a step."""
-
-    grad_clip: float = Field(default=1.0, gt=0)
-    """Largest L2 norm of the whole gradient. A larger gradient is scaled down to it."""
-
-    seq_clip_ratio_high: Above = _TBPO.seq_clip_ratio_high
-    """For a positive advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
-
-    seq_clip_ratio_low: Below = _TBPO.seq_clip_ratio_low
-    """For a positive advantage with positive_band=two_sided, a sequence ratio below 1 - this value gives no gradient.
-    The default is the paper's."""
-
-    neg_seq_clip_ratio_low: Below = _TBPO.neg_seq_clip_ratio_low
-    """For a negative advantage, a sequence ratio below 1 - this value gives no gradient. The default is the paper's."""
-
-    neg_seq_clip_ratio_high: Above = _TBPO.neg_seq_clip_ratio_high
-    """For a negative advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
-
-    seq_tis_imp_ratio_cap: float = Field(default=_TBPO.seq_tis_imp_ratio_cap, ge=1, le=1e6)
-    """The cap C. A sequence's trainer/rollout weight is limited to [1/C, C], so with C = 1 all weights are 1. The
-    default is the paper's."""
-
-    mismatch_outside_cap: MismatchOutsideCap = _TBPO.mismatch_outside_cap
-    """How to treat a sequence with a trainer/rollout weight outside [1/C, C] (seq_tis_imp_ratio_cap). `truncate`: clip
-    the weight. `drop`: set the sequence's loss to 0, but still count the sequence in the mean."""
-
-    positive_band: PositiveBand = _TBPO.positive_band
-    """Band for positive advantages. `upper`: only the upper edge, as in the paper's text. `two_sided`: both edges, as
-    the paper's table allows."""
-
-    band_scaling: BandScaling = _TBPO.band_scaling
-    """`none`: the bands are as given. `length`: they are given for responses of band_reference_length tokens, and a
-    response of T tokens has bands sqrt(band_reference_length / T) times as wide."""
-
-    band_reference_length: Annotated[int, Unit("tokens")] = Field(default=_TBPO.band_reference_length, ge=1, le=10**9)
-    """Response length for which the bands are given, if band_scaling is length. The default is the paper's longest
-    response, to which its bands belong."""
 
 
 class AlgorithmConfig(Section):
@@ -244,55 +111,16 @@ class AlgorithmConfig(Section):
     responses."""
 
 
-class OptimConfig(Section):
-    """The optimizer and its schedule."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
-
-    lr: float = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The default is the value that the paper gives for Muon (docs/paper_runs.md)."""
-
-    betas: Pair = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
-
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
-
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay. In each step it is multiplied by the learning rate. The default is the paper's."""
-
-    lr_warmup_steps: Annotated[int, Unit("steps")] = Field(default=0, ge=0)
-    """Number of training steps in which the learning rate rises linearly from 0 to its peak."""
-
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: `constant`, or `cosine` down to min_lr_ratio at the last training step."""
-
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end of the cosine schedule, as a fraction of the peak."""
-
-    muon_lr: float = Field(default=0.02, ge=0)
-    """Muon's peak learning rate. One update changes an element of a matrix by about muon_lr / sqrt(input width). The
-    default is that of the muon-optimizer package, for pre-training. Fine-tuning needs less."""
-
-    muon_momentum: Fraction = 0.95
-    """Muon's momentum."""
-
-    master_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the weights that the optimizer updates. With bf16, updates are rounded stochastically, because rounding
-    to nearest would lose updates of relative size 1e-6."""
-
-
 class TrainerConfig(Section):
     """Length of the run, evaluation, checkpoints and output."""
 
-    nnodes: Annotated[int, Unit("machines")] = Field(default=1, ge=1)
+    nnodes: Annotated[int, Unit("machines"), Sane(1, 4096, "no run uses that many machines")] = Field(default=1, ge=1)
     """Number of machines. Must be 1 with backend=local."""
 
-    n_gpus_per_node: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
+    n_gpus_per_node: Annotated[int, Unit("GPUs"), Sane(1, 128, "no machine has that many")] = Field(default=1, ge=1)
     """GPUs per machine, or the number of trainer processes on a CPU. Must be 1 with backend=local."""
 
-    total_training_steps: Annotated[int, Unit("steps")] = Field(ge=1)
+    total_training_steps: Annotated[int, Unit("steps"), Sane(1, 10_000_000, "the run would not end")] = Field(ge=1)
     """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data repeats as needed."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
@@ -316,7 +144,9 @@ class TrainerConfig(Section):
     """Write report.html and samples.jsonl to the run folder, after the first step, every 10 steps (from step
     500 on every 50) and at the end."""
 
-    num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
+    num_threads: Annotated[int | None, Unit("threads"), Sane(1, 1024, "no machine has that many CPUs")] = Field(
+        default=None, ge=1, le=4096
+    )
     """CPU threads per process. backend=local has one process for trainer and engine. backend=verl has one process per
     rank. null means OMP_NUM_THREADS if set, otherwise all usable CPUs. With backend=verl, the ranks share these CPUs,
     or Ray decides on GPUs."""

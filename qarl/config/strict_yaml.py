@@ -18,8 +18,8 @@ from yaml.constructor import ConstructorError
 
 from qarl.config.errors import NOT_GIVEN, Problem
 
-MOST_DIGITS = 1000
-"""The most digits that a number may have. Python itself refuses to read more than 4300."""
+MOST_DIGITS = 18
+"""The most digits of a whole number. Every reader of the config can represent such a number (63 bits)."""
 TOO_DEEP = "lists or mappings are nested too deep"
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 

@@ -1,23 +1,26 @@
-"""Types of values that several config keys share, and their checks."""
+"""The base of every section of the config, and types of values that several keys share, with their checks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from qarl.config.errors import nearest
 from qarl.config.ignore import pattern_problem
 
-LONGEST_PATH, LONGEST_NAME = 4000, 240
-"""Largest number of bytes in a path, and in one name between slashes. Linux allows 4095 and 255; a run appends some."""
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
-LARGEST = 2**63 - 1
-"""The largest whole number that every reader of the config can represent."""
+
+
+class Section(BaseModel):
+    """Base of every section. It is immutable, refuses unknown keys, NaN and Inf, and does not convert types."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,23 @@ class Unit:
     """The unit of a key, as in `Annotated[int, Unit("tokens")]`. It is only documentation."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the values of a text are, for the help. It is only documentation."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Sane:
+    """Values from `low` to `high` are sane. `below`: effect of a smaller value. `above`: effect of a larger value."""
+
+    low: float
+    high: float
+    above: str
+    below: str = ""
 
 
 def as_list(value: Any) -> Any:
@@ -44,28 +64,6 @@ def as_dotted(value: Any) -> Any:
     return flat
 
 
-def whole_text(text: str) -> str:
-    """Return `text`; raise an error if it contains NUL, which ends a string in C and cannot be in a file name."""
-    if "\0" in text:
-        raise PydanticCustomError("nul", "contains the character NUL", {"fix": "remove it"})
-    return text
-
-
-def possible_path(text: str) -> str:
-    """Return `text`; raise an error if the whole path, or one name between its slashes, is too long."""
-    if len(os.fsencode(text)) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in text.split("/")):
-        reason = f"is longer than a path may be ({LONGEST_PATH} bytes, {LONGEST_NAME} between slashes)"
-        raise PydanticCustomError("path_length", "{reason}", {"reason": reason, "fix": "give a shorter path"})
-    return text
-
-
-def held_integer(value: Any) -> Any:
-    """Return `value`; raise an error if it is a whole number of more than 64 bits."""
-    if isinstance(value, int) and abs(value) > LARGEST:
-        raise PydanticCustomError("too_large", "has more than 64 bits", {"fix": f"choose at most {LARGEST}"})
-    return value
-
-
 def reward_name(function: str) -> str:
     """Return `function`; raise an error if it is not a built-in reward and does not have the form `module:function`."""
     where, colon, name = function.rpartition(":")
@@ -78,21 +76,22 @@ def reward_name(function: str) -> str:
 
 
 def good_patterns(patterns: list[str]) -> list[str]:
-    """Return `patterns`; raise an error if one is not a valid regular expression, or too slow (`pattern_problem`)."""
+    """Return `patterns`; raise an error if one is not a valid regular expression."""
     for pattern in patterns:
         if problem := pattern_problem(pattern):
             raise PydanticCustomError("pattern", "{message}", {"message": problem[0], "fix": problem[1]})
     return patterns
 
 
-Text = Annotated[str, Field(min_length=1), AfterValidator(whole_text)]
-PathText = Annotated[Text, AfterValidator(possible_path)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+PathText = Annotated[Text, Words("path")]
 TextList = Annotated[list[Text], BeforeValidator(as_list)]
 PathList = Annotated[list[PathText], BeforeValidator(as_list)]
-Patterns = Annotated[TextList, AfterValidator(good_patterns)]
-RewardName = Annotated[PathText, AfterValidator(reward_name)]
+Patterns = Annotated[TextList, Words("module names or patterns"), AfterValidator(good_patterns)]
+RewardName = Annotated[Text, Words("name of a function"), AfterValidator(reward_name)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]
 Below = Annotated[float, Field(gt=0, le=1)]
-Pair = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
 Dotted = Annotated[dict[str, Any], BeforeValidator(as_dotted)]
+MANY_RESPONSES = "no usual run has that many responses per step, and time and memory of a step grow with their number"
+LONG = "no model has that many positions"

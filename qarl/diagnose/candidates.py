@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from qarl.config import Config
-from qarl.config.objectives import RolloutCorrectionConfig
+from qarl.config.objectives import Level, RolloutCorrectionConfig
 from qarl.metrics.bands import bands_in_force
 from qarl.objectives.loss import correction_weights
-from qarl.objectives.settings import Correction, Settings, objective_settings
+from qarl.objectives.settings import Settings, objective_settings
 
 QUANTILES = (0.8, 0.95, 0.99)
 BAND_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)
 PAPER_REJECTION = 0.001
 """The threshold of a sum of K in arXiv 2605.14220, appendix A.4."""
-_NO_BOUND = 1e30
+_NO_BOUND = 1e6
 _LOWEST = 0.99
 """The widest lower band: at 1 its edge would be a ratio of 0."""
 _IS = "rollout_correction.rollout_is"
@@ -150,6 +150,7 @@ def clipped_share(settings: Settings, log_ratio: torch.Tensor, mask: torch.Tenso
 
     `log_ratio`: log r_corr, [B, R]."""
     correction, lower = settings.correction, 0.0
+    level: Level
     if settings.loss == "tbpo":
         level, upper = "geometric", settings.tbpo.seq_tis_imp_ratio_cap
         lower = 1 / upper
@@ -162,7 +163,7 @@ def clipped_share(settings: Settings, log_ratio: torch.Tensor, mask: torch.Tenso
         lower = correction.lower if correction.rollout_is_mode in ("clip", "icepop") else 0.0
     if settings.loss == "tbpo" and upper == 1:
         return 0.0  # there is no weight
-    free = Correction(rollout_is=level, rollout_is_threshold=_NO_BOUND)
+    free = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=_NO_BOUND)
     raw = correction_weights(log_ratio, torch.zeros_like(log_ratio), mask, free)
     assert raw is not None
     return float(((raw > upper) | (raw < lower))[mask].double().mean())

@@ -48,9 +48,10 @@ import math
 
 import torch
 
+from qarl.config.objectives import RolloutCorrectionConfig
 from qarl.objectives import verl_losses
 from qarl.objectives.metrics import correction_statistics, loss_statistics
-from qarl.objectives.settings import Correction, Settings
+from qarl.objectives.settings import Settings
 from qarl.tbpo import tbpo_loss
 
 _VERL_NAMES = {
@@ -178,7 +179,7 @@ def batch_weights(
 
 
 def correction_weights(
-    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor, correction: Correction
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
 ) -> torch.Tensor | None:
     """Return the weight of every token, FP32 [B, T], 0 outside `mask`. Return None if the correction has no weight.
 
@@ -189,7 +190,7 @@ def correction_weights(
     log_ratio = torch.where(mask, old_log_prob.detach().float() - rollout_log_prob.detach().float(), 0.0)
     if not mask.any():  # verl's function needs a token
         return torch.zeros_like(log_ratio)
-    if correction.in_verl:
+    if verl_losses.has_weight(correction):
         return verl_losses.correction_weights(log_ratio, mask, correction)
     weight = _bounded(_ratio(log_ratio, mask, correction.rollout_is), correction) * mask
     if correction.rollout_is_batch_normalize:
@@ -203,7 +204,7 @@ def sequence_mis_weights(
     """Return masked importance weights, [B, T]: the product of r_corr over the response, or 0 if it is above `cap`.
 
     Source: "When Speed Kills Stability" (Liu et al. 2025, https://richardli.xyz/rl-collapse), sequence-level MIS."""
-    mis = Correction(rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=cap)
+    mis = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=cap)
     return correction_weights(old_log_prob, rollout_log_prob, mask, mis)
 
 
@@ -212,7 +213,7 @@ def accepted_tokens(
     old_log_prob: torch.Tensor,
     rollout_log_prob: torch.Tensor,
     mask: torch.Tensor,
-    correction: Correction,
+    correction: RolloutCorrectionConfig,
 ) -> torch.Tensor:
     """Return `mask` without the rejected tokens, bool [B, T]. Each row is judged alone. All tensors are [B, T]."""
     if not mask.any():
@@ -237,7 +238,7 @@ def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Ten
     return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
 
-def _bounded(weight: torch.Tensor, correction: Correction) -> torch.Tensor:
+def _bounded(weight: torch.Tensor, correction: RolloutCorrectionConfig) -> torch.Tensor:
     """Return the weights within the bounds of `rollout_is_mode`."""
     upper, lower = correction.rollout_is_threshold, correction.lower
     if correction.rollout_is_mode == "truncate":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qarl import tbpo
-from qarl.tbpo.loss import combine
+from qarl.tbpo.loss import combine, means, response_metrics, response_statistics
 from qarl.tbpo.ratios import largest_update, ratio_deviation, sequence_log_ratio
 from qarl.tbpo.tokens import token_metrics, token_statistics
 
@@ -25,12 +25,6 @@ _MEANS = {
     "actor/pg_clipfrac": ("clipped", "kept_tokens"),
     "actor/pg_clipfrac_lower": ("clipped_lower", "kept_tokens"),
     "actor/ppo_kl": ("ppo_kl", "kept_tokens"),
-    "actor/zero_advantage_frac": ("zero", "responses"),
-    "actor/seq_ratio_mean": ("ratio", "responses"),
-    "actor/zero_centred_loss_pos": ("centred_pos", "responses"),
-    "actor/zero_centred_loss_neg": ("centred_neg", "responses"),
-    "actor/rollout_zero_centred_loss_pos": ("rollout_centred_pos", "responses"),
-    "actor/rollout_zero_centred_loss_neg": ("rollout_centred_neg", "responses"),
     "correction/rejected_response_frac": ("rejected_responses", "all_responses"),
     "correction/rejected_token_frac": ("rejected_tokens", "all_tokens"),
     "correction/weight_mean": ("weight", "weighted_tokens"),
@@ -81,31 +75,18 @@ def loss_statistics(
     ones, so it contains the mismatch only if those are the rollout's."""
     with torch.no_grad():
         nonempty, tokens = keep.any(dim=-1), keep.sum()
-        log_ratio = sequence_log_ratio(log_prob, against, keep)
-        log_rollout_ratio = sequence_log_ratio(log_prob, rollout_log_prob, keep)
-        deviation = ratio_deviation(log_ratio)
-        centred, rollout_centred = -deviation * advantage, -ratio_deviation(log_rollout_ratio) * advantage
-        pos, neg = nonempty & (advantage > 0), nonempty & (advantage < 0)
-        sums = {
-            "responses": nonempty,
-            "kept_tokens": keep,
-            "zero": nonempty & (advantage == 0),
-            "ratio": torch.where(nonempty, 1 + deviation, 0.0),
-            "centred_pos": torch.where(pos, centred, 0.0),
-            "centred_neg": torch.where(neg, centred, 0.0),
-            "rollout_centred_pos": torch.where(pos, rollout_centred, 0.0),
-            "rollout_centred_neg": torch.where(neg, rollout_centred, 0.0),
-        }
-        values = {f"sum/{name}": value.double().sum() for name, value in sums.items()}
-        values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
-        values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
+        deviation = ratio_deviation(sequence_log_ratio(log_prob, against, keep))
+        values = response_statistics(
+            deviation, sequence_log_ratio(log_prob, rollout_log_prob, keep), advantage, nonempty
+        )
+        values["sum/kept_tokens"] = tokens.double()
         lengths = keep.sum(dim=-1)
         if uses_ratio:
             values["max/ratio"] = largest_update(deviation, lengths)
         update = ratio_deviation(sequence_log_ratio(log_prob, old_log_prob, keep))
         values["max/update"] = largest_update(update, lengths)
-        means = {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
-    return _as_numbers(values | means) | token_statistics(log_prob, old_log_prob, advantage, keep)
+        values |= {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
+    return _as_numbers(values) | token_statistics(log_prob, old_log_prob, advantage, keep)
 
 
 def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -126,17 +107,10 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
     """
     statistics = list(statistics)
     total = combine(statistics)
-    metrics = tbpo.reduce_metrics(statistics) if _IS_TBPO in total else {}
-    for name, (numerator, denominator) in _MEANS.items():
-        if name not in metrics and f"sum/{numerator}" in total and total[f"sum/{denominator}"]:
-            metrics[name] = total[f"sum/{numerator}"] / total[f"sum/{denominator}"]
-    if total.get("sum/responses") and "actor/seq_ratio_max" not in metrics:
-        low, high = total["min/deviation"], total["max/deviation"]
-        metrics |= {"actor/seq_ratio_min": 1 + low, "actor/seq_ratio_max": 1 + high}
-        metrics["actor/seq_ratio_abs_dev_max"] = max(abs(low), abs(high))
-        metrics["actor/update_size"] = total["max/update"]
-        if "max/ratio" in total:
-            metrics["actor/ratio_size"] = total["max/ratio"]
+    metrics = tbpo.reduce_metrics(statistics) if _IS_TBPO in total else response_metrics(total)
+    metrics |= means(total, _MEANS)
+    if total.get("sum/responses") and "max/ratio" in total:
+        metrics["actor/ratio_size"] = total["max/ratio"]
     if total.get("sum/weighted_tokens"):
         metrics |= {"correction/weight_min": total["min/weight"], "correction/weight_max": total["max/weight"]}
         if total["sum/weight_squared"]:

@@ -10,13 +10,20 @@ and tokens of the whole mini-batch. `agg_loss` divides each part's sum by it, so
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from qarl.config.objectives import RolloutCorrectionConfig
 from qarl.errors import UserError
-from qarl.objectives.settings import Correction, Settings
+from qarl.objectives.settings import NO_DUAL_CLIP, SAME_IN_VERL, TOKEN_CLIP, Settings
+
+_NEVER = 1e-30
+"""A lower bound below every weight. verl's weights are at least e^-20 = 2e-9."""
+_LARGEST = 700.0
+"""Every K1 of a response is below this number of nats, and the exponential of this number is still a finite float."""
 
 
 def require(settings: Settings, *, advantages: bool = False) -> None:
@@ -49,23 +56,19 @@ def corrections() -> Any:
     return module
 
 
-@functools.lru_cache(maxsize=8)
 def actor_config(settings: Settings) -> Any:
     """Return verl's `ActorConfig` with these settings. `global_batch_info` is set for each call of a loss."""
+    dual_clip = settings.clip_ratio_c if settings.loss == "dual_clip" else NO_DUAL_CLIP
+    keys = {name: getattr(settings, name) for name in (*SAME_IN_VERL, "loss_agg_mode")} | {"clip_ratio_c": dual_clip}
+    return _actor_config(**keys)
+
+
+@functools.lru_cache(maxsize=8)
+def _actor_config(**keys: Any) -> Any:
     from verl.workers.config import ActorConfig
 
-    return ActorConfig(
-        strategy="fsdp2",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        clip_ratio=settings.clip_ratio_low,
-        clip_ratio_low=settings.clip_ratio_low,
-        clip_ratio_high=settings.clip_ratio_high,
-        clip_ratio_c=settings.clip_ratio_c,
-        tau_pos=settings.tau_pos,
-        tau_neg=settings.tau_neg,
-        loss_agg_mode=settings.loss_agg_mode,
-    )
+    # verl uses `clip_ratio` if the other two are null.
+    return ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio=TOKEN_CLIP[0], **keys)
 
 
 def policy_loss(
@@ -140,7 +143,36 @@ def outcome_advantages(
     return found
 
 
-def correction_weights(log_ratio: torch.Tensor, mask: torch.Tensor, correction: Correction) -> torch.Tensor:
+def has_weight(correction: RolloutCorrectionConfig) -> bool:
+    """Return whether verl has this weight."""
+    return correction.rollout_is in ("token", "sequence") and correction.rollout_is_mode != "clip"
+
+
+def weight_bounds(correction: RolloutCorrectionConfig) -> str | float:
+    """Return verl's `rollout_is_threshold`: a number truncates, LOWER_UPPER sets weights outside to 0 (IcePop).
+
+    `mask` is IcePop with a lower bound that has no effect."""
+    upper = correction.rollout_is_threshold
+    if correction.rollout_is_mode == "truncate":
+        return upper
+    return f"{correction.lower if correction.rollout_is_mode == 'icepop' else _NEVER!r}_{upper!r}"
+
+
+def rejection_bounds(correction: RolloutCorrectionConfig) -> str:
+    """Return verl's `rollout_rs_threshold`. Bounds of K2 and K3 are in nats, those of K1 are exp(K1): LOWER_UPPER."""
+    options, given = correction.rollout_rs, correction.rollout_rs_threshold
+    lower = correction.rollout_rs_threshold_lower
+    bounds = []
+    for option, upper in zip(options, given * len(options) if len(given) == 1 else given, strict=True):
+        pair = (-_LARGEST if lower is None else lower, upper)
+        ratios = (math.exp(min(max(nats, -_LARGEST), _LARGEST)) for nats in pair)
+        bounds.append("_".join(map(repr, ratios)) if option.endswith("k1") else repr(upper))
+    return ",".join(bounds)
+
+
+def correction_weights(
+    log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
+) -> torch.Tensor:
     """Return verl's weights from log r_corr, [B, T]. `mask`: bool, with at least one token."""
     try:
         found: torch.Tensor
@@ -148,7 +180,7 @@ def correction_weights(log_ratio: torch.Tensor, mask: torch.Tensor, correction: 
             log_ratio,
             mask.float(),
             rollout_is=correction.rollout_is,
-            rollout_is_threshold=correction.verl_weight_bounds,
+            rollout_is_threshold=weight_bounds(correction),
             rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
         )
         return found
@@ -157,12 +189,12 @@ def correction_weights(log_ratio: torch.Tensor, mask: torch.Tensor, correction: 
         return torch.zeros_like(log_ratio)
 
 
-def rejection_mask(log_ratio: torch.Tensor, mask: torch.Tensor, correction: Correction) -> torch.Tensor:
+def rejection_mask(log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig) -> torch.Tensor:
     """Return `mask` without the tokens that verl rejects, bool [B, T]. `mask` must contain at least one token."""
     passed, _ = corrections().compute_rollout_rejection_mask(
         log_ratio,
         mask.float(),
         rollout_rs=",".join(correction.rollout_rs),
-        rollout_rs_threshold=correction.verl_rejection_bounds,
+        rollout_rs_threshold=rejection_bounds(correction),
     )
     return mask & (passed > 0.5)

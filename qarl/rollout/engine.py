@@ -44,10 +44,9 @@ from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.response_fingerprint import fingerprint
 from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
 from qarl.vllm_versions.differences import loaded_model, release_memory_pools
-from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.head import check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
-from qarl.vllm_versions.uses import ENGINE, PUBLISH
+from qarl.vllm_versions.release import check_release
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ class RolloutEngine:
         check_not_batch_invariant()
         check_served(config.scheme.name, config.kernels)
         check_head_dtype(config.head_dtype)
-        check_functions("rollouts", ENGINE)
-        check_functions("publishing weights", PUBLISH)
+        check_release()
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         check_loaded(hf_config)
         check_linears_loaded(config.kernels)

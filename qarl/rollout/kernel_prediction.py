@@ -10,13 +10,12 @@ from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
 from qarl.rollout.engine_config import KernelRequest, engine_arguments, kernel_request
 from qarl.rollout.vllm_plugin import check_linears_loaded
-from qarl.vllm_versions.functions import check_functions
-from qarl.vllm_versions.uses import RULES
+from qarl.vllm_versions.release import check_release
 
 
 def _require_vllm() -> None:
     configure_vllm_process()
-    check_functions("the choice of layers and kernels", RULES)
+    check_release()
 
 
 def serving_module(architecture: str) -> str | None:

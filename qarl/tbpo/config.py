@@ -1,17 +1,24 @@
 """The keys of TBPO. The defaults are the paper's values (arXiv 2604.07853, appendix B).
 
-The defaults of the run's config and of verl's config come from this module. It does not import torch.
+`qarl.config` takes defaults and bounds of these keys from here, because this package imports neither torch nor any
+other part of QaRL. The meaning of each key is in docs/config_reference.md.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 MismatchOutsideCap = Literal["truncate", "drop"]
 PositiveBand = Literal["upper", "two_sided"]
 BandScaling = Literal["none", "length"]
+_NAMES = {"mismatch_outside_cap": MismatchOutsideCap, "positive_band": PositiveBand, "band_scaling": BandScaling}
+
+
+def _number(default: float, **bounds: float) -> Any:
+    """Return a field. `bounds`: as pydantic names them, `gt`, `ge` and `le`."""
+    return field(default=default, metadata=bounds)
 
 
 @dataclass(frozen=True)
@@ -30,44 +37,40 @@ class TBPOConfig:
     Raises ValueError on a number out of range, an unknown option, or an aggregation other than "seq-mean-token-mean".
     """
 
-    seq_clip_ratio_high: float = 4e-4
-    seq_clip_ratio_low: float = 3e-4
-    neg_seq_clip_ratio_low: float = 3e-4
-    neg_seq_clip_ratio_high: float = 7e-4
-    seq_tis_imp_ratio_cap: float = 2.0
+    seq_clip_ratio_high: float = _number(4e-4, gt=0, le=1e6)
+    seq_clip_ratio_low: float = _number(3e-4, gt=0, le=1)
+    neg_seq_clip_ratio_low: float = _number(3e-4, gt=0, le=1)
+    neg_seq_clip_ratio_high: float = _number(7e-4, gt=0, le=1e6)
+    seq_tis_imp_ratio_cap: float = _number(2.0, ge=1, le=1e6)
     mismatch_outside_cap: MismatchOutsideCap = "truncate"
     positive_band: PositiveBand = "upper"
     band_scaling: BandScaling = "none"
-    band_reference_length: int = 16384
+    band_reference_length: int = _number(16384, ge=1, le=10**9)
     loss_agg_mode: str = "seq-mean-token-mean"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if isinstance(field.default, str):
+        for one in fields(self):
+            value, bounds = getattr(self, one.name), one.metadata
+            if one.name in _NAMES and value not in get_args(_NAMES[one.name]):
+                raise ValueError(f"{one.name} must be one of {', '.join(get_args(_NAMES[one.name]))}; got {value!r}")
+            if not bounds:
                 continue
-            value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{field.name} must be a finite number, got {value!r}")
-        for name, lowest, highest, what in (
-            ("seq_clip_ratio_low", 0, 1, "it is a distance below a ratio of 1"),
-            ("seq_clip_ratio_high", 0, 1e6, "it is a distance above a ratio of 1"),
-            ("neg_seq_clip_ratio_low", 0, 1, "it is a distance below a ratio of 1"),
-            ("neg_seq_clip_ratio_high", 0, 1e6, "it is a distance above a ratio of 1"),
-            ("seq_tis_imp_ratio_cap", 1, 1e6, "the mismatch weight is clipped to [1/cap, cap]"),
-            ("band_reference_length", 1, 1e9, "it is a number of tokens"),
-        ):
-            value = getattr(self, name)
-            if not (lowest <= value <= highest and value > 0):
-                raise ValueError(f"{name} must be positive and in [{lowest}, {highest:g}]: {what}; got {value}")
-        for name, allowed in (
-            ("mismatch_outside_cap", get_args(MismatchOutsideCap)),
-            ("positive_band", get_args(PositiveBand)),
-            ("band_scaling", get_args(BandScaling)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+                raise ValueError(f"{one.name} must be a finite number, got {value!r}")
+            low = bounds.get("ge", bounds.get("gt", 0))
+            if not low <= value <= bounds["le"] or value <= 0:
+                raise ValueError(f"{one.name} must be positive and in [{low:g}, {bounds['le']:g}]; got {value}")
         if self.loss_agg_mode != "seq-mean-token-mean":
             raise ValueError(
                 f"loss_agg_mode must be 'seq-mean-token-mean', because TBPO has one ratio per response; "
                 f"got {self.loss_agg_mode!r}"
             )
+
+    @classmethod
+    def of(cls, keys: object, **others: Any) -> TBPOConfig:
+        """Return the config with the attributes of `keys` that are named in `KEYS`. The rest keep their defaults."""
+        return cls(**{name: getattr(keys, name) for name in KEYS if hasattr(keys, name)}, **others)
+
+
+KEYS = tuple(one.name for one in fields(TBPOConfig) if one.name != "loss_agg_mode")
+"""The keys of TBPO in the section `actor` of a run's config. `loss_agg_mode` is a key of every loss."""

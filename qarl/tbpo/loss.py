@@ -37,7 +37,7 @@ Legend: B responses, T token positions (response_length).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -136,18 +136,10 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
         actor/band_factor_p95: the current bands, multiplied by this number, would leave 5% of them outside
     """
     total = combine(statistics)
-    if not total.get("sum/responses"):
+    metrics = response_metrics(total)
+    if not metrics:
         return {}
-
-    metrics = {}
-    for name, (numerator, denominator) in _MEANS.items():
-        if total[f"sum/{denominator}"]:
-            metrics[f"actor/{name}"] = total[f"sum/{numerator}"] / total[f"sum/{denominator}"]
-    low, high = total["min/deviation"], total["max/deviation"]
-    metrics["actor/seq_ratio_min"] = 1 + low
-    metrics["actor/seq_ratio_max"] = 1 + high
-    metrics["actor/seq_ratio_abs_dev_max"] = max(abs(low), abs(high))
-    metrics["actor/update_size"] = total["max/update"]
+    metrics |= means(total, _MEANS)
     metrics["actor/seq_tis_imp_ratio_max"] = total["max/mismatch"]
     for name, key in (("band_p95", "all/scaled_distance"), ("band_factor_p95", "all/bands_away")):
         if total.get(key):
@@ -183,19 +175,43 @@ def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float
     return found | token_metrics(combine(later))
 
 
+def response_metrics(total: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of combined `response_statistics`, or {} if there was no response."""
+    if not total.get("sum/responses"):
+        return {}
+    low, high = total["min/deviation"], total["max/deviation"]
+    return means(total, {f"actor/{name}": (key, "responses") for name, key in _RESPONSE_MEANS.items()}) | {
+        "actor/seq_ratio_min": 1 + low,
+        "actor/seq_ratio_max": 1 + high,
+        "actor/seq_ratio_abs_dev_max": max(abs(low), abs(high)),
+        "actor/update_size": total["max/update"],
+    }
+
+
+def means(total: Mapping[str, Any], names: Mapping[str, tuple[str, str]]) -> dict[str, float]:
+    """Return sum/NUMERATOR divided by sum/DENOMINATOR for each name in `names`, without those over nothing."""
+    return {
+        name: total[f"sum/{numerator}"] / total[f"sum/{denominator}"]
+        for name, (numerator, denominator) in names.items()
+        if f"sum/{numerator}" in total and total[f"sum/{denominator}"]
+    }
+
+
+_RESPONSE_MEANS = {
+    "zero_advantage_frac": "zero",
+    "seq_ratio_mean": "ratio",
+    "zero_centred_loss_pos": "centred_pos",
+    "zero_centred_loss_neg": "centred_neg",
+    "rollout_zero_centred_loss_pos": "rollout_centred_pos",
+    "rollout_zero_centred_loss_neg": "rollout_centred_neg",
+}
 _MEANS = {
-    "pos_outside_band_frac": ("pos_outside", "pos"),
-    "neg_outside_band_frac": ("neg_outside", "neg"),
-    "inside_band_frac": ("inside", "nonzero"),
-    "zero_advantage_frac": ("zero", "responses"),
-    "seq_ratio_mean": ("ratio", "responses"),
-    "seq_tis_imp_ratio_mean": ("mismatch", "responses"),
-    "seq_tis_above_cap_frac": ("above_cap", "responses"),
-    "seq_tis_below_cap_frac": ("below_cap", "responses"),
-    "zero_centred_loss_pos": ("centred_pos", "responses"),
-    "zero_centred_loss_neg": ("centred_neg", "responses"),
-    "rollout_zero_centred_loss_pos": ("rollout_centred_pos", "responses"),
-    "rollout_zero_centred_loss_neg": ("rollout_centred_neg", "responses"),
+    "actor/pos_outside_band_frac": ("pos_outside", "pos"),
+    "actor/neg_outside_band_frac": ("neg_outside", "neg"),
+    "actor/inside_band_frac": ("inside", "nonzero"),
+    "actor/seq_tis_imp_ratio_mean": ("mismatch", "responses"),
+    "actor/seq_tis_above_cap_frac": ("above_cap", "responses"),
+    "actor/seq_tis_below_cap_frac": ("below_cap", "responses"),
 }
 
 
@@ -246,21 +262,35 @@ def _statistics(
     """Return sums and extremes over the non-empty responses, with one transfer from the device to the CPU."""
     nonempty = lengths > 0
     pos, neg = advantage > 0, advantage < 0
-    centred = -deviation * advantage
-    rollout_centred = -ratio_deviation(log_rollout_ratio) * advantage
     sums = {
-        "responses": nonempty,
         "pos": pos,
         "neg": neg,
         "nonzero": pos | neg,
-        "zero": nonempty & (advantage == 0),
         "pos_outside": pos & ~in_band,
         "neg_outside": neg & ~in_band,
         "inside": (pos | neg) & in_band,
         "above_cap": nonempty & (mismatch > weight),
         "below_cap": nonempty & (mismatch < weight),
-        "ratio": torch.where(nonempty, 1 + deviation, 0.0),
         "mismatch": torch.where(nonempty, mismatch, 0.0),
+    }
+    values = response_statistics(deviation, log_rollout_ratio, advantage, nonempty)
+    values |= {f"sum/{name}": value.double().sum() for name, value in sums.items()}
+    values["max/update"] = largest_update(deviation, lengths)
+    values["max/mismatch"] = mismatch.double().masked_fill(~nonempty, -math.inf).amax()
+    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+
+
+def response_statistics(
+    deviation: torch.Tensor, log_rollout_ratio: torch.Tensor, advantage: torch.Tensor, nonempty: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the statistics that every loss has, FP64 scalars. `deviation`: r - 1. `log_rollout_ratio`: the log-ratio
+    to the rollout. `nonempty`: which responses count. All are [B]."""
+    pos, neg = nonempty & (advantage > 0), nonempty & (advantage < 0)
+    centred, rollout_centred = -deviation * advantage, -ratio_deviation(log_rollout_ratio) * advantage
+    sums = {
+        "responses": nonempty,
+        "zero": nonempty & (advantage == 0),
+        "ratio": torch.where(nonempty, 1 + deviation, 0.0),
         "centred_pos": torch.where(pos, centred, 0.0),
         "centred_neg": torch.where(neg, centred, 0.0),
         "rollout_centred_pos": torch.where(pos, rollout_centred, 0.0),
@@ -269,9 +299,7 @@ def _statistics(
     values = {f"sum/{name}": value.double().sum() for name, value in sums.items()}
     values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
     values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
-    values["max/update"] = largest_update(deviation, lengths)
-    values["max/mismatch"] = mismatch.double().masked_fill(~nonempty, -math.inf).amax()
-    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+    return values
 
 
 def _denominator(count: int, global_batch_size: int | None) -> int:

@@ -79,7 +79,7 @@ class LocalTrainer:
         self.replace_policy(parts.policy)
         self.objective = objective_settings(config)
         self.source = OldLogProbs(config, self.old_log_probs)
-        if self.objective.kl_loss_coef is not None:
+        if self.objective.use_kl_loss:
             # Before the engine, which is awake at first and takes its whole share of the GPU.
             self.reference = Policy.load(config).freeze()
         routing = bool(stacked_experts(parts.policy.model))

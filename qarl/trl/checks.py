@@ -61,16 +61,12 @@ def check_args(args: Any) -> None:
         ("vllm_tensor_parallel_size", 1, "each process has an engine of one worker"),
         ("neftune_noise_alpha", None, "the trainer's embeddings would differ from the engine's"),
     ]
+    neutral += [("top_k", 0, tokens)] * (args.top_k != -1)
     for name, wanted, why in neutral:
         value = getattr(args, name)
         if value != wanted and not (wanted is None and not value):
-            raise UserError(
-                f"QaRLTrainer does not support {name}={value!r}", where=name, why=why, fix=f"set {name}={wanted}"
-            )
-    if args.top_k not in (0, -1):
-        raise UserError(
-            f"QaRLTrainer does not support top_k={args.top_k}", where="top_k", why=tokens, fix="set top_k=0"
-        )
+            what = f"QaRLTrainer does not support {name}={value!r}"
+            raise UserError(what, where=name, why=why, fix=f"set {name}={wanted}")
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
         raise UserError(
             "QaRLTrainer does not support FSDP",

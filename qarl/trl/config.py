@@ -12,18 +12,18 @@ GPU with the trainer.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 from trl import GRPOConfig
 
 from qarl.config import Config, build_config
 from qarl.config.errors import ConfigError
+from qarl.config.schema import sections
 from qarl.config.unread import problems
 from qarl.errors import UserError
-from qarl.tbpo import TBPOConfig
-
-_BANDS: dict[str, Any] = {key: value for key, value in asdict(TBPOConfig()).items() if key != "loss_agg_mode"}
+from qarl.tbpo.config import KEYS, TBPOConfig
 
 RUN_KEYS = {
     "model.trust_remote_code": "trust_remote_code",
@@ -45,7 +45,7 @@ RUN_KEYS = {
     "optim.lr": "learning_rate",
     "optim.weight_decay": "weight_decay",
     "optim.master_dtype": "master_dtype",
-    **{f"actor.{name}": name for name in _BANDS},
+    **{f"actor.{name}": name for name in KEYS},
     "seed": "seed",
 }
 """Maps QaRL's keys to the fields of `QaRLConfig` that contain their values."""
@@ -53,36 +53,34 @@ _WORDS = {key: name for key, name in RUN_KEYS.items() if "." in key} | {"actor.l
 _KEYS = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _WORDS)) + r")(?!\w|\.\w)")
 
 
+def _own_fields() -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, type and field of each key in `RUN_KEYS` that TRL does not have. Default and help are the key's."""
+    for key, name in RUN_KEYS.items():
+        if name in GRPOConfig.__dataclass_fields__:
+            continue
+        section, _, leaf = key.partition(".")
+        info = sections()[section].model_fields[leaf]
+        metadata = {"help": " ".join((info.description or "").split()).replace("%", "%%")}
+        if isinstance(info.default, list):
+            yield name, list[str], field(default_factory=info.default.copy, metadata=metadata)
+        else:
+            yield name, info.annotation, field(default=info.default, metadata=metadata)
+
+
+_OwnKeys: Any = make_dataclass("_OwnKeys", _own_fields(), bases=(GRPOConfig,))
+
+
 @dataclass
-class QaRLConfig(GRPOConfig):
+class QaRLConfig(_OwnKeys):
     """Settings of a `QaRLTrainer`. `RUN_KEYS` maps QaRL's keys (docs/config_reference.md) to these fields."""
 
     loss_type: str = field(default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."})
     bf16: bool = field(default=False, metadata={"help": "Must be False: the model is BF16 without autocast."})
     vllm_enable_sleep_mode: bool = field(default=True, metadata={"help": "On a GPU, free memory between rollouts."})
-    quant_scheme: str = field(default="w4a16", metadata={"help": "w4a16, w8a8, fp8, w4a8 or bf16."})
-    quant_group_size: int = field(default=128, metadata={"help": "Weights that share a scale in w4a16."})
-    quant_kernels: str = field(default="engine", metadata={"help": "engine, qarl (for w4a8) or dequantized."})
-    quant_ignore: list[str] = field(default_factory=lambda: ["lm_head"], metadata={"help": "Modules that stay BF16."})
-    quant_align: str = field(default="model", metadata={"help": "off, linears, model or exact."})
-    quant_mismatch_limit: float | None = field(default=None, metadata={"help": "Largest mean |delta| in nats."})
     publish_delta: str = field(default="off", metadata={"help": "auto or off; trainer and engine share a process."})
-    master_dtype: str = field(default="fp32", metadata={"help": "Dtype of the weights that AdamW updates."})
-    vllm_max_num_seqs: int = field(default=256, metadata={"help": "Sequences that vLLM decodes at once."})
-    vllm_enforce_eager: bool | None = field(default=None, metadata={"help": "No CUDA graphs; None: only on a CPU."})
-    vllm_cpu_kvcache_space_gib: float = field(default=1.0, metadata={"help": "KV cache in GiB, on a CPU."})
-    seq_clip_ratio_high: float = _BANDS["seq_clip_ratio_high"]
-    seq_clip_ratio_low: float = _BANDS["seq_clip_ratio_low"]
-    neg_seq_clip_ratio_low: float = _BANDS["neg_seq_clip_ratio_low"]
-    neg_seq_clip_ratio_high: float = _BANDS["neg_seq_clip_ratio_high"]
-    seq_tis_imp_ratio_cap: float = _BANDS["seq_tis_imp_ratio_cap"]
-    mismatch_outside_cap: str = _BANDS["mismatch_outside_cap"]
-    positive_band: str = _BANDS["positive_band"]
-    band_scaling: str = _BANDS["band_scaling"]
-    band_reference_length: int = _BANDS["band_reference_length"]
 
     def tbpo(self) -> TBPOConfig:
-        return TBPOConfig(**{name: getattr(self, name) for name in _BANDS})
+        return TBPOConfig.of(self)
 
 
 def run_config(args: QaRLConfig, model: str, max_prompt_length: int) -> Config:

@@ -13,10 +13,6 @@ from qarl.config import Config
 from qarl.errors import UserError
 
 PLUGIN = "qarl.verl.plugin"
-OLD_PLUGIN = "qarl.verl_plugin"
-"""The former name of the module `PLUGIN`. Old configs still contain it."""
-
-
 OWN_KEYS = {
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.hf_config_path": "model.path",
@@ -53,18 +49,6 @@ def refuse_unsupported(config: Config) -> None:
             "backend=verl supports only " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()),
             where=", ".join(found),
             fix="set " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()) + ", or backend=local",
-        )
-
-
-def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
-    """Raise UserError if `keys`, the section `verl` of the file `where`, names a QaRL class by its old module."""
-    moved = {key: str(value) for key, value in keys.items() if OLD_PLUGIN in str(value)}
-    if moved:
-        raise UserError(
-            f"{', '.join(moved)} names a class of QaRL that has moved",
-            where=f"{where}: {'; '.join(f'verl.{key}: {value}' for key, value in moved.items())}",
-            why=f"{OLD_PLUGIN} is now {PLUGIN}",
-            fix=f"write {PLUGIN} instead; if the run resumes, also change its saved config",
         )
 
 

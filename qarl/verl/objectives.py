@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.objectives.settings import objective_settings
-from qarl.tbpo.config import TBPOConfig
+from qarl.objectives import verl_losses
+from qarl.objectives.settings import SAME_IN_VERL, objective_settings
+from qarl.tbpo.config import KEYS
 from qarl.verl.checks import PLUGIN
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -17,8 +17,7 @@ _CORRECTION = "algorithm.rollout_correction"
 def objective_keys(config: Config) -> dict[str, Any]:
     """Return the keys of the loss: `loss_mode`, verl's other keys, and those of `TBPOPolicyLossConfig`."""
     settings, root = objective_settings(config), "actor_rollout_ref.actor"
-    bands = [key.name for key in fields(TBPOConfig) if key.name != "loss_agg_mode"]
-    ours = {name: getattr(config.actor, name) for name in bands} | {
+    ours = {name: getattr(config.actor, name) for name in KEYS} | {
         "objective": settings.loss,
         "mis_imp_ratio_cap": settings.mis_imp_ratio_cap,
         "correction": config.rollout_correction.model_dump(),
@@ -32,8 +31,7 @@ def objective_keys(config: Config) -> dict[str, Any]:
         f"{root}.kl_loss_type": "low_var_kl+",
     }
     if settings.loss != "tbpo":
-        names = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "loss_scale_factor")
-        keys |= {f"{root}.{name}": getattr(settings, name) for name in names}
+        keys |= {f"{root}.{name}": getattr(settings, name) for name in (*SAME_IN_VERL, "loss_scale_factor")}
     return keys
 
 
@@ -43,7 +41,7 @@ def algorithm_keys(config: Config) -> dict[str, Any]:
     The loss applies all other corrections. So it knows the number of responses before a rejection, and the mismatch
     metrics are over all responses.
     """
-    algorithm, correction = config.algorithm, objective_settings(config).correction
+    algorithm, correction = config.algorithm, config.rollout_correction
     estimator = "reinforce_plus_plus" if config.actor.loss == "reinforce" else algorithm.adv_estimator
     keys: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo" if estimator == "dr_grpo" else estimator,
@@ -51,10 +49,10 @@ def algorithm_keys(config: Config) -> dict[str, Any]:
         # If true, verl would use the rollout's log-probs as the trainer's, which would hide every mismatch.
         "algorithm.rollout_correction.bypass_mode": False,
     }
-    if correction.in_verl:
+    if verl_losses.has_weight(correction):
         keys |= {
             f"{_CORRECTION}.rollout_is": correction.rollout_is,
-            f"{_CORRECTION}.rollout_is_threshold": correction.verl_weight_bounds,
+            f"{_CORRECTION}.rollout_is_threshold": verl_losses.weight_bounds(correction),
             f"{_CORRECTION}.rollout_is_batch_normalize": correction.rollout_is_batch_normalize,
         }
     return keys

@@ -28,7 +28,6 @@ from qarl.config import Config
 from qarl.console import note, say
 from qarl.errors import UserError
 from qarl.trainer.resume import check_changes, is_finished, lock_run, start_line, supersede, why_fresh
-from qarl.verl.checks import refuse_moved
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Keys of the section `verl` that change where and how fast a run trains, but not its result.
@@ -125,7 +124,6 @@ def _check_config(config: Config, folder: Path) -> None:
     if not isinstance(saved, Mapping):
         note(f"{path} is missing or not readable, so the run's first config is not compared with this one")
         return
-    refuse_moved(saved.get("verl") or {}, str(path))
     before, now = _training_keys(saved.get("verl") or {}), _training_keys(config.verl)
     own = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     rest = {key: value for key, value in saved.items() if key != "verl"}

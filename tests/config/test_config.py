@@ -1,6 +1,5 @@
 """The config reader: what it accepts, what it refuses and with which words, and that nothing heavy is imported."""
 
-import dataclasses
 import math
 import os
 import subprocess
@@ -172,13 +171,6 @@ def test_ignore_is_matched_as_compressed_tensors_does() -> None:
     compressed_tensors = pytest.importorskip("compressed_tensors.utils.match")
     for pattern in ["lm_head", "re:lm_head", "re:.*head", "re:head", "head", "re:lm", "model.lm_head", "re:^lm_head$"]:
         assert is_ignored("lm_head", [pattern]) == compressed_tensors.match_name("lm_head", pattern), pattern
-
-
-def test_loss_settings_are_the_losss_own() -> None:
-    tbpo = pytest.importorskip("qarl.tbpo")
-    names = [field.name for field in dataclasses.fields(tbpo.TBPOConfig)]
-    actor = build_config(yaml.safe_load(MINIMAL)).actor
-    assert tbpo.TBPOConfig(**{name: getattr(actor, name) for name in names}) == tbpo.TBPOConfig()
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

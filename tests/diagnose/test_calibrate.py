@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, OptimConfig, load_config
 from qarl.config.objectives import LOSSES
+from qarl.config.objectives import RolloutCorrectionConfig as Correction
 from qarl.diagnose import calibrate as calibration
 from qarl.diagnose import calibration_memory
 from qarl.diagnose.__main__ import main
@@ -26,7 +27,7 @@ from qarl.diagnose.candidates import bands, base_config, clipped_share, correcti
 from qarl.diagnose.gradients import Gradients, closeness, objective_gradients
 from qarl.errors import UserError
 from qarl.objectives.loss import objective_loss
-from qarl.objectives.settings import Correction, Settings, objective_settings
+from qarl.objectives.settings import Settings, objective_settings
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.tbpo.config import TBPOConfig
@@ -173,7 +174,7 @@ def test_a_kl_term_is_left_out_and_the_report_says_so(monkeypatch: pytest.Monkey
         pass
 
     def prepare(config: Config) -> None:
-        assert config.quant.align == "exact" and objective_settings(config).kl_loss_coef is None
+        assert config.quant.align == "exact" and not objective_settings(config).use_kl_loss
         raise Prepared
 
     monkeypatch.setattr(calibration, "prepare_run", prepare)

@@ -81,23 +81,6 @@ def test_the_arguments_are_taken(use: Use, record_property: Any) -> None:
     assert why_not_callable(function, use.call) is None
 
 
-TABLES = sorted(
-    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-    for path in (ROOT / "qarl").rglob("*.py")
-    if "\nFUNCTIONS: " in path.read_text(encoding="utf-8")
-)
-
-
-@pytest.mark.parametrize("module", TABLES)
-def test_the_run_itself_would_find_nothing_changed(module: str, record_property: Any) -> None:
-    """The tables by which a run refuses an unknown vLLM: they name every function of vLLM that the module calls."""
-    from qarl.vllm_versions.functions import changed_functions
-
-    table = importlib.import_module(module).FUNCTIONS
-    assert changed_functions(table) == ()
-    record_property("checks", sum(len(parameters) for parameters in table.values()))
-
-
 PLUGIN = ROOT / "qarl" / "verl" / "plugin"
 PLUGINS = sorted(path.stem for path in PLUGIN.glob("*.py") if path.stem not in ("__init__", "cpu", "plugin"))
 

@@ -22,22 +22,10 @@ from qarl.kernels.int4 import unpack_int4
 from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, quantize
-from qarl.vllm_versions.functions import changed_functions
 
 configure_vllm_process()
 LINEAR = "vllm.model_executor.kernels.linear"
 MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
-
-
-def test_every_function_takes_what_it_is_given() -> None:
-    assert changed_functions(vllm_cuda.FUNCTIONS) == ()
-
-
-def test_a_vllm_with_other_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = importlib.import_module("vllm._custom_ops")
-    monkeypatch.setattr(ops, "machete_mm", lambda a, b_q, b_type, scales, b_group_size: None)
-    monkeypatch.delattr(ops, "gptq_marlin_repack")
-    assert changed_functions(vllm_cuda.FUNCTIONS) == ("machete_mm without b_group_scales", "no gptq_marlin_repack")
 
 
 @pytest.fixture

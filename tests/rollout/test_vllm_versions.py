@@ -1,18 +1,15 @@
-"""What QaRL calls in vLLM: the installed one has it, another one is refused by name, and the doctor says so."""
+"""The pin of vLLM: the installed release has every name that QaRL uses, and any other release is refused."""
 
 from __future__ import annotations
-
-import ast
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkout import ROOT
 from cpu_features import NO_VLLM_CPU, vllm_is_for_cpus
+from third_party_uses import Call, package_uses, resolve, why_not_callable
 
 pytest.importorskip("vllm")
-if not vllm_is_for_cpus():  # that of the GPU lock lacks classes that are imported here
+if not vllm_is_for_cpus():  # tests/gpu_stack/test_symbols.py does the same with the GPU lock
     pytest.skip(NO_VLLM_CPU, allow_module_level=True)
 
 from qarl.errors import UserError
@@ -21,66 +18,79 @@ from qarl.quant.scheme import get_scheme
 from qarl.rollout import kernel_prediction
 from qarl.rollout.engine import EngineConfig, RolloutEngine
 from qarl.rollout.engine_config import llm_arguments
-from qarl.rollout.vllm_plugin import cpu_experts, transfer
-from qarl.vllm_versions import differences, functions
-from qarl.vllm_versions.functions import changed_functions, check_functions
-from qarl.vllm_versions.uses import ENGINE, PUBLISH, RULES, USES
+from qarl.rollout.vllm_plugin import cpu_experts
+from qarl.vllm_versions import differences, release
 
 pytestmark = pytest.mark.vllm
 configure_vllm_process()
 
+ONLY_FOR_GPUS = "vllm.vllm_flash_attn"
+"""The module that a build for CPUs lacks."""
+METHODS = (
+    "vllm.entrypoints.llm.LLM.generate",
+    "vllm.entrypoints.llm.LLM.collective_rpc",
+    "vllm.entrypoints.llm.LLM.get_metrics",
+    "vllm.entrypoints.llm.LLM.reset_prefix_cache",
+    "vllm.entrypoints.llm.LLM.sleep",
+    "vllm.entrypoints.llm.LLM.wake_up",
+    "vllm.v1.engine.core_client.InprocClient.shutdown",
+    "vllm.v1.worker.worker_base.WorkerBase.get_model",
+    "vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase.process_weights_after_loading",
+)
+"""Methods of objects, which the reader of the sources does not follow."""
 
-@pytest.mark.parametrize("part", USES)
-def test_the_installed_vllm_has_what_is_called(part: str) -> None:
-    assert changed_functions(USES[part]) == ()
+
+def test_the_installed_vllm_has_every_name_and_takes_every_argument() -> None:
+    uses = [use for use in package_uses() if use.package == "vllm" and not use.target.startswith(ONLY_FOR_GPUS)]
+    assert len(uses) > 100
+    wrong = []
+    for use in uses:
+        try:
+            named = resolve(use.target)
+            why = why_not_callable(named, use.call) if use.call else None
+        except (AttributeError, ImportError) as error:
+            why = str(error)
+        if why:
+            wrong.append(f"{use.file}:{use.line}: {use.target}: {why}")
+    assert wrong == []
+    for method in METHODS:
+        resolve(method)
     assert cpu_experts.changed() is None
 
 
-def test_what_is_gone_or_takes_other_arguments_is_named() -> None:
-    given = {
-        ("vllm.entrypoints.llm", "LLM.generate"): ("prompts", "colour"),
-        ("vllm.entrypoints.llm", "LLM.hibernate"): (),
-        ("vllm.no.such.module", "f"): (),
-    }
-    assert changed_functions(given) == ("LLM.generate without colour", "no LLM.hibernate", "no f")
-    with pytest.raises(UserError, match=r"(?s)functions for naps.*differs from 0\.24.*no LLM\.hibernate.*make setup"):
-        check_functions("naps", given)
-
-
-def test_a_module_that_is_there_but_cannot_be_imported_is_not_called_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("kernels", ["engine", "qarl"])
+def test_the_installed_vllm_has_every_argument_of_the_engine(
+    gpu: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "half_a_module.py").write_text("import something_that_is_not_installed\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="something_that_is_not_installed"):
-        changed_functions({("half_a_module", "f"): ()})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    settings = EngineConfig(
+        "model", get_scheme("w4a8"), ("lm_head",), 64, max_num_batched_tokens=64, return_routed_experts=True,
+        head_dtype="fp32", aligned=True, kernels=kernels,
+    )  # fmt: skip
+    assert (
+        why_not_callable(resolve("vllm.engine.arg_utils.EngineArgs"), Call(0, tuple(llm_arguments(settings)), False))
+        is None
+    )
 
 
-def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """vLLM without this function, as far as the guard can see."""
-    real = functions._find
-    monkeypatch.setattr(functions, "_find", lambda m, n: functions._MISSING if n == name else real(m, n))
-
-
-@pytest.mark.parametrize("name", ["LLM.sleep", "WorkerBase.get_model", "initialize_layerwise_reload"])
-def test_an_engine_is_not_started_with_another_vllm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its model is looked at: this one is not there."""
-    without(monkeypatch, name)
-    with pytest.raises(UserError, match=f"no {name}"):
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("0.24.0", True), ("0.29.1+cpu", True), ("0.23.9", False), ("0.30.0", False), (None, False), ("dev", False)],
+)
+def test_another_release_is_refused_before_its_model_is_looked_at(
+    version: str | None, supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "installed_version", lambda: version)
+    assert (release.unsupported_release() is None) == supported
+    if supported:
+        return
+    with pytest.raises(
+        UserError, match=rf"(?s)vLLM {version} is installed, but QaRL supports 0\.24 to 0\.29.*make setup"
+    ):
         RolloutEngine(EngineConfig("nowhere", get_scheme("w4a16"), ("lm_head",), 64))
-
-
-def test_the_rules_are_not_asked_of_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "should_ignore_layer")
-    with pytest.raises(UserError, match=r"(?s)choice of layers and kernels.*no should_ignore_layer"):
+    with pytest.raises(UserError, match="does not support the installed vLLM"):
         kernel_prediction.leaves_unquantized("lm_head", ["lm_head"], {})
-
-
-def test_the_transfer_engine_is_not_made_in_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "finalize_layerwise_reload")
-    engine: Any = object.__new__(transfer.QaRLTransferEngine)
-    with pytest.raises(UserError, match=r"(?s)publishing weights.*no finalize_layerwise_reload"):
-        engine.init_transfer_engine(transfer.QaRLInitInfo("here", 1, "token"))
 
 
 def test_caches_are_found_however_they_are_nested() -> None:
@@ -88,46 +98,6 @@ def test_caches_are_found_however_they_are_nested() -> None:
     found = differences.kv_cache_tensors([a, (b,), {"c": [c]}, None, []])
     assert [id(tensor) for tensor in found] == [id(a), id(b), id(c)]
     assert differences.kv_cache_tensors(None) == [] and differences.kv_cache_tensors(a)[0] is a
-
-
-def imported_from_vllm(path: Path) -> set[str]:
-    """Names that a file imports from vLLM's modules, and the names of modules that it imports whole."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
-            found |= {alias.name for alias in node.names}
-    return found
-
-
-@pytest.mark.parametrize(
-    ("files", "listed", "besides"),
-    [
-        (["qarl/rollout/engine.py"], ENGINE, {"LLM"}),
-        (["qarl/rollout/publish/writers.py", "qarl/rollout/publish/graph_addresses.py"], PUBLISH, {"_custom_ops"}),
-        (
-            ["qarl/rollout/kernel_prediction.py"],
-            RULES,
-            {"VllmConfig", "set_current_vllm_config", "linear", "quant_utils"},
-        ),
-    ],
-)
-def test_nothing_is_imported_that_the_guard_does_not_list(files: list[str], listed: Any, besides: set[str]) -> None:
-    """`besides`: modules whose functions are listed, and names whose methods are."""
-    names = {name.partition(".")[0] for _, name in listed}
-    imported = set().union(*(imported_from_vllm(ROOT / file) for file in files))
-    assert imported - besides <= names
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("kernels", ["engine", "qarl"])
-def test_every_argument_of_the_engine_is_listed(gpu: bool, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    settings = EngineConfig(
-        "model", get_scheme("w4a8"), ("lm_head",), 64, max_num_batched_tokens=64, return_routed_experts=True,
-        head_dtype="fp32", aligned=True, kernels=kernels,
-    )  # fmt: skip
-    listed = ENGINE["vllm.engine.arg_utils", "EngineArgs"]
-    assert set(llm_arguments(settings)) <= set(listed)
 
 
 def test_no_other_package_asks_for_the_release() -> None:

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from reach_rows import STEPS, make_files
-from reach_verl import Verl
-from reach_verl_actor import Actor, nested
+from omegaconf import OmegaConf
+from verl_actor import STEPS, changed, first_batch, make_files, make_trainer, make_worker, nested
+
+from qarl.config import Config
+from qarl.verl.run import verl_config
 
 AUTO = {"actor.old_log_probs": "auto", "quant.mismatch_limit": 5.0}
 ROLLOUT = {"actor.old_log_probs": "rollout", "actor.loss": "grpo"}
@@ -70,26 +72,28 @@ class KeyedStore:
         return self.batch
 
 
-class Planted(Actor):
-    """The worker; `spoil` says in which rows of a step the first rollout log-prob is the next larger FP32 number."""
+class Planted:
+    """A run with verl's actor worker. `spoil`: step -> rows whose first rollout log-prob is one FP32 number off."""
 
-    def __init__(self, verl: Verl, spoil: dict[int, list[int]]) -> None:
-        self.spoil, self.number, self.passes, self.updates = spoil, 0, list[int](), list[list[torch.Tensor]]()
+    def __init__(self, config: Config, spoil: dict[int, list[int]]) -> None:
+        resolved = verl_config(config, on_cpu=True)
+        OmegaConf.resolve(resolved)
+        self.spoil, self.number, self.passes = spoil, 0, list[int]()
         self.weights_at_pass: list[torch.Tensor] = []
         self.lrs: list[int] = []
+        self.metrics: list[dict[str, Any]] = []
+        self.trainer, self.worker = make_trainer(resolved), make_worker(resolved)
+        self.trainer.actor_rollout_wg = self
+        batch, columns = first_batch(config)
+        self.columns = KeyedStore(batch.keys, columns)
+        self.columns.batch = batch
         with pytest.MonkeyPatch.context() as patch:
-            self.patch = patch
-            super().__init__(verl)
+            patch.setattr("verl.trainer.ppo.v1.trainer_base.tq", self.columns)
+            patch.setattr("qarl.verl.plugin.trainer.tq", self.columns)
+            for _ in range(config.trainer.total_training_steps):
+                self.step()
 
-    def store(self, config: Any) -> Any:
-        made = super().store(config)
-        keyed = KeyedStore(made.batch.keys, made.columns)
-        keyed.batch = made.batch
-        self.patch.setattr("verl.trainer.ppo.v1.trainer_base.tq", keyed)
-        self.patch.setattr("qarl.verl.plugin.trainer.tq", keyed)
-        return keyed
-
-    def step(self, noise: float) -> None:
+    def step(self) -> None:
         from verl.workers.utils.padding import response_from_nested
 
         batch = self.columns.batch
@@ -133,7 +137,8 @@ class Planted(Actor):
         return function(data)
 
     def flat(self) -> torch.Tensor:
-        return torch.cat([weight.flatten() for weight in self.weights().values()])
+        parameters = self.worker.actor.engine.module.parameters()
+        return torch.cat([parameter.full_tensor().detach().float().flatten() for parameter in parameters])
 
 
 def shown(name: str) -> dict[str, Any]:
@@ -143,7 +148,7 @@ def shown(name: str) -> dict[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler in one line
     logging.getLogger("qarl.verl.plugin").addHandler(handler)
     try:
-        actor = Planted(Verl({STEPS: COUNT, "optim.lr": 1e-3} | scenario["keys"]), scenario.get("spoil", {}))
+        actor = Planted(changed({STEPS: COUNT, "optim.lr": 1e-3} | scenario["keys"]), scenario.get("spoil", {}))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

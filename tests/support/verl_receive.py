@@ -146,19 +146,17 @@ MAKE = importlib.import_module("qarl.verl.plugin.worker_extension").make_receive
 
 
 def in_another_vllm() -> str:
-    """The error of a worker whose vLLM lacks a function of a publish, before the worker looks at its model."""
+    """The error of a worker with a vLLM that QaRL does not support, before the worker looks at its model."""
     from qarl.errors import UserError
-    from qarl.vllm_versions import functions
+    from qarl.vllm_versions import release
 
-    real: Any = functions._find
-    gone = "finalize_layerwise_reload"
-    functions._find = lambda module, name: functions._MISSING if name == gone else real(module, name)
+    real, release.installed_version = release.installed_version, lambda: "0.30.1"
     try:
         MAKE(None)
     except UserError as error:
         return str(error)
     finally:
-        functions._find = real
+        release.installed_version = real
     return "none"
 
 

@@ -40,7 +40,7 @@ def test_value_and_gradient_against_float64(mode: str) -> None:
     mask = torch.arange(5)[None] < LENGTHS[:, None]
     policy = torch.randn(4, 5).masked_fill(~mask, torch.nan).requires_grad_()
     reference = torch.randn(4, 5).masked_fill(~mask, torch.nan)
-    settings = Settings(loss_agg_mode=mode, kl_loss_coef=1.0, loss_scale_factor=7)
+    settings = Settings(loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=1.0, loss_scale_factor=7)
     counts = {"responses": 3, "tokens": 9}
     parts = [
         verl_losses.kl_term(policy[rows], reference[rows], mask[rows], settings, **counts)
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer_for(folder: Path, tmp_path: Path, *keys: str) -> Any:
     linears = ("quant.scheme=w8a8", "quant.align=linears", "actor.ppo_mini_batch_size=2")
     trainer = updating_trainer(config(tmp_path, *FOUR, *linears, f"model.path={folder}", "optim.lr=1e-3", *keys))
-    if trainer.objective.kl_loss_coef is not None:
+    if trainer.objective.use_kl_loss:
         trainer.reference = Policy.load(trainer.config).freeze()
     return trainer
 

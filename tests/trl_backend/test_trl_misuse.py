@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from qarl.errors import UserError
-from qarl.tbpo import TBPOConfig
 from qarl.trl import QaRLConfig, QaRLTrainer, checks, trainer
-from qarl.trl.config import _BANDS, RUN_KEYS, run_config
+from qarl.trl.config import RUN_KEYS
 
 
 class EngineStarted(Exception):
@@ -63,29 +61,6 @@ def build(model: Any, folder: Path, data: Any = DATA, arguments: dict[str, Any] 
 def test_what_is_used_rightly_comes_as_far_as_the_engine(model: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineStarted):
         build(model, tmp_path)
-
-
-def test_every_key_has_a_field_with_qarls_default() -> None:
-    """TRL's own fields keep TRL's defaults."""
-    defaults = {one.name: one.default for one in fields(QaRLConfig)}
-    own = set(defaults) - {one.name for one in fields(GRPOConfig)}
-    assert set(RUN_KEYS.values()) <= set(defaults)
-    assert {one.name for one in fields(TBPOConfig)} - {"loss_agg_mode"} <= own
-    assert {name: defaults[name] for name in _BANDS} == _BANDS
-
-
-def test_an_engine_frees_its_memory_unless_told_otherwise(tmp_path: Path) -> None:
-    """TRL's default would keep the engine awake while the trainer works."""
-    for given, wanted in (({}, True), ({"vllm_enable_sleep_mode": False}, False)):
-        args = QaRLConfig(output_dir=str(tmp_path), use_cpu=True, max_completion_length=8, **given)
-        assert run_config(args, "model", 8).rollout.free_cache_engine is wanted
-
-
-@pytest.mark.parametrize("name", _BANDS)
-def test_every_key_of_tbpo_reaches_the_loss(name: str, tmp_path: Path) -> None:
-    value: Any = {"mismatch_outside_cap": "drop", "positive_band": "two_sided", "band_scaling": "length"}.get(name, 1)
-    value = value if isinstance(value, str) else _BANDS[name] * 2
-    assert getattr(QaRLConfig(output_dir=str(tmp_path), use_cpu=True, **{name: value}).tbpo(), name) == value
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [

@@ -18,7 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from qarl.checks.run import check_run
 from qarl.config import describe_keys, load_config
 from qarl.errors import UserError
-from qarl.objectives.settings import tbpo_config as local_tbpo_config
+from qarl.objectives.settings import objective_settings
 from qarl.quant.scheme import get_scheme
 from qarl.trainer.optim import lr_scale
 from qarl.verl.checks import OWN_KEYS
@@ -47,7 +47,7 @@ def test_the_parts_that_verl_builds_hold_our_values():
     OmegaConf.resolve(resolved)
     actor = omega_conf_to_dataclass(resolved.actor_rollout_ref.actor)
     assert isinstance(actor.policy_loss, TBPOPolicyLossConfig) and isinstance(actor.engine, QuantFSDPEngineConfig)
-    assert tbpo_config(actor.policy_loss, actor.loss_agg_mode) == local_tbpo_config(config.actor)
+    assert tbpo_config(actor.policy_loss, actor.loss_agg_mode) == objective_settings(config).tbpo
     quant = actor.engine.quant
     assert (quant.scheme, quant.group_size, quant.ignore, quant.align) == ("w4a16", 32, ["lm_head"], "model")
     assert actor.engine.strategy == "fsdp2" and actor.optim.override_optimizer_config == {"eps": 1e-8}
@@ -190,13 +190,6 @@ def test_what_verls_sampler_alone_can_do_leaves_it_in_place(key):
     assert sampler.custom_sampler.name == "PromptReplayBuffer"
     sampler = verl_config(quickstart(verl={key: True}), on_cpu=True).trainer.v1.sampler
     assert sampler.custom_sampler.path is None and sampler.custom_sampler.name is None
-
-
-def test_the_mismatch_limit_reaches_the_workers_settings():
-    for limit in (None, 0.25):
-        resolved = verl_config(quickstart(**{"quant.mismatch_limit": limit}), on_cpu=True)
-        settings = omega_conf_to_dataclass(resolved.actor_rollout_ref.actor.fsdp_config).quant
-        assert settings.mismatch_limit == limit
 
 
 @pytest.mark.parametrize(

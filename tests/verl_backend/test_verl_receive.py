@@ -50,7 +50,7 @@ def test_the_sender_ends_and_the_worker_raises(results, case, raised, names):
 
 
 def test_a_worker_refuses_a_vllm_that_cannot_publish(results):
-    assert "no finalize_layerwise_reload" in results["another vllm"]
+    assert "QaRL does not support the installed vLLM" in results["another vllm"]
 
 
 def test_a_worker_copies_what_lies_in_a_buffer_that_is_reused(results):

@@ -33,30 +33,10 @@ from qarl.kernels.activations import dequantize
 from qarl.kernels.base import LinearKernel
 from qarl.kernels.triton.linears import ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
 from qarl.process import configure_vllm_process, vllm_missing
-from qarl.vllm_versions.functions import why_unusable
+from qarl.vllm_versions.release import unsupported_release
 
 _OPS = "vllm._custom_ops"
 _MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
-FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
-    (_OPS, "machete_prepack_B"): ("b_q_weight", "a_type", "b_type", "group_scales_type"),
-    (_OPS, "machete_mm"): ("a", "b_q", "b_type", "b_group_scales", "b_group_size"),
-    (_OPS, "gptq_marlin_repack"): ("b_q_weight", "perm", "size_k", "size_n", "num_bits"),
-    (_OPS, "scaled_int8_quant"): ("input", "scale", "azp", "symmetric"),
-    (_OPS, "scaled_fp8_quant"): ("input", "use_per_token_if_dynamic"),
-    (_OPS, "cutlass_scaled_mm"): ("a", "b", "scale_a", "scale_b", "out_dtype", "bias"),
-    (_MARLIN, "marlin_padded_nk"): ("size_n", "size_k", "group_size"),
-    (_MARLIN, "marlin_pad_qweight"): ("qweight", "size_n", "size_k", "padded_n", "padded_k"),
-    (_MARLIN, "marlin_pad_scales"): ("scales", "size_n", "size_k", "padded_n", "padded_k", "group_size"),
-    (_MARLIN, "marlin_pad_dim"): ("x", "size", "padded"),
-    (_MARLIN, "marlin_permute_scales"): ("s", "size_k", "size_n", "group_size"),
-    (_MARLIN, "marlin_permute_bias"): ("s",),
-    (_MARLIN, "marlin_make_workspace_new"): ("device",),
-    (_MARLIN, "apply_gptq_marlin_linear"): (
-        "input", "weight", "weight_scale", "weight_zp", "g_idx", "g_idx_sort_indices", "workspace", "wtype",
-        "output_size_per_partition", "input_size_per_partition", "is_k_full", "bias",
-    ),
-}  # fmt: skip
-"""vLLM's functions that are called here, and the parameters that are passed by name."""
 
 
 class PreparedPacked(NamedTuple):
@@ -77,7 +57,7 @@ def _unusable(operator: str) -> str | None:
     importlib.import_module(_OPS)  # registers torch.ops._C
     if not hasattr(torch.ops._C, operator):
         return f"this vLLM build has no {operator}"
-    return why_unusable(FUNCTIONS)
+    return unsupported_release()
 
 
 def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, int]) -> str | None:

@@ -32,38 +32,11 @@ from qarl.kernels.cuda.vllm_ops import uint4b8, why_not_here
 from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape
 from qarl.kernels.int4 import CODES, MARLIN, SCALES, to_marlin
 from qarl.vllm_versions.differences import describe_experts, moe_sum
-from qarl.vllm_versions.functions import why_unusable
+from qarl.vllm_versions.release import unsupported_release
 
-_OPS = "vllm._custom_ops"
 _UTILS = "vllm.model_executor.layers.quantization.utils"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _COMPRESSED_TENSORS = "vllm.model_executor.layers.quantization.compressed_tensors"
-FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
-    (_OPS, "moe_sum"): ("input", "output"),
-    (_OPS, "scaled_fp8_quant"): ("input", "use_per_token_if_dynamic"),
-    (f"{_UTILS}.int8_utils", "per_token_quant_int8"): ("x",),
-    (f"{_MOE}.config", "fp8_w8a8_moe_quant_config"): (
-        "w1_scale", "w2_scale", "per_act_token_quant", "per_out_ch_quant",
-    ),
-    (f"{_MOE}.config", "int8_w8a8_moe_quant_config"): (
-        "w1_scale", "w2_scale", "a1_scale", "a2_scale", "per_act_token_quant",
-    ),
-    (f"{_MOE}.fused_moe", "fused_experts"): (
-        "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "quant_config",
-    ),
-    (f"{_MOE}.experts.marlin_moe", "fused_marlin_moe"): (
-        "hidden_states", "w1", "w2", "bias1", "bias2", "w1_scale", "w2_scale", "topk_weights", "topk_ids",
-        "quant_type_id", "global_num_experts", "moe_sum", "g_idx1", "g_idx2", "sort_indices1", "sort_indices2",
-        "is_k_full",
-    ),
-    (f"{_MOE}.experts.cutlass_moe", "run_cutlass_moe_fp8"): (
-        "output", "hidden_states", "w1", "w2", "topk_ids", "activation", "global_num_experts", "expert_map",
-        "w1_scale", "w2_scale", "a1q_scale", "a2_scale", "ab_strides1", "ab_strides2", "c_strides1", "c_strides2",
-        "workspace13", "workspace2", "expert_num_tokens", "out_dtype", "per_act_token", "per_out_ch",
-        "use_batched_format", "topk_weights", "permute_scratch",
-    ),
-}  # fmt: skip
-"""vLLM's functions that are called here, and the parameters that are passed by name."""
 
 
 class Experts(NamedTuple):
@@ -80,7 +53,7 @@ def _unusable() -> str | None:
     """Return why vLLM's functions cannot be called, or None. Call `why_not_here` first, to import the operators."""
     if missing := [name for name in ("moe_wna16_marlin_gemm", "moe_sum") if not hasattr(torch.ops._moe_C, name)]:
         return f"this vLLM build has no {', '.join(missing)}"
-    return why_unusable(FUNCTIONS)
+    return unsupported_release()
 
 
 def _why_not(

@@ -63,8 +63,7 @@ from qarl.rollout.publish.send import DeltaSender, encode_publish
 from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer, own_address
 from qarl.rollout.publish.wire import NamedTensor, engines_manifest
 from qarl.vllm_versions.differences import kv_cache_tensors
-from qarl.vllm_versions.functions import check_functions
-from qarl.vllm_versions.uses import PUBLISH
+from qarl.vllm_versions.release import check_release
 
 _log = logging.getLogger("qarl.rollout.vllm_plugin")
 
@@ -101,7 +100,7 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         """Store the trainer's address. If the trainer was restarted, call this again to replace the address."""
         self.info = init_info
         if self.receiver is None:
-            check_functions("publishing weights", PUBLISH)
+            check_release()
             expected = engines_manifest(self.model_config.hf_config, self.model)
             self.receiver = WeightReceiver(
                 self.model, self.vllm_config, expected, kv_caches=lambda: kv_caches(self.vllm_config)

@@ -9,19 +9,23 @@ actor_rollout_ref.actor.fsdp_config._target_=qarl.verl.plugin.config.QuantFSDPEn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
-from verl.base_config import BaseConfig
+from omegaconf import OmegaConf
+from pydantic import ValidationError, create_model
 from verl.utils.device import get_device_name
 from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 
-from qarl.config.objectives import LOSSES
+from qarl.config import ActorConfig
+from qarl.config.errors import from_pydantic, show
+from qarl.config.objectives import LOSSES, RolloutCorrectionConfig
+from qarl.config.types import Section
 from qarl.errors import UserError
-from qarl.objectives.settings import Correction, Settings
-from qarl.tbpo import TBPOConfig
+from qarl.objectives.settings import SAME_IN_VERL, Settings
+from qarl.tbpo.config import KEYS, TBPOConfig
+from qarl.verl.engine_keys import engine_fields
 
-_TBPO = TBPOConfig()
 PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
 """The keys of `fsdp_config.mixed_precision` that QaRL's engine follows."""
 _WRAPS = "replaces or wraps layers that QaRL computes as vLLM does"
@@ -40,30 +44,28 @@ _REASONS = {
 """Maps the last part of a verl key to the reason why QaRL's engine supports only one value of this key."""
 
 
+_LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
+_LossKeys: Any = make_dataclass(
+    "_LossKeys",
+    [(name, type(key.default), key.default) for name, key in _LOSS_KEYS.items()],
+    bases=(PolicyLossConfig,),
+)
+
+
 @dataclass
-class TBPOPolicyLossConfig(PolicyLossConfig):
+class TBPOPolicyLossConfig(_LossKeys):
     """verl's policy-loss keys, with QaRL's keys added.
 
     loss_mode     `tbpo`, or `qarl` for any other objective
     objective     QaRL's `actor.loss`, used if `loss_mode` is `qarl`
     correction    QaRL's section `rollout_correction`
-    other keys    those of `qarl.tbpo.TBPOConfig`, which explains them
+    other keys    those of the section `actor` (docs/config_reference.md)
 
     verl's actor config already has `loss_agg_mode`, `clip_ratio_*`, `tau_*` and `loss_scale_factor`.
     """
 
     loss_mode: str = "tbpo"
-    seq_clip_ratio_high: float = _TBPO.seq_clip_ratio_high
-    seq_clip_ratio_low: float = _TBPO.seq_clip_ratio_low
-    neg_seq_clip_ratio_low: float = _TBPO.neg_seq_clip_ratio_low
-    neg_seq_clip_ratio_high: float = _TBPO.neg_seq_clip_ratio_high
-    seq_tis_imp_ratio_cap: float = _TBPO.seq_tis_imp_ratio_cap
-    mismatch_outside_cap: str = _TBPO.mismatch_outside_cap
-    positive_band: str = _TBPO.positive_band
-    band_scaling: str = _TBPO.band_scaling
-    band_reference_length: int = _TBPO.band_reference_length
     objective: str = "tbpo"
-    mis_imp_ratio_cap: float = 2.0
     correction: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,29 +86,14 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
             )
 
 
-@dataclass
-class QuantSettings(BaseConfig):
-    """The keys of QaRL's config that the actor needs.
+_QuantKeys: Any = create_model("_QuantKeys", __base__=Section, **engine_fields())
 
-    router_replay, tensor_model_parallel_size, enforce_eager   keys of the section `rollout`
-    publish_delta    `publish.delta`
-    old_log_probs*   keys of the section `actor`; they require `trainer.v1.trainer_mode=qarl_sync`
-    head_dtype       `model.head_dtype`; the engine's `hf_overrides` must have the same value
-    other keys       keys of the section `quant`
-    """
 
-    scheme: str = "w4a16"
-    group_size: int = 128
-    ignore: list[str] = field(default_factory=lambda: ["lm_head"])
-    align: str = "model"
-    mismatch_limit: float | None = None
-    router_replay: str = "auto"
-    tensor_model_parallel_size: int = 1
-    enforce_eager: bool = False
-    publish_delta: str = "auto"
-    head_dtype: str = "model"
-    old_log_probs: str = "recompute"
-    old_log_probs_sample: float = 0.125
+class QuantSettings(_QuantKeys):
+    """The keys of QaRL's config that the actor needs (`qarl.verl.engine_keys`).
+
+    `old_log_probs*` require `trainer.v1.trainer_mode=qarl_sync`. The engine's `hf_overrides` must have the same value
+    of `head_dtype`."""
 
 
 @dataclass
@@ -121,49 +108,37 @@ class QuantFSDPEngineConfig(FSDPEngineConfig):
             object.__setattr__(self, "quant", quant_settings(self.quant))
 
 
-_CHOICES = {
-    "publish_delta": ("auto", "off"),
-    "head_dtype": ("model", "fp32"),
-    "old_log_probs": ("recompute", "rollout", "auto"),
-}
-"""Settings that are names, with the names they may have."""
-
-
 def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
-    """Return `QuantSettings` from a mapping. Raise UserError for unknown keys."""
-    known = {one.name for one in fields(QuantSettings)} - {"_target_"}
-    if unknown := sorted(set(given) - known - {"_target_"}):
-        raise UserError(
-            f"QaRL has no settings of quantization named {', '.join(unknown)}",
-            where="actor_rollout_ref.actor.fsdp_config.quant",
-            why="with a misspelt key, the intended setting would silently stay at its default",
-            fix=f"correct or remove it; the keys are {', '.join(sorted(known))}",
-        )
-    values = {key: value for key, value in given.items() if key in known}
-    if "ignore" in values:
-        values["ignore"] = [values["ignore"]] if isinstance(values["ignore"], str) else list(values["ignore"])
+    """Return `QuantSettings` from a mapping. Raise UserError for unknown keys and bad values."""
+    where = "actor_rollout_ref.actor.fsdp_config.quant"
+    values = {key: value for key, value in _plain(given).items() if key != "_target_"}
     if values.get("scheme") == "w4a8":
         raise UserError(
             "QaRL's actor for verl does not support w4a8",
-            where="actor_rollout_ref.actor.fsdp_config.quant.scheme",
+            where=f"{where}.scheme",
             why="vLLM would compute W4A16. QaRL gives its own W4A8 kernel only to the engine of backend=local",
             fix="set it to w4a16 or w8a8, or run backend=local with quant.kernels=qarl",
         )
-    for key, allowed in _CHOICES.items():
-        if key in values and values[key] not in allowed:
-            raise UserError(
-                f"{key}={values[key]} is not known",
-                where=f"actor_rollout_ref.actor.fsdp_config.quant.{key}",
-                fix=f"set it to {' or '.join(allowed)}",
-            )
-    share = values.get("old_log_probs_sample", 0.0)
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+    return checked(QuantSettings, values, where)
+
+
+def checked(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    """Return `kind(**values)`, a section of QaRL's config. Raise UserError that names the bad keys below `where`."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        known = {name: key.description or "" for name, key in kind.model_fields.items()}
+        problems = [from_pydantic(item, known, {}) for item in error.errors(include_url=False)]
         raise UserError(
-            f"old_log_probs_sample must be from 0 to 1, got {share!r}",
-            where="actor_rollout_ref.actor.fsdp_config.quant.old_log_probs_sample",
-            fix="set it to the share of the rows to check, for example 0.125",
-        )
-    return QuantSettings(**values)
+            "; ".join(f"{problem.key}={show(problem.value)}: {problem.reason}" for problem in problems),
+            where=", ".join(f"{where}.{problem.key}" for problem in problems),
+            fix="; ".join(problem.fix for problem in problems),
+        ) from None
+
+
+def _plain(values: Any) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else dict(values)
+    return dict(plain)
 
 
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
@@ -171,10 +146,8 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
 
     Raise UserError if a value is out of range or `loss_agg_mode` aggregates over tokens.
     """
-    names = {one.name for one in fields(TBPOConfig)} - {"loss_agg_mode"}
-    given = {name: getattr(policy_loss, name) for name in names if hasattr(policy_loss, name)}
     try:
-        return TBPOConfig(**given, loss_agg_mode=loss_agg_mode)
+        return TBPOConfig.of(policy_loss, loss_agg_mode=loss_agg_mode)
     except ValueError as error:
         raise UserError(
             "the configuration of loss_mode=tbpo is not valid",
@@ -188,30 +161,27 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
 def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
     """Return the settings of an objective from verl's actor config. Raise UserError as `tbpo_config` does, and if
     seq-mean-token-sum-norm has no `loss_scale_factor`."""
-    policy_loss = actor.policy_loss
-    correction = Correction(**dict(getattr(policy_loss, "correction", {})))
-    if policy_loss.loss_mode == "tbpo":
+    policy_loss, where = actor.policy_loss, "actor_rollout_ref.actor"
+    given = _plain(getattr(policy_loss, "correction", {}))
+    correction = checked(RolloutCorrectionConfig, given, f"{where}.policy_loss.correction")
+    if policy_loss.loss_mode == "tbpo" or policy_loss.objective == "tbpo":
         return Settings(correction=correction, tbpo=tbpo_config(policy_loss, loss_agg_mode))
     if loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
         raise UserError(
             "seq-mean-token-sum-norm needs the number that it divides by",
-            where="actor_rollout_ref.actor.loss_scale_factor",
+            where=f"{where}.loss_scale_factor",
             why="the loss sees only one micro-batch, whose width need not be that of the others",
             fix="set it to data.max_response_length, as +qarl=SCHEME does",
         )
-    return Settings(
-        loss=policy_loss.objective,
-        loss_agg_mode=loss_agg_mode,
-        clip_ratio_low=actor.clip_ratio_low,
-        clip_ratio_high=actor.clip_ratio_high,
-        clip_ratio_c=actor.clip_ratio_c,
-        tau_pos=actor.tau_pos,
-        tau_neg=actor.tau_neg,
-        mis_imp_ratio_cap=policy_loss.mis_imp_ratio_cap,
-        loss_scale_factor=actor.loss_scale_factor or 1,
-        correction=correction,
-        tbpo=tbpo_config(policy_loss, loss_agg_mode) if policy_loss.objective == "tbpo" else TBPOConfig(),
-    )
+    keys = {name: getattr(actor, name) for name in SAME_IN_VERL} | {
+        "loss": policy_loss.objective,
+        "loss_agg_mode": loss_agg_mode,
+        "mis_imp_ratio_cap": policy_loss.mis_imp_ratio_cap,
+        "loss_scale_factor": actor.loss_scale_factor or 1,
+        "correction": correction,
+    }
+    settings: Settings = checked(Settings, keys, where)
+    return settings
 
 
 def check_engine_config(model_config: Any, engine_config: Any) -> None:

@@ -26,8 +26,7 @@ from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import engines_manifest
 from qarl.verl.plugin.publishing import TIMEOUT_VARIABLE, publish_timeout, run_identity, socket_timeouts
 from qarl.verl.plugin.transport import NamedTensor, decode
-from qarl.vllm_versions.functions import check_functions
-from qarl.vllm_versions.uses import PUBLISH
+from qarl.vllm_versions.release import check_release
 
 
 class QaRLWorkerExtension(vLLMColocateWorkerExtension):
@@ -113,8 +112,8 @@ def _traceback_as_text(error: BaseException) -> None:
 def make_receiver(model_runner: Any) -> WeightReceiver:
     """Return the receiver for one worker's model.
 
-    Raise UserError if trainer and engine quantize different layers, or if this vLLM lacks functions of a publish."""
-    check_functions("publishing weights", PUBLISH)
+    Raise UserError if trainer and engine quantize different layers, or if QaRL does not support this vLLM."""
+    check_release()
     expected = engines_manifest(model_runner.vllm_config.model_config.hf_config, model_runner.get_model())
     # A bucket is a view of a buffer that the next bucket overwrites.
     return WeightReceiver.of_runner(model_runner, expected, clone=True)

@@ -1,0 +1,86 @@
+"""Which files of the package read which keys of the config, and a rollout engine that only answers."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from checkout import ROOT
+
+from qarl.config import Config, describe_keys
+from qarl.config.schema import sections
+from qarl.config.types import Section
+from qarl.rollout.engine import EngineFailed, RolloutBatch
+from qarl.rollout.publish.wire import PublishReport
+
+PACKAGE = f"{ROOT / 'qarl'}/"
+KINDS = sections() | {"": Config}
+
+
+def leaves() -> set[str]:
+    """The keys of the config that hold values."""
+    keys = describe_keys()
+    return {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+
+
+@contextmanager
+def traced() -> Iterator[dict[str, set[str]]]:
+    """Record dotted key -> files below qarl/ that read it, from now on."""
+    reads: dict[str, set[str]] = defaultdict(set)
+
+    def read(self: Any, name: str) -> Any:
+        if name in type(self).model_fields:
+            file = sys._getframe(1).f_code.co_filename
+            for section, kind in KINDS.items():
+                # The settings of an objective inherit keys of the section actor.
+                if file.startswith(PACKAGE) and any(name in base.model_fields for base in shared(type(self), kind)):
+                    reads[f"{section}.{name}" if section else name].add(file.removeprefix(PACKAGE))
+        return object.__getattribute__(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Section, "__getattribute__", read, raising=False)
+        yield reads
+
+
+def shared(one: type[Section], other: type[Section]) -> list[type[Section]]:
+    """The sections from which both inherit, themselves too."""
+    return [base for base in one.__mro__ if base in other.__mro__ and issubclass(base, Section) and base is not Section]
+
+
+class AnsweringEngine:
+    """In the place of `RolloutEngine`: each response is three tokens, with log-probs that nobody computed."""
+
+    stale, weight_version = False, -1
+    fails = False
+    """Whether the first call of `generate` fails."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __enter__(self) -> AnsweringEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def publish(self, tensors: Any, *, version: int) -> PublishReport:
+        assert sum(1 for _ in tensors)
+        self.weight_version = version
+        return PublishReport(0, 1, 1000, 0, 0, {})
+
+    def rebuild(self) -> None:
+        return None
+
+    def sleep(self) -> None:
+        return None
+
+    def generate(self, prompts: list[list[int]], sampling: Any, seeds: list[int] | None = None) -> RolloutBatch:
+        if AnsweringEngine.fails:
+            AnsweringEngine.fails = False
+            raise EngineFailed("made to fail", why="a test")
+        rows = [[3 + i % 50, 4, 1] for i in range(len(prompts))]
+        return RolloutBatch(prompts, rows, [[-4.0] * 3 for _ in rows], ["stop"] * len(rows), self.weight_version)

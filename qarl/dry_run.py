@@ -37,6 +37,6 @@ def dry_run(config: Config) -> None:
         check_run_model(config)
     if (config.run_dir / "checkpoints").is_dir() or config.trainer.resume_from_path is not None:
         from qarl.trainer.resume import find_start
-        from qarl.verl.resume import find_verl_start
+        from qarl.verl.checkpoint import find_verl_start
 
         (find_verl_start if config.backend == "verl" else find_start)(config)

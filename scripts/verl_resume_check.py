@@ -8,7 +8,7 @@ logging of its first step to about its last, inside steps and checkpoints alike;
 `trainer.resume_mode=auto`. Checked:
 
     weights, optimizer, scheduler, RNG   by checksum, on every rank: verl's own load is followed by a comparison with
-                                         the record written at the save (`qarl.verl.plugin.state`)
+                                         the record written at the save (`qarl.verl.checkpoint`)
     data position                        the steps after the checkpoint ask the prompts that the killed run's asked; a
                                          kill right after a checkpoint leaves none to compare
 

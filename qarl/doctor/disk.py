@@ -14,7 +14,7 @@ from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 from qarl.errors import UserError
 from qarl.trainer.resume import check_free, find_start
-from qarl.verl.resume import find_verl_start
+from qarl.verl.checkpoint import find_verl_start
 
 
 def check_folder(context: Context, topic: Topic) -> None:

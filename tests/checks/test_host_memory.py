@@ -14,7 +14,7 @@ from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
 from qarl.doctor import memory as doctor
 from qarl.doctor.findings import Topic
-from qarl.verl.process import memory_lines
+from qarl.verl.run import memory_lines
 
 OFFLOADED = "masters and optimizer state, offloaded"
 TRAINER, ENGINE = "kept for delta publishes: trainer", "kept for delta publishes: engine"

@@ -245,7 +245,7 @@ class Verl:
     def ended(self) -> dict[str, Any]:
         """Our side of a verl run while verl logs a step, and at the end."""
         import qarl.verl.run as backend
-        from qarl.verl.process import set_environment
+        from qarl.verl.keys import set_environment
 
         def run_ppo(resolved: Any, **more: Any) -> None:
             line = {"step": 1, "data": {"critic/score/mean": 0.5, "timing_s/step": 1.0}}

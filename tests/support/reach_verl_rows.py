@@ -28,7 +28,7 @@ from reach_shared import SHARED, band, metric
 from qarl.align.blocks import AlignedRMSNorm
 from qarl.errors import UserError
 from qarl.quant.linear import QuantLinear
-from qarl.verl.run import verl_keys
+from qarl.verl.keys import verl_keys
 
 
 def on_gpus(key: str) -> Observe:

@@ -1,22 +1,25 @@
-"""Every key of our config arrives in verl's, is refused, or is tested elsewhere."""
+"""Our config as verl's: every key arrives, is refused, or is tested elsewhere."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import pytest
+import torch
 from checkout import ROOT
+from random_models import save_random_model
 from reach_objectives import OBJECTIVES
 from verl_runs import quickstart
-
-pytest.importorskip("verl")
-
-from omegaconf import OmegaConf
 
 from qarl.config import describe_keys
 from qarl.errors import UserError
 from qarl.verl.checks import refuse_unsupported
-from qarl.verl.run import verl_config
+from qarl.verl.keys import worker_environment
+from qarl.verl.run import differences, verl_config
+
+pytest.importorskip("verl")
+
+from omegaconf import OmegaConf
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -26,56 +29,63 @@ POLICY_LOSS, QUANT, OPTIM = f"{ACTOR}.policy_loss", f"{ACTOR}.fsdp_config.quant"
 
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 
+REWARD = "reward.custom_reward_function"
+
 W4A16 = f"{VLLM}.hf_overrides.quantization_config"
 
+SAME: list[tuple[str, str, dict[str, object]]] = [
+    ("data", "data", {"train_batch_size": 24, "shuffle": False, "prompt_key": "a", "filter_overlong_prompts": True}),
+    ("model", MODEL, {"path": "org/other", "use_remove_padding": False}),
+    ("rollout", ROLLOUT, {"n": 4, "max_num_seqs": 128, "max_num_batched_tokens": 4096, "gpu_memory_utilization": 0.6}),
+    ("actor", ACTOR, {"ppo_mini_batch_size": 12, "ppo_micro_batch_size_per_gpu": 12, "ppo_epochs": 2}),
+    ("actor", ROLLOUT, {"log_prob_micro_batch_size_per_gpu": 16}),
+    ("actor", POLICY_LOSS, {"seq_clip_ratio_high": 0.51, "seq_clip_ratio_low": 0.52, "neg_seq_clip_ratio_low": 0.53}),
+    ("actor", POLICY_LOSS, {"neg_seq_clip_ratio_high": 0.54, "seq_tis_imp_ratio_cap": 3.0, "band_scaling": "length"}),
+    ("actor", POLICY_LOSS, {"mismatch_outside_cap": "drop", "positive_band": "two_sided", "band_reference_length": 50}),
+    ("algorithm", "algorithm", {"norm_adv_by_std_in_grpo": False}),
+    ("quant", QUANT, {"align": "off"}),
+    ("optim", OPTIM, {"lr": 1e-3, "betas": [0.8, 0.9], "weight_decay": 0.1, "lr_warmup_steps": 3}),
+    ("optim", OPTIM, {"lr_scheduler_type": "constant", "min_lr_ratio": 0.2}),
+    ("trainer", "trainer", {"total_training_steps": 60, "test_freq": 30, "val_before_train": False, "save_freq": 10}),
+    ("trainer", "trainer", {"save_minutes": 5, "resume_mode": "disable"}),
+]
+"""Our section, verl's, and another value for each key of the same name."""
+
 MAPPED: dict[str, tuple[object, dict[str, object]]] = {
+    f"{ours}.{name}": (value, {f"{verls}.{name}": value}) for ours, verls, keys in SAME for name, value in keys.items()
+} | {
     "name": ("other", {"trainer.experiment_name": "other"}),
     "seed": (
         7,
-        {
-            "data.seed": 7,
-            f"{ROLLOUT}.seed": 7,
-            f"{ACTOR}.data_loader_seed": 7,
-            f"{ACTOR}.fsdp_config.seed": 7,
-        },
+        dict.fromkeys(
+            ("data.seed", f"{ROLLOUT}.seed", f"{ACTOR}.data_loader_seed", f"{ACTOR}.fsdp_config.seed"),
+            7,
+        ),
     ),
     "output_dir": (
         "elsewhere",
         {"trainer.default_local_dir": str(ROOT / "elsewhere" / "quickstart_verl" / "checkpoints")},
     ),
-    "model.path": ("org/other", {f"{MODEL}.path": "org/other"}),
     "model.trust_remote_code": (True, {f"{MODEL}.trust_remote_code": True, "data.trust_remote_code": True}),
     "model.gradient_checkpointing": (True, {f"{MODEL}.enable_gradient_checkpointing": True}),
-    "model.use_remove_padding": (False, {f"{MODEL}.use_remove_padding": False}),
     "data.train_files": (["a.parquet"], {"data.train_files": [str(ROOT / "a.parquet")]}),
     "data.val_files": (["b.parquet"], {"data.val_files": [str(ROOT / "b.parquet")]}),
-    "data.train_batch_size": (24, {"data.train_batch_size": 24}),
     "data.max_prompt_length": (33, {"data.max_prompt_length": 33, f"{ROLLOUT}.max_model_len": 33 + 80}),
     "data.max_response_length": (81, {"data.max_response_length": 81, f"{ROLLOUT}.max_model_len": 32 + 81}),
-    "data.shuffle": (False, {"data.shuffle": False}),
-    "data.prompt_key": ("question", {"data.prompt_key": "question"}),
-    "data.filter_overlong_prompts": (True, {"data.filter_overlong_prompts": True}),
     "reward.function": (
         "math_verify",
         {
-            "reward.custom_reward_function.path": "pkg://qarl.verl.plugin.reward",
-            "reward.custom_reward_function.name": "score",
-            "reward.custom_reward_function.reward_kwargs": {"function": "math_verify", "timeout_s": 60.0},
+            f"{REWARD}.path": "pkg://qarl.verl.plugin.reward",
+            f"{REWARD}.name": "score",
+            f"{REWARD}.reward_kwargs": {"function": "math_verify", "timeout_s": 60.0},
         },
     ),
-    "reward.timeout_s": (
-        None,
-        {"reward.custom_reward_function.reward_kwargs": {"function": "arithmetic", "timeout_s": None}},
-    ),
-    "rollout.n": (4, {f"{ROLLOUT}.n": 4}),
+    "reward.timeout_s": (None, {f"{REWARD}.reward_kwargs": {"function": "arithmetic", "timeout_s": None}}),
     "rollout.temperature": (0.9, {f"{ROLLOUT}.temperature": 0.9, f"{ROLLOUT}.top_p": 1.0}),
     "rollout.val_temperature": (
         0.5,
         {f"{ROLLOUT}.val_kwargs.temperature": 0.5, f"{ROLLOUT}.val_kwargs.do_sample": True},
     ),
-    "rollout.max_num_seqs": (128, {f"{ROLLOUT}.max_num_seqs": 128}),
-    "rollout.max_num_batched_tokens": (4096, {f"{ROLLOUT}.max_num_batched_tokens": 4096}),
-    "rollout.gpu_memory_utilization": (0.6, {f"{ROLLOUT}.gpu_memory_utilization": 0.6}),
     "rollout.cpu_kvcache_space_gib": (2.0, {f"{VLLM}.kv_cache_memory_bytes": 2**31}),
     "rollout.tensor_model_parallel_size": (
         2,
@@ -85,10 +95,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
             f"{VLLM}.distributed_executor_backend": "mp",
         },
     ),
-    "quant.scheme": (
-        "fp8",
-        {f"{QUANT}.scheme": "fp8", f"{W4A16}.config_groups.group_0.weights.type": "float"},
-    ),
+    "quant.scheme": ("fp8", {f"{QUANT}.scheme": "fp8", f"{W4A16}.config_groups.group_0.weights.type": "float"}),
     "quant.group_size": (
         64,
         {f"{QUANT}.group_size": 64, f"{W4A16}.config_groups.group_0.weights.group_size": 64},
@@ -97,22 +104,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
         ["lm_head", "re:.*down_proj"],
         {f"{QUANT}.ignore": ["lm_head", "re:.*down_proj"], f"{W4A16}.ignore": ["lm_head", "re:.*down_proj"]},
     ),
-    "quant.align": ("off", {f"{QUANT}.align": "off"}),
-    "actor.ppo_mini_batch_size": (12, {f"{ACTOR}.ppo_mini_batch_size": 12}),
-    "actor.ppo_micro_batch_size_per_gpu": (12, {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 12}),
-    "actor.log_prob_micro_batch_size_per_gpu": (16, {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 16}),
-    "actor.ppo_epochs": (2, {f"{ACTOR}.ppo_epochs": 2}),
     "actor.grad_clip": (0.5, {f"{ACTOR}.grad_clip": 0.5, f"{OPTIM}.clip_grad": 0.5}),
-    "actor.seq_clip_ratio_high": (0.51, {f"{POLICY_LOSS}.seq_clip_ratio_high": 0.51}),
-    "actor.seq_clip_ratio_low": (0.52, {f"{POLICY_LOSS}.seq_clip_ratio_low": 0.52}),
-    "actor.neg_seq_clip_ratio_low": (0.53, {f"{POLICY_LOSS}.neg_seq_clip_ratio_low": 0.53}),
-    "actor.neg_seq_clip_ratio_high": (0.54, {f"{POLICY_LOSS}.neg_seq_clip_ratio_high": 0.54}),
-    "actor.seq_tis_imp_ratio_cap": (3.0, {f"{POLICY_LOSS}.seq_tis_imp_ratio_cap": 3.0}),
-    "actor.mismatch_outside_cap": ("drop", {f"{POLICY_LOSS}.mismatch_outside_cap": "drop"}),
-    "actor.positive_band": ("two_sided", {f"{POLICY_LOSS}.positive_band": "two_sided"}),
-    "actor.band_scaling": ("length", {f"{POLICY_LOSS}.band_scaling": "length"}),
-    "actor.band_reference_length": (50, {f"{POLICY_LOSS}.band_reference_length": 50}),
-    "algorithm.norm_adv_by_std_in_grpo": (False, {"algorithm.norm_adv_by_std_in_grpo": False}),
     "optim.name": (
         "muon",
         {
@@ -128,28 +120,15 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
             f"{ACTOR}.fsdp_config.model_dtype": "bf16",
         },
     ),
-    "optim.lr": (1e-3, {f"{OPTIM}.lr": 1e-3}),
-    "optim.betas": ([0.8, 0.9], {f"{OPTIM}.betas": [0.8, 0.9]}),
     "optim.eps": (1e-6, {f"{OPTIM}.override_optimizer_config": {"eps": 1e-6}}),
-    "optim.weight_decay": (0.1, {f"{OPTIM}.weight_decay": 0.1}),
-    "optim.lr_warmup_steps": (3, {f"{OPTIM}.lr_warmup_steps": 3}),
-    "optim.lr_scheduler_type": ("constant", {f"{OPTIM}.lr_scheduler_type": "constant"}),
-    "optim.min_lr_ratio": (0.2, {f"{OPTIM}.min_lr_ratio": 0.2}),
     "trainer.nnodes": (2, {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}),
     "trainer.n_gpus_per_node": (2, {"trainer.n_gpus_per_node": 2, "ray_kwargs.ray_init.num_gpus": 2}),
-    "trainer.total_training_steps": (60, {"trainer.total_training_steps": 60}),
     "publish.delta": ("off", {f"{QUANT}.publish_delta": "off"}),
-    "trainer.test_freq": (30, {"trainer.test_freq": 30}),
-    "trainer.val_before_train": (False, {"trainer.val_before_train": False}),
     "trainer.val_max_prompts": (100, {"data.val_max_samples": 100}),
     "trainer.num_threads": (3, {"ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS": "3"}),
-    "trainer.save_freq": (10, {"trainer.save_freq": 10}),
-    "trainer.save_minutes": (5, {"trainer.save_minutes": 5}),
     "trainer.save_final": (False, {"trainer.save_freq": -1}),
     "trainer.max_ckpt_to_keep": (2, {"trainer.max_actor_ckpt_to_keep": 2}),
-    "trainer.resume_mode": ("disable", {"trainer.resume_mode": "disable"}),
 }
-
 """Every key of ours that verl is given: another value, and what verl's config holds then."""
 
 BY_TOKENS = {
@@ -247,3 +226,57 @@ def selected(config: object, key: str) -> object:
 def test_what_verl_lacks_is_refused_by_name(key):
     with pytest.raises(UserError, match=key):
         refuse_unsupported(quickstart(**{key: REFUSED[key]}))
+
+
+def test_a_cpu_never_compiles():
+    """Its workers have TORCHDYNAMO_DISABLE, with which vLLM cannot compile."""
+    config = quickstart(**{"rollout.enforce_eager": False})
+    for on_cpu in (True, False):
+        assert verl_config(config, on_cpu=on_cpu).actor_rollout_ref.rollout.enforce_eager is on_cpu
+        assert ("TORCHDYNAMO_DISABLE" in worker_environment(config, on_cpu)) is on_cpu
+        assert ("enforce_eager=false becomes true here" in " ".join(differences(config, on_cpu))) is on_cpu
+
+
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("level", ["off", "linears", "model"])
+def test_engines_on_gpus_compile_where_the_trainer_follows_none_of_their_operators(scheme, level):
+    """As in the local backend (tests/rollout/test_gpu.py): vLLM's default for W4A16 and BF16 below `model`."""
+    config = quickstart(**{"quant.scheme": scheme, "quant.align": level})
+    wanted = None if scheme in ("bf16", "w4a16") and level != "model" else GRAPHS
+    engine = verl_config(config, on_cpu=False).actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert engine.get("compilation_config") == wanted
+
+
+def test_engines_capture_graphs_unless_they_are_eager():
+    for asked, on_cpu, wanted in (
+        (None, False, GRAPHS),
+        (False, False, GRAPHS),
+        (True, False, None),
+        (None, True, None),
+    ):
+        resolved = verl_config(quickstart(**{"rollout.enforce_eager": asked}), on_cpu=on_cpu).actor_rollout_ref
+        rollout = resolved.rollout
+        assert rollout.engine_kwargs.vllm.get("compilation_config") == wanted
+        assert rollout.enforce_eager is (wanted is None)
+        assert on_cpu or resolved.actor.fsdp_config.quant.enforce_eager is rollout.enforce_eager
+        assert rollout.free_cache_engine is not on_cpu
+
+
+def test_engines_on_gpus_have_one_split_only_where_the_trainer_follows_it(tmp_path, monkeypatch):
+    """`quant.align` is `model` in all of them."""
+
+    def one_split(**changes) -> bool:
+        rollout = verl_config(quickstart(**changes), on_cpu=False).actor_rollout_ref.rollout
+        return "attention_config" in rollout.engine_kwargs.vllm
+
+    assert one_split()
+    assert not one_split(**{"trainer.n_gpus_per_node": 2, "rollout.tensor_model_parallel_size": 2})
+    assert not one_split(**{"model.path": str(save_random_model(tmp_path, "qwen3_moe")), "quant.group_size": 32})
+    assert one_split(**{"model.path": str(tmp_path / "missing")}), "the checks of a run refuse it"
+    for capability, level in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert one_split() is level

@@ -49,7 +49,7 @@ def _errors(config: Config) -> list[UserError]:
         errors += model_errors(config)
     if (config.run_dir / "checkpoints").is_dir() or config.trainer.resume_from_path is not None:
         from qarl.trainer.resume import find_start
-        from qarl.verl.resume import find_verl_start
+        from qarl.verl.checkpoint import find_verl_start
 
         errors += _refusal(find_verl_start if config.backend == "verl" else find_start, config)
     return errors

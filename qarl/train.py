@@ -47,7 +47,7 @@ def _main(argv: list[str]) -> int:
 
         dry_run(config)
         return 0
-    if config.backend == "local":  # verl trains in other processes, see qarl.verl.process
+    if config.backend == "local":  # verl trains in other processes, see qarl.verl.keys
         limit_threads(config.trainer.num_threads)
     return run(config, argv)
 

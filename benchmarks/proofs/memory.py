@@ -182,7 +182,7 @@ def engine_settings(folder: str, config: Config) -> dict[str, Any]:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 
-    from qarl.verl.optimizer import optim_keys
+    from qarl.verl.keys import optim_keys
     from qarl.verl.plugin.config import QuantFSDPEngineConfig
 
     given = {key.rpartition(".")[2]: value for key, value in optim_keys(config).items()}

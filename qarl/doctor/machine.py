@@ -24,7 +24,7 @@ from qarl.metrics.bands import PAPER, bands_in_force, how_to_set, scaled
 from qarl.process import package_versions
 from qarl.quant.scheme import Scheme
 from qarl.trainer.resume import check_free, find_start
-from qarl.verl.resume import find_verl_start
+from qarl.verl.checkpoint import find_verl_start
 
 SHORTEST = 1000
 """The smallest response length (in tokens) for which the paper's narrowest band gives no warning. The paper itself uses

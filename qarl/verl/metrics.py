@@ -12,18 +12,19 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.storage import StorageError, writing
 from qarl.config import Config
+from qarl.console import say
 from qarl.metrics.plots import plot_run
 from qarl.metrics.tracker import Tracker, read_metrics, write_summary
 from qarl.report.page import write_report
 from qarl.trainer.finish import Ending
 from qarl.trainer.sample_log import update_report
-from qarl.verl.startup import StartUp
 
 RENAMED = {
     "timing_s/gen": "timing_s/rollout",
@@ -151,3 +152,53 @@ class MetricsFollower:
             metrics["startup/seconds_to_first_step"] = time.perf_counter() - self.start
         self._tracker.log(metrics, step=entry["step"])
         update_report(self.config, entry["step"])
+
+
+STAGES = (
+    ("", "starting verl's task, which reads the data"),
+    ("WorkerDict", "starting the trainer's processes and loading the model"),
+    ("vllm_server_", "starting the rollout engines (vLLM)"),
+    ("agent_loop_worker_", "publishing the weights, then the first evaluation or step"),
+)
+"""Part of the name of an actor, and what verl does once it exists, in order. Ray itself starts before them."""
+
+
+class StartUp:
+    """Call `look` from time to time, and `end` after the first step. `actors`: returns the names of Ray's actors, or
+    None while Ray starts."""
+
+    def __init__(self, actors: Callable[[], Sequence[str] | None] | None = None) -> None:
+        self._actors = actors or _named_actors
+        self._stage, self._begun, self._ended = -1, time.monotonic(), False
+        say("starting Ray ...")
+
+    def look(self) -> None:
+        """Print a line if verl has come further."""
+        names = None if self._ended else self._actors()
+        if names is not None:
+            reached = max(i for i, (part, _) in enumerate(STAGES) if not part or any(part in name for name in names))
+            while self._stage < reached:
+                self._next()
+                say(f"{STAGES[self._stage][1]} ...")
+
+    def end(self) -> None:
+        """Print how long the last part took. Only the first call does so."""
+        if not self._ended:
+            self._ended = True
+            self._next()
+
+    def _next(self) -> None:
+        doing = "starting Ray" if self._stage < 0 else STAGES[self._stage][1]
+        now = time.monotonic()
+        say(f"{doing}: {now - self._begun:.0f} s")
+        self._stage, self._begun = self._stage + 1, now
+
+
+def _named_actors() -> Sequence[str] | None:
+    import ray
+
+    with suppress(Exception):  # while Ray starts or ends
+        if ray.is_initialized():
+            names: list[str] = ray.util.list_named_actors()
+            return names
+    return None

@@ -1,8 +1,8 @@
 """The verl backend: translates our config into verl's and runs verl's PPO trainer with it.
 
-`verl_config` is the only place that knows verl's keys. It starts from verl's own `ppo_trainer` config, so a key that
-verl no longer has is an error here, not a silent no-op. Configs that verl cannot run are refused (`qarl.verl.checks`).
-`differences` lists what verl does slightly differently.
+`verl_config` starts from verl's own `ppo_trainer` config, so a key that verl no longer has is an error here, not a
+silent no-op. Configs that verl cannot run are refused (`qarl.verl.checks`). `differences` lists what verl does slightly
+differently.
 
 The algorithm is that of `qarl.trainer.local`, but it runs on Ray, FSDP2 and vLLM servers. `qarl.verl.plugin` adds the
 parts that verl lacks. Statements here about verl were checked against the source of verl 0.9.1.
@@ -11,35 +11,31 @@ parts that verl lacks. Statements here about verl were checked against the sourc
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from qarl.checkpoint.run_folder import checkpoints_dir
+from qarl.checkpoint.verl_shards import whole_and_torn
+from qarl.checks.model import applied_level, lower_level
 from qarl.checks.run import check_run
-from qarl.config import ActorConfig, Config, write_resolved
+from qarl.config import Config, write_resolved
 from qarl.console import note, stage
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
 from qarl.trainer.finish import Ending
 from qarl.verl import checks
-from qarl.verl.batches import refuse_partial_batches
-from qarl.verl.checks import PLUGIN
-from qarl.verl.engine_keys import engine_settings
-from qarl.verl.failure import as_user_error, what_resumes
-from qarl.verl.level import graphs, level_lines
+from qarl.verl.checkpoint import open_verl_run
+from qarl.verl.keys import VERL_BATCHED_TOKENS, batched_tokens, hf_config_of, set_environment, verl_keys
 from qarl.verl.metrics import MetricsFollower
-from qarl.verl.objectives import algorithm_keys, objective_keys, refuse_second_correction
-from qarl.verl.optimizer import optim_keys
-from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
-from qarl.verl.resume import open_verl_run
-from qarl.verl.routing import routing_keys
-from qarl.verl.startup import answered_interrupt
-from qarl.vllm_versions.head import FP32_HEAD
+from qarl.verl.plugin.servers import RESUME
 
-VERL_BATCHED_TOKENS = 8192
-Keys = dict[str, Any]
+UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
+"""Memory that an 80 GB GPU reports. Estimates on a machine without a GPU use it."""
 
 
 def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
@@ -125,7 +121,10 @@ def dry_run(config: Config) -> str:
     resolved = verl_config(config, on_cpu=on_cpu)
     lines = [f"# note: {note}" for note in differences(config, on_cpu)]
     lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
-    lines += [f"# {line}" for line in (*level_lines(config), *memory_lines(config, on_cpu=on_cpu))]
+    hf_config = hf_config_of(config)
+    if lower := hf_config and lower_level(config, hf_config):
+        lines += [f"# note: {lower}"]
+    lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
     lines += [as_yaml(resolved).rstrip("\n")]
     lines += [f"# not supported by verl: a value of {key} other than {v}" for key, v in missing.items()]
     return "\n".join([*lines, ""])
@@ -142,8 +141,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
 
     with initialize_config_module("verl.trainer.config", version_base=None):
         composed = compose(config_name="ppo_trainer")
-    checks.refuse_own(config.verl)
-    refuse_second_correction(config)
+    checks.refuse_own(config)
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
         if OmegaConf.is_dict(OmegaConf.select(composed, key)) and not isinstance(value, Mapping):
             raise UserError(
@@ -161,10 +159,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
                 why=str(error).splitlines()[0],
                 fix="look the key up in verl's ppo_trainer.yaml; to add a key, write +KEY in the YAML mapping `verl`",
             ) from error
-    checks.refuse_no_export(config, composed)
-    checks.refuse_ignored(composed)
-    refuse_partial_batches(composed, config.verl)
-    checks.validate(composed)
+    checks.check_run_config(config, composed)
     return composed
 
 
@@ -191,212 +186,115 @@ def differences(config: Config, on_cpu: bool) -> list[str]:
     return notes
 
 
-# Below is one function for each section of verl's config.
+def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
+    """Return the memory estimate of one rank as lines, one per part. If there is no GPU, assume one of 80 GB."""
+    import torch
+
+    from qarl.checks.memory import OFFLOAD, estimate, readable
+    from qarl.checks.model_folder import hf_config_or_carried
+    from qarl.checks.model_size import ModelSize
+
+    device, gpu_memory = ("cpu", 0) if on_cpu else ("cuda", UNKNOWN_GPU_BYTES)
+    if not on_cpu and torch.cuda.is_available():
+        gpu_memory = torch.cuda.get_device_properties(0).total_memory
+    try:
+        hf_config, _ = hf_config_or_carried(config.model.path, config.model.trust_remote_code)
+        size = ModelSize.from_config(hf_config)
+    except (UserError, KeyError) as error:
+        return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]
+    found = estimate(
+        size,
+        config,
+        device=device,
+        gpu_memory_bytes=gpu_memory,
+        align=applied_level(config, hf_config, device)[0],
+        kernels={},
+        offload=all(config.verl.get(key) for key in OFFLOAD),
+    )
+    phase, needed = found.peak
+    where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device
+    host = [f"host memory, {line}" for line in found.host_lines()]
+    return [f"memory of one rank ({where}): {readable(needed)} at most ({phase})", *found.table(), *host]
 
 
-def verl_keys(config: Config, on_cpu: bool) -> Keys:
-    """Return verl's dotted keys with their values for this run. `+` marks keys that verl's YAML does not list."""
-    keys = {
-        **data_keys(config),
-        **reward_keys(config),
-        **model_keys(config),
-        **actor_keys(config),
-        **optim_keys(config),
-        **rollout_keys(config, on_cpu),
-        **routing_keys(config, on_cpu),
-        **algorithm_keys(config),
-        **trainer_keys(config),
-        # Otherwise workers would have only the environment of Ray, which may have been started before this run.
-        "+ray_kwargs.ray_init.runtime_env.env_vars": worker_environment(config, on_cpu),
-    }
-    return keys | (cpu_keys(config) if on_cpu else {})
+@contextmanager
+def answered_interrupt(what_resumes: Callable[[], str]) -> Iterator[None]:
+    """Let the first Ctrl-C or SIGTERM say at once that the run stops and what a repeated command does. Ray needs a
+    while to end.
+
+    verl's step cannot be finished from outside, so KeyboardInterrupt is raised. `ray.init` replaces the handler of
+    SIGTERM by one that raises SystemExit(SIGTERM) (ray/_private/worker.py), which is answered here, too."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def answer() -> None:
+        text = f"\nstopping verl now, in the middle of its step; if you repeat the command, {what_resumes()}\n"
+        with suppress(OSError):  # not print, because the signal may have interrupted a print
+            os.write(2, text.encode())
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        before = previous[signal.Signals(number)]
+        signal.signal(number, before)
+        answer()
+        if callable(before):
+            before(number, frame)
+        raise KeyboardInterrupt
+
+    handled = [number for number, before in previous.items() if before is not signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, handle)
+    try:
+        yield
+    except SystemExit as ended:
+        if ended.code != signal.SIGTERM:
+            raise
+        answer()
+        raise KeyboardInterrupt from None
+    finally:
+        for number in handled:
+            signal.signal(number, previous[number])
 
 
-def same(root: str, section: Any, *names: str) -> Keys:
-    """Return {`root`.NAME: value} for those keys of our `section` that have the same names in verl (`names`)."""
-    return {f"{root}.{name}": getattr(section, name) for name in names}
+def as_user_error(failure: BaseException, checkpoints: Path) -> UserError | None:
+    """Return the `UserError` that a worker raised, or a new one if a process died or hangs. Otherwise return None.
 
-
-def data_keys(config: Config) -> Keys:
-    data = config.data
-    # verl wants validation files even if nothing is evaluated.
-    limit = config.trainer.val_max_prompts or -1
-    return {
-        "data.train_files": [str(Path(file).resolve()) for file in data.train_files],
-        "data.val_files": [str(Path(file).resolve()) for file in data.val_files or data.train_files],
-        "data.val_max_samples": limit if data.val_files else 1,
-        **same("data", data, "train_batch_size", "max_prompt_length", "max_response_length", "shuffle", "prompt_key"),
-        "data.filter_overlong_prompts": data.filter_overlong_prompts,
-        "data.seed": config.seed,
-        "data.truncation": "error",
-        "data.trust_remote_code": config.model.trust_remote_code,
-    }
-
-
-def reward_keys(config: Config) -> Keys:
-    """Return keys that make verl call `qarl.verl.plugin.reward.score`, which calls the config's `reward.function`."""
-    source, _, name = config.reward.function.rpartition(":")
-    function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
-    root = "reward.custom_reward_function"
-    return {
-        f"{root}.path": f"pkg://{PLUGIN}.reward",
-        f"{root}.name": "score",
-        f"+{root}.reward_kwargs": {"function": function, "timeout_s": config.reward.timeout_s},
-    }
-
-
-def model_keys(config: Config) -> Keys:
-    model = "actor_rollout_ref.model"
-    return {
-        f"{model}.path": local_path(config.model.path),
-        f"{model}.trust_remote_code": config.model.trust_remote_code,
-        f"{model}.enable_gradient_checkpointing": config.model.gradient_checkpointing,
-        f"{model}.use_remove_padding": config.model.use_remove_padding,
-        f"+{model}.override_config.attention_dropout": 0.0,
-        # verl's default, flash_attention_2, needs a package that neither lock has. `qarl.align.packed_attention`
-        # replaces sdpa, on CUDA by PyTorch's own variable-length Flash Attention.
-        f"+{model}.override_config.attn_implementation": "sdpa",
-    }
-
-
-def actor_keys(config: Config) -> Keys:
-    actor, root = config.actor, "actor_rollout_ref.actor"
-    return {
-        f"{root}.strategy": "fsdp2",
-        **same(root, actor, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"),
-        **same(root, actor, "use_dynamic_bsz", "grad_clip"),
-        **objective_keys(config),
-        **token_limits(actor),
-        f"{root}.fsdp_config._target_": f"{PLUGIN}.config.QuantFSDPEngineConfig",
-        f"{root}.fsdp_config.model_dtype": config.optim.master_dtype,
-        f"{root}.fsdp_config.seed": config.seed,
-        f"{root}.data_loader_seed": config.seed,
-        **{f"+{root}.fsdp_config.quant.{name}": value for name, value in engine_settings(config).items()},
-    }
-
-
-def token_limits(actor: ActorConfig) -> Keys:
-    """Return verl's keys that limit the tokens of a micro-batch, except those that are null in QaRL's config. verl's
-    default limit for log-probs is its limit for the update."""
-    limits = {
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": actor.log_prob_max_token_len_per_gpu,
-    }
-    return {key: limit for key, limit in limits.items() if limit is not None}
-
-
-def rollout_keys(config: Config, on_cpu: bool) -> Keys:
-    from qarl.quant.scheme import get_scheme
-
-    rollout, root = config.rollout, "actor_rollout_ref.rollout"
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    keys = {
-        f"{root}.name": "vllm",
-        f"{root}.mode": "async",
-        **same(root, rollout, "n", "temperature", "top_p", "max_num_seqs"),
-        **same(root, rollout, "tensor_model_parallel_size", "gpu_memory_utilization", "free_cache_engine"),
-        f"{root}.enforce_eager": bool(rollout.enforce_eager),
-        f"{root}.calculate_log_probs": True,
-        f"{root}.logprobs_mode": "processed_logprobs",
-        f"{root}.max_model_len": longest,
-        f"{root}.max_num_batched_tokens": batched_tokens(config, on_cpu),
-        f"{root}.load_format": "dummy",
-        f"{root}.disable_log_stats": False,  # preemptions are counted from these statistics
-        f"{root}.val_kwargs.temperature": rollout.val_temperature,
-        f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
-        f"{root}.seed": config.seed,
-        # For models whose tokenizer does not come from their model family.
-        f"{root}.agent.default_agent_loop": "qarl_single_turn",
-        f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
-        f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
-    }
-    if not on_cpu and not rollout.enforce_eager:
-        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in graphs(config).items()}
-    scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
-    overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
-    if scheme.quantized:
-        overrides["quantization_config"] = scheme.quantization_config(list(config.quant.ignore))
-    if overrides:
-        keys[f"+{root}.engine_kwargs.vllm.hf_overrides"] = overrides
-    return keys
-
-
-def batched_tokens(config: Config, on_cpu: bool) -> int:
-    """Return `max_num_batched_tokens`. On a CPU it is large enough to prefill the longest sequence whole."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
-
-
-def trainer_keys(config: Config) -> Keys:
-    trainer, total = config.trainer, config.trainer.total_training_steps
-    resume_path = trainer.resume_from_path
-    # Like the local backend, evaluate after the last step if the run evaluates before the first.
-    only_last = trainer.test_freq == -1 and trainer.val_before_train
-    return {
-        **same("trainer", trainer, "nnodes", "n_gpus_per_node", "total_training_steps", "val_before_train"),
-        "trainer.total_epochs": total,
-        "trainer.test_freq": total if only_last else trainer.test_freq,
-        "trainer.project_name": "qarl",
-        "trainer.experiment_name": config.name,
-        "trainer.logger": ["file"],
-        # verl's own trainer saves only by steps, and recomputes the old log-probs always, or never (bypass_mode).
-        "trainer.v1.trainer_mode": "qarl_sync",
-        "trainer.default_local_dir": str((config.run_dir / "checkpoints").resolve()),
-        # At a positive frequency verl saves after the last step, too; the export is made from that checkpoint.
-        "trainer.save_freq": total if trainer.save_freq == -1 and trainer.save_final else trainer.save_freq,
-        "+trainer.save_minutes": trainer.save_minutes,
-        "trainer.max_actor_ckpt_to_keep": trainer.max_ckpt_to_keep,
-        "trainer.resume_mode": trainer.resume_mode,
-        "trainer.resume_from_path": resume_path and str(Path(resume_path).resolve()),
-        **sampler_keys(config),
-    }
-
-
-def sampler_keys(config: Config) -> Keys:
-    """Return the keys of our sampler, or {} if the section `verl` asks for a feature that only verl's samplers have.
-
-    In that case verl's sampler counts a group with failed responses as complete.
+    `checkpoints`: the folder of the run's checkpoints. A `fix` that advises to run again says what the run then does.
     """
-    asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
-    if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
-        return {}
-    return {
-        "trainer.v1.sampler.custom_sampler.path": f"pkg://{PLUGIN}.replay",
-        "trainer.v1.sampler.custom_sampler.name": "PromptReplayBuffer",
-        "+trainer.v1.sampler.sampler_kwargs.filter_groups": False,
-        "+trainer.v1.sampler.sampler_kwargs.sync_refill_failed_groups": False,
-    }
+    found = _user_error(failure)
+    if found is None or not (found.fix or "").endswith(RESUME):
+        return found
+    return UserError(found.what, where=found.where, why=found.why, fix=f"{found.fix}: {what_resumes(checkpoints)}")
 
 
-def cpu_keys(config: Config) -> Keys:
-    """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
+def what_resumes(checkpoints: Path) -> str:
+    """Return what a repeated command does with the complete checkpoints of verl in the folder `checkpoints`."""
+    if whole := whole_and_torn(checkpoints)[0]:
+        return f"it resumes after step {max(whole)}"
+    return "it starts fresh, because there is no checkpoint yet (trainer.save_minutes, trainer.save_freq)"
 
-    They keep the number of processes low, because each process imports torch and vLLM.
-    """
-    rollout = "actor_rollout_ref.rollout"
-    # A single worker runs in the engine's process. Several workers need a process each.
-    executor = "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp"
-    return {
-        "trainer.device": "cpu",
-        "data.dataloader_num_workers": 0,
-        "reward.num_workers": 1,
-        "actor_rollout_ref.model.external_lib": f"{PLUGIN}.cpu",
-        "actor_rollout_ref.actor.use_torch_compile": False,
-        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
-        f"{rollout}.free_cache_engine": False,
-        f"+{rollout}.enable_sleep_mode": False,
-        # A compiled model would round differently from the trainer, and the workers have TORCHDYNAMO_DISABLE.
-        f"{rollout}.enforce_eager": True,
-        # A prompt that is prefilled in parts or after a cached prefix gets different bits.
-        f"{rollout}.enable_chunked_prefill": False,
-        f"{rollout}.enable_prefix_caching": False,
-        f"{rollout}.agent.num_workers": 1,
-        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 64,
-        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
-        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend": executor,
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-        # These resources are only logical. verl asks Ray for CPUs per role and one GPU per trainer process.
-        "ray_kwargs.ray_init.num_cpus": 16 + 8 * config.trainer.n_gpus_per_node,
-        "+ray_kwargs.ray_init.num_gpus": config.trainer.n_gpus_per_node,
-        "+ray_kwargs.ray_init.include_dashboard": False,
-    }
+
+def _user_error(failure: BaseException) -> UserError | None:
+    import ray
+    import zmq
+
+    error = failure
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, zmq.Again):
+        return UserError(
+            "a rollout engine stopped answering while the trainer published weights to it",
+            where="the socket between trainer and engine",
+            why="the engine or its server has died or is stuck; QARL_PUBLISH_TIMEOUT is the limit in seconds",
+            fix=RESUME,
+        )
+    if isinstance(error, ray.exceptions.RayActorError):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        known = [line for line in lines if line.startswith(("class_name:", "pid:", "ip:", "name:"))]
+        return UserError(
+            "a process of the verl run died",
+            where=", ".join(known) or lines[0][:200],
+            why="something killed it, for example lack of memory (see the kernel's log and Ray's log of the worker)",
+            fix=RESUME,
+        )
+    return None

@@ -11,7 +11,7 @@ from qarl.checks.model_folder import hf_config_or_carried
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
 from qarl.doctor.model import host_memory
-from qarl.verl.process import memory_lines
+from qarl.verl.run import memory_lines
 
 OFFLOADED = "masters and optimizer state, offloaded"
 TRAINER, ENGINE = "kept for delta publishes: trainer", "kept for delta publishes: engine"

@@ -19,7 +19,7 @@ from qarl.config import ConfigError
 from qarl.errors import UserError
 from qarl.trainer import local
 from qarl.verl.checks import refuse_unsupported
-from qarl.verl.process import worker_environment
+from qarl.verl.keys import worker_environment
 from qarl.verl.run import verl_keys
 
 pytestmark = [pytest.mark.long, pytest.mark.verl]

@@ -26,7 +26,7 @@ from qarl.config import Config, build_config, load_config
 from qarl.config.ignore import is_ignored
 from qarl.config.strict_yaml import parse_value
 from qarl.doctor.model import TIGHT
-from qarl.verl.run import verl_keys
+from qarl.verl.keys import verl_keys
 
 # Input widths of the linear layers that tensor parallelism does not split, and of those it does (o_proj, down_proj),
 # the positions the model was trained for, and the public config that the package carries.

@@ -30,7 +30,7 @@ from qarl.checks.model_size import ModelSize
 from qarl.kernels.experts.autograd import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.registry import choose_linear_kernel
-from qarl.verl.process import UNKNOWN_GPU_BYTES
+from qarl.verl.run import UNKNOWN_GPU_BYTES
 
 required()
 
@@ -119,7 +119,7 @@ def ours(start: str, folder: Path, tmp_path: Path) -> Any:
 def resolved(start: str, folder: Path, ours: Any) -> Any:
     """verl's config of a start on GPUs."""
     if start in VERL_CONFIGS:
-        from qarl.verl.process import set_environment
+        from qarl.verl.keys import set_environment
         from qarl.verl.run import verl_config
 
         set_environment(ours, False)

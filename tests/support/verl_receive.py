@@ -1,4 +1,4 @@
-"""QaRL's worker extension at the end of verl's own sender, on verl's platform `cpu`: run by test_verl_receive.py.
+"""QaRL's worker extension at the end of verl's own sender, on verl's platform `cpu`: run by test_verl_publish.py.
 
     python verl_receive.py OUTPUT_FILE
 
@@ -106,8 +106,7 @@ def changes_through_buckets() -> dict[str, Any]:
 
     from qarl.rollout.publish.send import DeltaSender
     from qarl.verl.plugin import worker_extension
-    from qarl.verl.plugin.publishing import run_identity
-    from qarl.verl.plugin.transport import encode
+    from qarl.verl.plugin.publish import publication
 
     model, tensors, outbox = engine_model("llama"), weights("llama"), DeltaSender()
     vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
@@ -120,7 +119,7 @@ def changes_through_buckets() -> dict[str, Any]:
 
     def ask(fingerprint: str | None) -> None:
         try:
-            worker.qarl_check_held(fingerprint)
+            worker.qarl_compare(fingerprint)
             answers.append(fingerprint)
         except RuntimeError:
             answers.append(None)
@@ -130,7 +129,7 @@ def changes_through_buckets() -> dict[str, Any]:
         if version > 1:
             worker._qarl_receiver = receiver
             ask(outbox.cache.fingerprint)
-        stream = list(encode(tensors, version=version, run=run_identity(), outbox=outbox, held=answers[-1:]))
+        stream = list(publication(tensors, version, outbox, answers[-1:]))
         if version == 3:  # nothing of it arrives
             tensors = [(name, tensor + 1) for name, tensor in tensors]
             continue

@@ -1,4 +1,4 @@
-"""Publishes by verl's CheckpointEngineManager between Ray actors: run by test_verl_checkpoint_manager.py.
+"""Publishes by verl's CheckpointEngineManager between Ray actors: run by test_verl_checkpoint_engine.py.
 
     python verl_separate.py FOLDER
 
@@ -86,9 +86,9 @@ class Actor(ActorRolloutRefWorker):
 
     def __init__(self) -> None:
         from qarl.rollout.publish.send import DeltaSender
-        from qarl.verl.plugin.alive import Watch
         from qarl.verl.plugin.config import QuantSettings
         from qarl.verl.plugin.engine import QaRLFSDPEngine
+        from qarl.verl.plugin.servers import Watch
 
         Worker.__init__(self)
         self.tensors = weights("llama")
@@ -116,9 +116,9 @@ class Rollout(CheckpointEngineWorker):
     def __init__(self, folder: str) -> None:
         from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-        from qarl.verl.plugin import publishing
+        from qarl.verl.plugin import publish
 
-        publishing.SOCKET_FOLDER = Path(folder)  # waits for no other run on this machine
+        publish.SOCKET_FOLDER = Path(folder)  # waits for no other run on this machine
         engine = CheckpointEngineConfig(**CONFIG)
         config = RolloutConfig(name="vllm", tensor_model_parallel_size=1, checkpoint_engine=engine)
         unused: Any = None

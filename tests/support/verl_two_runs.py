@@ -1,5 +1,5 @@
 """One run that publishes many times through verl's sender and receiver on a socket that another run uses too: started
-twice by test_verl_two_runs.py.
+twice by test_verl_publish.py.
 
     python verl_two_runs.py RUN SOCKET ROUNDS FOLDER OUTPUT_FILE
 
@@ -20,7 +20,6 @@ import random
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +34,19 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
     BucketedWeightSender,
 )
 
-from qarl.verl.plugin import publishing
-from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity, socket_timeouts
-from qarl.verl.plugin.transport import decode, encode
+from qarl.verl.plugin import publish
+from qarl.verl.plugin.publish import Publication, decode, publication, publish_timeout, run_identity, socket_timeouts
 
-publishing.SOCKET_FOLDER = Path(folder)
+publish.SOCKET_FOLDER = Path(folder)
 names = [f"model.layers.{i}.weight" for i in range(3)]
 
 
 def stream() -> Publication:
-    tensors = encode([(name, torch.full((1 << 16,), float(run))) for name in names], version=0, run=run_identity())
+    made = publication([(name, torch.full((1 << 16,), float(run))) for name in names], 0)
     if folder:
-        return guarded(tensors)
-    held = ExitStack()
-    held.enter_context(socket_timeouts(publish_timeout()))
-    return Publication(tensors, held)
+        return made.reserve()
+    made._reserved.enter_context(socket_timeouts(publish_timeout()))
+    return made
 
 
 def receive(found: dict[str, Any], errors: list[str]) -> None:

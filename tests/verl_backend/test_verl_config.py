@@ -22,9 +22,9 @@ from qarl.objectives.settings import objective_settings
 from qarl.quant.scheme import get_scheme
 from qarl.trainer.optim import lr_scale
 from qarl.verl.checks import OWN_KEYS
+from qarl.verl.keys import set_environment, verl_keys, worker_environment
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
-from qarl.verl.process import worker_environment
-from qarl.verl.run import differences, dry_run, verl_config, verl_keys
+from qarl.verl.run import differences, dry_run, verl_config
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -85,15 +85,6 @@ def test_threads_are_shared_on_a_cpu_and_rays_own_on_gpus(monkeypatch):
     assert worker_environment(config, False)["OMP_NUM_THREADS"] == "2"
 
 
-def test_starting_verl_leaves_the_threads_to_it(monkeypatch):
-    from qarl import train
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(train, "run", lambda *arguments: 0)
-    assert train.main(["config=quickstart_verl.yaml", "trainer.num_threads=null"]) == 0
-    assert "OMP_NUM_THREADS" not in os.environ
-
-
 @pytest.mark.parametrize(("key", "value"), [("bypass_mode", True), ("rollout_is", "token"), ("rollout_rs", "token_k1")])
 def test_verls_own_corrections_do_not_go_with_tbpo(key, value):
     changed = {f"algorithm.rollout_correction.{key}": value}
@@ -107,11 +98,6 @@ def test_one_checkpoint_is_too_few_for_verl():
     for changes in ({"trainer.max_ckpt_to_keep": 1}, {"verl": {"trainer.max_actor_ckpt_to_keep": 1}}):
         with pytest.raises(UserError, match="max_ckpt_to_keep=2"):
             verl_config(quickstart(**changes), on_cpu=True)
-
-
-def test_rewards_are_scored_by_as_many_processes_as_verl_wants_on_gpus():
-    assert verl_config(quickstart(), on_cpu=True).reward.num_workers == 1
-    assert verl_config(quickstart(), on_cpu=False).reward.num_workers == 8
 
 
 def test_a_dry_run_says_what_is_missing():
@@ -175,13 +161,6 @@ def test_what_qarl_has_a_key_for_is_not_set_in_the_section_verl(key):
             verl_config(quickstart(verl={f"{sign}{key}": OmegaConf.select(composed, key)}), on_cpu=True)
         assert caught.value.where == f"verl.{sign}{key}" and OWN_KEYS[key] in caught.value.fix
     assert OWN_KEYS[key] in describe_keys()
-
-
-@pytest.mark.parametrize(("key", "value"), [("top_p", 0.7), ("top_k", 5), ("temperature", 0.5)])
-def test_validation_may_sample_otherwise(key, value):
-    """No log-probs of validation are trained on."""
-    resolved = verl_config(quickstart(verl={f"actor_rollout_ref.rollout.val_kwargs.{key}": value}), on_cpu=True)
-    assert resolved.actor_rollout_ref.rollout.val_kwargs[key] == value
 
 
 @pytest.mark.parametrize("key", ["algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"])
@@ -264,12 +243,6 @@ def test_reward_functions_are_found_by_verl():
         assert reward(solution_str="5+7=12", **arguments) == 1.0
 
 
-def test_a_reward_of_verls_own_section_is_refused():
-    other = {"reward.custom_reward_function.path": "pkg://qarl.data.rewards"}
-    with pytest.raises(UserError, match=r"another reward function[\s\S]*reward.timeout_s"):
-        verl_config(quickstart(verl=other), on_cpu=True)
-
-
 def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -292,8 +265,19 @@ def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
         check_run(quickstart(**changes, **{"data.train_batch_size": 24}))
 
 
-@pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
-@pytest.mark.parametrize("value", ["hot", None, True, [1.0]])
-def test_sampling_that_is_not_a_number_is_refused(key, value):
-    with pytest.raises(UserError, match=rf"rollout\.{key} must be a number"):
-        verl_config(quickstart(verl={f"actor_rollout_ref.rollout.{key}": value}), on_cpu=True)
+LIMIT = "ray_kwargs.ray_init.runtime_env.env_vars.QARL_PUBLISH_TIMEOUT"
+
+
+@pytest.mark.parametrize("place", ["environment", "section verl"])
+@pytest.mark.parametrize(("value", "good"), [("soon", False), ("7.5", True)])
+def test_a_bad_time_limit_is_refused_before_anything_starts(monkeypatch, place, value, good):
+    """The first publish would be minutes later."""
+    monkeypatch.setenv("QARL_PUBLISH_TIMEOUT", value if place == "environment" else "")
+    config = quickstart(verl={} if place == "environment" else {f"+{LIMIT}": value})
+    set_environment(config, True)
+    if good:
+        env_vars = verl_config(config, on_cpu=True).ray_kwargs.ray_init.runtime_env.env_vars
+        assert value == env_vars.QARL_PUBLISH_TIMEOUT
+        return
+    with pytest.raises(UserError, match=f"QARL_PUBLISH_TIMEOUT='{value}' is not a time limit"):
+        verl_config(config, on_cpu=True)

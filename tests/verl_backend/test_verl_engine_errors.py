@@ -21,11 +21,11 @@ from qarl.kernels.cuda import layer_ops
 from qarl.kernels.logprob import log_probs_of_logits
 from qarl.verl.plugin import config as plugin_config
 from qarl.verl.plugin import engine as plugin_engine
-from qarl.verl.plugin.alive import refuse_dead
 from qarl.verl.plugin.config import QuantFSDPEngineConfig
 from qarl.verl.plugin.engine import QaRLFSDPEngine, check_engine_config, register
-from qarl.verl.plugin.outputs import chosen_log_probs
-from qarl.verl.plugin.routing import RouterReplay
+from qarl.verl.plugin.log_probs import RouterReplay, log_softmax_of_chosen
+from qarl.verl.plugin.mismatch import TrainingStep
+from qarl.verl.plugin.servers import refuse_dead
 
 MODEL = {"lora_rank": 0, "use_fused_kernels": False, "use_liger": False, "enable_activation_offload": False}
 
@@ -39,7 +39,7 @@ def quantized_engine() -> QaRLFSDPEngine:
     """One that was never built, for methods that use nothing of the model."""
     engine = object.__new__(QaRLFSDPEngine)
     engine.quant = QuantFSDPEngineConfig(strategy="fsdp2").quant
-    engine._routing = RouterReplay()
+    engine.routing = RouterReplay()
     return engine
 
 
@@ -79,7 +79,7 @@ def test_settings_that_would_be_dropped_in_silence(settings, key):
     [(True, True, torch.bfloat16), (True, False, torch.float32), (False, True, torch.float32)],
 )
 def test_bf16_logits_reach_nothing_but_flash_attns_kernel(monkeypatch, flash, one, dtype):
-    monkeypatch.setattr(plugin_engine, "flash_cross_entropy", lambda: flash)
+    monkeypatch.setattr(plugin_engine.log_probs, "flash_cross_entropy", lambda: flash)
     monkeypatch.setattr(FSDPEngineWithLMHead, "prepare_model_outputs", lambda self, output, *rest: output)
     monkeypatch.setattr(QaRLFSDPEngine, "_outputs_by_log_softmax", lambda self, output, *rest: output)
     engine = quantized_engine()
@@ -109,7 +109,9 @@ def test_log_probs_have_the_bits_of_the_local_backends(packed, temperature):
         output_args["input_ids_rmpad_rolled"] = torch.cat([tokens, torch.zeros(3, dtype=torch.int64)])
     else:
         given = torch.nested.nested_tensor_from_jagged(logits, offsets).to_padded_tensor(0.0)
-    found = chosen_log_probs(given, output_args, micro_batch, lambda chosen, pad_size: chosen[: len(chosen) - pad_size])
+    found = log_softmax_of_chosen(
+        given, output_args, micro_batch, lambda chosen, pad_size: chosen[: len(chosen) - pad_size]
+    )
     expected, verls = [], []
     for row, labels, one in zip(logits.split(lengths.tolist()), tokens.split(lengths.tolist()), each, strict=True):
         expected.append(log_probs_of_logits(row, labels, temperature=float(one))[0])
@@ -134,29 +136,34 @@ def test_an_engine_without_graphs_keeps_the_limit_of_linears(monkeypatch, eager,
     engine.quant = QuantFSDPEngineConfig(strategy="fsdp2", quant={"scheme": "bf16", "enforce_eager": eager}).quant
     engine.model_config, engine.use_remove_padding, engine.rank = SimpleNamespace(tokenizer=range(64)), True, 0
     engine._build_module()
-    assert (engine.align, engine._limit_level) == ("model", limit)
+    assert (engine.align, engine.limit_level) == ("model", limit)
+
+
+def over_the_limit(engine: QaRLFSDPEngine, abs_mean: float, *, updated: bool = False) -> bool:
+    engine._updated = updated
+    return engine._check_limit(TrainingStep(), abs_mean, 50.0)
 
 
 def test_a_mismatch_after_the_first_update_is_a_warning(caplog):
     engine = quantized_engine()
-    engine._limit_level = "model"
+    engine.limit_level = "model"
     with caplog.at_level("WARNING", logger="qarl.verl.plugin"):
-        assert not engine._check_mismatch(1e-4, 50.0)
-        assert engine._check_mismatch(0.02, 50.0)
+        assert not over_the_limit(engine, 1e-4, updated=True)
+        assert over_the_limit(engine, 0.02, updated=True)
     assert "mean |δ| between trainer and engine is 0.02" in caplog.text
     with pytest.raises(UserError, match="disagree"):
-        engine._check_mismatch(float("nan"), 50.0, before_first_update=True)
+        over_the_limit(engine, float("nan"))
 
 
 def test_an_actor_without_quantization_has_a_limit(caplog):
     """Nothing promises it a level, but TBPO cannot repair another model."""
     engine = object.__new__(QaRLFSDPEngine)
     with caplog.at_level("WARNING", logger="qarl.verl.plugin"):
-        assert not engine._check_mismatch(0.14, 50.0, before_first_update=True)
-        assert engine._check_mismatch(0.16, 50.0)
+        assert not over_the_limit(engine, 0.14)
+        assert over_the_limit(engine, 0.16, updated=True)
     assert "0.15 that is allowed by default" in caplog.text
     with pytest.raises(UserError, match=r"\+qarl=bf16"):
-        engine._check_mismatch(0.16, 50.0, before_first_update=True)
+        over_the_limit(engine, 0.16)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +222,7 @@ def test_the_temperature_of_a_batch(data, expected):
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
-    from qarl.verl.plugin.guard import temperature_of
+    from qarl.verl.plugin.mismatch import temperature_of
 
     rows = TensorDict({"response_mask": torch.ones(2, 3)}, batch_size=2)
     for key, value in data.items():
@@ -224,3 +231,13 @@ def test_the_temperature_of_a_batch(data, expected):
         else:
             tu.assign_non_tensor(rows, **{key: value})
     assert temperature_of(rows) == expected
+
+
+@pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False)])
+def test_a_bad_time_limit_is_refused_before_the_model_is_loaded(monkeypatch, device, refused):
+    """From verl's command line. An engine that publishes as verl does takes no notice."""
+    monkeypatch.setattr(plugin_engine, "get_device_name", lambda: device)
+    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *args: pytest.fail("loads") if refused else None)
+    monkeypatch.setenv("QARL_PUBLISH_TIMEOUT", "soon")
+    with pytest.raises(UserError, match="QARL_PUBLISH_TIMEOUT='soon'") if refused else nullcontext():
+        QaRLFSDPEngine(None, None, None, None)

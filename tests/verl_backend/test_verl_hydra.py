@@ -23,9 +23,10 @@ from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.objectives.settings import objective_settings as objective_settings_of_a_run
 from qarl.quant.scheme import SCHEMES
 from qarl.tbpo import TBPOConfig
-from qarl.verl.plugin.before_ray import CheckBeforeRay
+from qarl.verl.keys import verl_keys
 from qarl.verl.plugin.config import objective_settings, tbpo_config
-from qarl.verl.run import verl_config, verl_keys
+from qarl.verl.plugin.hydra import CheckBeforeRay
+from qarl.verl.run import verl_config
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 

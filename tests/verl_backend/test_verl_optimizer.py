@@ -26,10 +26,10 @@ LR = 1e-3
 KINDS = [("muon", "fp32"), ("muon", "bf16"), ("adamw", "bf16")]
 
 
-def job(name: str, dtype: str, **more: Any) -> dict[str, Any]:
+def job(name: str, dtype: str) -> dict[str, Any]:
     optim = OURS | {"override_optimizer_config": SETTINGS[name]}
     engine = {"model_dtype": dtype, "use_no_sync_for_gradient_accumulation": False}
-    return {"quant": QUANT, "bands": BANDS, "lr": LR, "micro": 1, "optim": optim, "engine": engine | more}
+    return {"quant": QUANT, "bands": BANDS, "lr": LR, "micro": 1, "optim": optim, "engine": engine}
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
@@ -45,9 +45,6 @@ def results(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, d
     for world in (1, 2):
         jobs = {kind: job(*kind) for kind in KINDS}
         jobs["resumed"] = job("muon", "bf16") | {"checkpoint": str(folder / f"checkpoint{world}")}
-        jobs["offloaded"] = job("muon", "bf16", param_offload=True, optimizer_offload=True)
-        jobs["clipped"] = job("muon", "bf16")
-        jobs["clipped"]["optim"] = jobs["clipped"]["optim"] | {"clip_grad": 1e-3}
         found[world] = dict(
             zip(jobs, run_engine(folder, world, model, make_rows(model), list(jobs.values())), strict=True)
         )
@@ -79,14 +76,6 @@ def test_the_update_is_that_of_one_process(results: Any, model: str, kind: tuple
         assert same_bytes(found["masters"][name], tensor), name
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
-def test_gradients_do_not_depend_on_the_number_of_ranks(results: Any, kind: tuple[str, str]) -> None:
-    """Up to the order of sums and, for BF16 parameters, the rounding of each micro-batch's gradient: one BF16 step."""
-    one, two = (results[world][kind]["gradients"] for world in (1, 2))
-    for name, gradient in one.items():
-        assert float((two[name] - gradient).abs().max()) <= 2**-7 * float(gradient.abs().max()), name
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_run_continues_bit_for_bit(results: Any, world: int) -> None:
     """`changed`: one more update after the save. After the load the same update gives the same tensors."""
@@ -96,23 +85,6 @@ def test_a_resumed_run_continues_bit_for_bit(results: Any, world: int) -> None:
     assert any(not same_bytes(found["changed"][name], tensor) for name, tensor in found["loaded"].items())
     for name, tensor in found["changed"].items():
         assert same_bytes(again[name], tensor), name
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_changed_moment_is_noticed(results: Any, world: int) -> None:
-    assert "optimizer." in results[world]["resumed"]["damaged_optim"]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_offloading_changes_no_bit(results: Any, world: int) -> None:
-    plain, offloaded = results[world]["muon", "bf16"]["masters"], results[world]["offloaded"]["masters"]
-    assert all(same_bytes(plain[name], tensor) for name, tensor in offloaded.items())
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_gradients_are_clipped_to_the_global_norm(results: Any, world: int) -> None:
-    norm = torch.cat([g.flatten() for g in results[world]["clipped"]["gradients"].values()]).norm()
-    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_the_rates_are_reported(results: Any) -> None:

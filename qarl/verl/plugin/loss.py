@@ -26,6 +26,11 @@ from qarl.verl.plugin.config import objective_settings
 
 OURS = ("tbpo", "qarl")
 """The values of `loss_mode` that this module registers."""
+RELIES = "qarl_old_log_probs"
+"""Key in verl's batches, set by QaRL's trainer. The value is `rollout` or `auto` if `old_log_probs` are the rollout's.
+Otherwise the key is missing or None."""
+DIFFERING = "old_log_probs_differing"
+"""Metric of the actor: number of tokens with δ != 0 in the first mini-batch of a dropped update."""
 
 
 @dataclass
@@ -47,8 +52,46 @@ class MicroBatch:
 MICRO_BATCH: ContextVar[MicroBatch | None] = ContextVar("qarl_micro_batch", default=None)
 
 
+def loss_mode(loss_function: Any) -> str | None:
+    """Return the `policy_loss.loss_mode` that verl has bound to its PPO loss, or None."""
+    return getattr(_policy_loss(loss_function), "loss_mode", None)
+
+
+def weights_mismatch(loss_function: Any) -> bool:
+    """Return whether the objective weights each response by its mismatch."""
+    mode, objective = loss_mode(loss_function), getattr(_policy_loss(loss_function), "objective", None)
+    return mode == "tbpo" or (mode == "qarl" and objective == "mis_gspo")
+
+
+def refuse_hidden_mismatch(loss_function: Any, relies: str | None, *, all_equal: bool, asked: bool) -> None:
+    """Raise UserError if an objective that weights the mismatch gets the rollout's log-probs as the trainer's.
+
+    `relies`: the value of `RELIES`. `all_equal`: whether both are equal on every token. `asked`: whether verl has asked
+    for the trainer's log-probs since the last step."""
+    if relies == "rollout" and weights_mismatch(loss_function):
+        raise UserError(
+            "the objective weights the mismatch, but old_log_probs=rollout hides it",
+            where="actor_rollout_ref.actor.fsdp_config.quant.old_log_probs",
+            why="the weight of every response would be 1",
+            fix="set it to auto or recompute, or choose an objective without such a weight",
+        )
+    if loss_mode(loss_function) == "tbpo" and all_equal and not asked and relies is None:
+        raise UserError(
+            "loss_mode=tbpo was given the rollout's log-probs as old_log_probs",
+            where="algorithm.rollout_correction.bypass_mode",
+            why="the two are equal on every token, and verl has not asked this engine for its own log-probs since "
+            "the last step; TBPO's weight for the mismatch would always be 1",
+            fix="set algorithm.rollout_correction.bypass_mode=False",
+        )
+
+
+def _policy_loss(loss_function: Any) -> Any:
+    return getattr(getattr(loss_function, "keywords", {}).get("config"), "policy_loss", None)
+
+
 @register_policy_loss("tbpo")
-def tbpo_policy_loss(
+@register_policy_loss("qarl")
+def policy_loss(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
@@ -57,46 +100,19 @@ def tbpo_policy_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Compute the TBPO loss. The signature is that of verl's policy losses. All tensors are [B, T].
+    """Compute the objective that `config.policy_loss` names. The signature is that of verl's policy losses. All tensors
+    are [B, T]. `rollout_is_weights`: the weights of verl's trainer, for the whole batch of a step.
 
     The returned dict is empty, because the engine reports the metrics. Raise UserError if the batch has no rollout
-    log-probs, if verl passes its own correction weights, or if the configuration is not valid.
+    log-probs, if verl passes its own weights to TBPO, or if the configuration is not valid.
     """
-    if rollout_is_weights is not None:
+    mode = config.policy_loss.loss_mode
+    if mode == "tbpo" and rollout_is_weights is not None:
         raise UserError(
             "TBPO already weights the mismatch, and verl would add a second weight",
             where="algorithm.rollout_correction.rollout_is",
             fix="set it to null; actor_rollout_ref.actor.policy_loss.seq_tis_imp_ratio_cap caps TBPO's weight",
         )
-    return _loss("tbpo", old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, None)
-
-
-@register_policy_loss("qarl")
-def qarl_policy_loss(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: Any = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Compute the objective that `policy_loss.objective` names. Everything else is as in `tbpo_policy_loss`.
-
-    `rollout_is_weights`: the weights of verl's trainer, for the whole batch of a step."""
-    return _loss("qarl", old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
-
-
-def _loss(
-    mode: str,
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str,
-    config: Any,
-    weight: torch.Tensor | None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
     micro_batch = MICRO_BATCH.get()
     if micro_batch is None:
         raise UserError(
@@ -119,7 +135,7 @@ def _loss(
         advantages,
         response_mask,
         objective_settings(config, loss_agg_mode),
-        weight=weight,
+        weight=rollout_is_weights,
         responses=micro_batch.responses,
         tokens=micro_batch.tokens,
     )

@@ -25,49 +25,35 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 from qarl.process import package_versions
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
 def _device_module() -> ModuleType:
     """Return a module for the CPU that has every name of `torch.cuda` that verl uses."""
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
     module = ModuleType("qarl_cpu_device", "torch.cpu with the names that verl uses of torch.cuda")
     without_effect = (
         *("empty_cache", "synchronize", "ipc_collect", "set_device", "set_per_process_memory_fraction"),
         *("reset_peak_memory_stats", "manual_seed", "manual_seed_all"),
     )
-    vars(module).update(dict.fromkeys(without_effect, nothing))
     members: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "get_device_name": lambda *args: "cpu",
-        "memory_allocated": lambda *args: _resident_bytes(),
-        "memory_reserved": lambda *args: _resident_bytes(),
-        "max_memory_allocated": lambda *args: _peak_bytes(),
-        "max_memory_reserved": lambda *args: _peak_bytes(),
-        "mem_get_info": lambda *args: _machine_bytes(),
+        "memory_allocated": lambda *args: psutil.Process().memory_info().rss,
+        "memory_reserved": lambda *args: psutil.Process().memory_info().rss,
+        "max_memory_allocated": lambda *args: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "max_memory_reserved": lambda *args: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "mem_get_info": lambda *args: (psutil.virtual_memory().available, psutil.virtual_memory().total),
         "get_rng_state": torch.get_rng_state,
         "set_rng_state": torch.set_rng_state,
         "Stream": torch.cpu.Stream,
         "stream": torch.cpu.stream,
         "current_stream": torch.cpu.current_stream,
     }
-    vars(module).update(members)
+    vars(module).update(dict.fromkeys(without_effect, _nothing) | members)
     return module
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _machine_bytes() -> tuple[int, int]:
-    memory = psutil.virtual_memory()
-    return int(memory.available), int(memory.total)
 
 
 @PlatformRegistry.register("cpu")
@@ -75,6 +61,8 @@ class CPUPlatform(PlatformBase):
     """One logical device per process, named `cpu`."""
 
     _module = _device_module()
+    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
 
     @property
     def device_name(self) -> str:
@@ -102,19 +90,11 @@ class CPUPlatform(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
         torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -129,10 +109,6 @@ class CPUPlatform(PlatformBase):
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
     def ray_resource_name(self) -> str:
         return "GPU"
 
@@ -141,9 +117,6 @@ class CPUPlatform(PlatformBase):
 
     def is_ipc_supported(self) -> bool:
         return False
-
-    def cudart(self) -> None:
-        return None
 
 
 class _VllmCpuAsVllm(importlib.metadata.Distribution):

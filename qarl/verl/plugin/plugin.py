@@ -10,6 +10,7 @@ a part of QaRL then fails, because verl does not know that name.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.util
@@ -17,7 +18,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -54,29 +55,14 @@ class AfterImport(importlib.abc.MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             self._searching.name = None
-        if spec is not None and spec.loader is not None and not isinstance(spec.loader, _LoaderThen):
-            spec.loader = _LoaderThen(spec.loader, self.followers)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader  # made by this search, so the change of its method concerns no other module
+            loader.exec_module = functools.partial(self._run, loader.exec_module)
         return spec
 
-
-class _LoaderThen(importlib.abc.Loader):
-    """Wraps the loader of a module. After the module has run, imports its follower in the table `followers`."""
-
-    def __init__(self, loader: Any, followers: dict[str, str]) -> None:
-        self._loader, self._followers = loader, followers
-
-    def __getattr__(self, name: str) -> Any:
-        if "_loader" not in self.__dict__:  # copy and pickle look up attributes before `__init__` has set any
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        follower = self._followers.pop(module.__name__, None)
+    def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+        exec_module(module)
+        follower = self.followers.pop(module.__name__, None)
         if follower is not None:
             import_quietly(follower)
 

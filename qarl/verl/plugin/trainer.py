@@ -1,20 +1,27 @@
-"""verl's synchronous trainer, which also saves by time and can skip the pass that recomputes the old log-probs.
+"""verl's synchronous trainer and its sampler (replay buffer).
 
-QaRL registers this trainer in verl as `qarl_sync` (`register_trainer`). QaRL's configs choose it by
-`trainer.v1.trainer_mode`. `qarl.trainer.old_log_probs` explains when the pass is skipped and what is checked
-(`actor.old_log_probs`). These methods of verl's trainer are overridden:
+The trainer, `qarl_sync`, also saves by time and can skip the pass that recomputes the old log-probs. QaRL's configs
+choose it by `trainer.v1.trainer_mode`. `qarl.trainer.old_log_probs` explains when the pass is skipped and what is
+checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
 
-    on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.plugin.saving`)
-
+    on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.checkpoint.Saving`)
     _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
-    _update_actor           tells the engine to check the first mini-batch (`qarl.verl.plugin.first_mini_batch`). If the
-                            engine drops the update, it recomputes old log-probs and advantages, and updates again.
+    _update_actor           tells the engine to check the first mini-batch (`qarl.verl.plugin.mismatch`). If the engine
+                            drops the update, it recomputes old log-probs and advantages, and updates again.
     _save_checkpoint, _load_checkpoint   also write and read the counts of `auto`. Saving also removes the checkpoint
                             that the new one replaces.
 
 verl computes `actor/entropy` in the pass. In a step without the pass, it is the entropy of the sampled rows, or is
 missing if no rows were sampled. verl divides a step's rows into equal, contiguous shares, one per rank. Each rank takes
 its mini-batches from its share in order, unless `actor.shuffle` is set.
+
+`trainer.v1.sampler.custom_sampler` chooses the sampler. It differs from verl 0.9.1 in three ways:
+
+- It polls the progress of the rollout more often. verl sleeps two seconds between polls, which is longer than a step of
+  a small model.
+- A group without all its responses is an error, and so is a process that dies. verl would train on the responses that
+  are finished, which are mostly short ones.
+- It counts preemptions. verl adds the metrics that a sampler returns to those of the step.
 """
 
 from __future__ import annotations
@@ -23,30 +30,35 @@ import functools
 import json
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import transfer_queue as tq
 from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
 from qarl.checkpoint.json_file import write_json
+from qarl.errors import UserError
 from qarl.trainer.old_log_probs import Skipping, differing_tokens, find_probability, sample_size
-from qarl.verl.plugin.first_mini_batch import DIFFERING, RELIES
-from qarl.verl.plugin.saving import Saving
+from qarl.verl.checkpoint import Saving
+from qarl.verl.plugin.loss import DIFFERING, RELIES
+from qarl.verl.plugin.servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped
+
+COUNTS = "old_log_probs.json"
+"""File in verl's folder of a checkpoint, with the counts of `auto`."""
+POLL_SECONDS = 0.05
+WATCH_SECONDS = 5.0
 
 _log = logging.getLogger("qarl.verl.plugin")
 _log.setLevel(logging.INFO)
 
-NAME = "qarl_sync"
-COUNTS = "old_log_probs.json"
-"""File in verl's folder of a checkpoint, with the counts of `auto`."""
 
-
-@register_trainer(NAME)
+@register_trainer("qarl_sync")
 class QaRLTrainerSync(PPOTrainerSync):
     """The trainer. Its settings are `old_log_probs` and `old_log_probs_sample` in the actor's section `quant`."""
 
@@ -54,13 +66,17 @@ class QaRLTrainerSync(PPOTrainerSync):
         config.trainer.v1.trainer_mode = "sync"  # verl also checks for its own trainer's name
         super().__init__(config)
 
-    @functools.cached_property
-    def _mode(self) -> str:
-        return str(self._quant.get("old_log_probs", "recompute"))
+    _started = False
+    _relies: str | None = None
+    """The value of `RELIES` for the batch of this step."""
 
     @property
     def _quant(self) -> Any:
         return self.config.actor_rollout_ref.actor.fsdp_config.get("quant") or {}
+
+    @functools.cached_property
+    def _mode(self) -> str:
+        return str(self._quant.get("old_log_probs", "recompute"))
 
     @functools.cached_property
     def _skipping(self) -> Skipping:
@@ -69,10 +85,6 @@ class QaRLTrainerSync(PPOTrainerSync):
     @functools.cached_property
     def _saving(self) -> Saving:
         return Saving(self.config.trainer)
-
-    _started = False
-    _relies: str | None = None
-    """The value of `RELIES` for the batch of this step."""
 
     def on_train_begin(self) -> None:
         super().on_train_begin()
@@ -235,3 +247,81 @@ class QaRLTrainerSync(PPOTrainerSync):
         """Return the number of rows of the first mini-batch on each rank."""
         root = self.config.actor_rollout_ref
         return int(root.actor.ppo_mini_batch_size * root.rollout.n // self._ranks())
+
+
+class PromptReplayBuffer(ReplayBuffer):
+    """The sampler for `trainer.v1.trainer_mode=sync`.
+
+    It does not support `filter_groups` and `sync_refill_failed_groups`, which only verl's own samplers implement. Raise
+    UserError if one of them is set in `trainer.v1.sampler.sampler_kwargs`, or if the trainer mode is not sync.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        asked = kwargs.get("sampler_kwargs") or {}
+        refuse_ignored(kwargs.get("trainer_mode", "sync"), asked)
+        super().__init__(**{"poll_interval": POLL_SECONDS, **kwargs})
+        self._watch = Watch()
+        self._watched = time.monotonic()
+        self._preemptions = Preemptions()
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Return verl's batch and metrics. For training batches, add `rollout/preemptions` if servers report it."""
+        batch, metrics = super().sample(global_steps, partition_id, batch_size)
+        preemptions = self._preemptions.since_last()  # also in evaluations, so that the next batch counts only its own
+        if partition_id == "val" or preemptions is None:
+            return batch, metrics
+        if preemptions:
+            _log.warning(
+                "%d times vLLM interrupted a response and computed it again, because the KV cache is too small: raise "
+                "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU engine_kwargs.vllm.kv_cache_memory_bytes) "
+                "or lower max_num_seqs",
+                preemptions,
+            )
+        return batch, metrics | {"rollout/preemptions": float(preemptions)}
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        super()._sync_metadata_from_transfer_queue()
+        failed = sorted(uid for uids in self.failure_keys.values() for uid in uids)
+        if failed:
+            self._watch.ask(again=True)
+            refuse_failed(failed, self._watch.dead(ANSWER_SECONDS))
+        if time.monotonic() - self._watched > WATCH_SECONDS:
+            self._watched = time.monotonic()
+            self._watch.ask()
+            if dead := self._watch.dead():
+                raise _stopped(dead, "while the sampler waited for its responses")
+
+
+def refuse_ignored(trainer_mode: str, asked: Any) -> None:
+    """Raise UserError if the config sets something that only verl's own samplers support."""
+    ignored = {
+        f"trainer.v1.trainer_mode={trainer_mode}": trainer_mode != "sync",
+        "algorithm.filter_groups.enable=True": bool(asked.get("filter_groups")),
+        "trainer.v1.sampler.sync_refill_failed_groups=True": bool(asked.get("sync_refill_failed_groups")),
+    }
+    if wrong := [key for key, is_wrong in ignored.items() if is_wrong]:
+        raise UserError(
+            "QaRL's sampler would ignore " + ", ".join(wrong),
+            where="trainer.v1.sampler.custom_sampler",
+            why="only verl's own samplers implement them",
+            fix="leave them out, or set trainer.v1.sampler.custom_sampler.path=null and .name=null, which chooses "
+            "verl's own sampler",
+        )
+
+
+def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
+    """Raise UserError for prompts without all responses. `dead`: name of each dead process -> reason."""
+    if dead:
+        raise _stopped(dead, f"and {len(failed)} prompts lack responses")
+    raise UserError(
+        f"responses to {len(failed)} of the prompts could not be generated",
+        where=", ".join(failed[:4]),
+        why="the engine, the agent loop or the reward function raised an error (see Error in _run_prompt in the log "
+        "above); an update from the remaining responses would favour short ones",
+        fix=f"fix the cause and {RESUME}",
+    )
+
+
+def _stopped(dead: dict[str, str], when: str) -> UserError:
+    who = "a process that generates has" if len(dead) == 1 else f"{len(dead)} processes that generate have"
+    return has_stopped(f"{who} stopped, {when}", dead)

@@ -1,26 +1,33 @@
-"""Processes that die while a verl run generates or publishes: what is asked, and what is said."""
+"""Processes of a verl run: which are dead, which tensors the engines have, how often they preempted a response."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import zmq
 from verl_runs import KWARGS
+
+from qarl.errors import UserError
+from qarl.verl import run as backend
+from qarl.verl.run import as_user_error
 
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
 import ray
 import transfer_queue as tq
-import zmq
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from qarl.errors import UserError
-from qarl.verl import failure
-from qarl.verl.failure import as_user_error
-from qarl.verl.plugin import replay
-from qarl.verl.plugin.alive import Watch
-from qarl.verl.plugin.replay import PromptReplayBuffer
+from qarl.verl.plugin import servers as servers_module
+from qarl.verl.plugin import trainer
+from qarl.verl.plugin.servers import RESUME, Watch, preemptions_in
+from qarl.verl.plugin.trainer import PromptReplayBuffer
 
 ANSWERS = {"vllm_server_0_0": None, "agent_loop_worker_0_ab": None, "reward_loop_worker_0": None, "other": None}
 
@@ -110,7 +117,7 @@ def sampler(monkeypatch, actors):
     state = {"train": {}}
     monkeypatch.setattr(tq, "kv_list", lambda: state)
     monkeypatch.setattr(tq, "kv_clear", lambda **kwargs: None)
-    monkeypatch.setattr(replay, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(trainer, "ANSWER_SECONDS", 0.05)
     return PromptReplayBuffer(**KWARGS), state
 
 
@@ -155,7 +162,7 @@ def test_the_engine_that_died_is_named_whatever_it_was_asked_before(sampler, act
 
 def test_a_process_that_dies_with_its_requests_is_noticed(sampler, actors, monkeypatch):
     """An agent loop's worker takes the requests with it: their prompts are `running` for ever."""
-    monkeypatch.setattr(replay, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(trainer, "WATCH_SECONDS", 0.1)
     buffer, state = sampler
     state |= prompts(a="running")
     actors[0]["agent_loop_worker_0_ab"] = RuntimeError("gone")
@@ -193,15 +200,15 @@ def test_a_workers_error_comes_out_as_it_was_raised(tmp_path):
 @pytest.mark.parametrize(
     ("raised", "what", "fix"),
     [
-        (zmq.Again(), "stopped answering", failure.RESUME),
-        (UserError("a reward failed", fix=f"fix the cause and {failure.RESUME}"), "a reward failed", "fix the cause"),
+        (zmq.Again(), "stopped answering", RESUME),
+        (UserError("a reward failed", fix=f"fix the cause and {RESUME}"), "a reward failed", "fix the cause"),
     ],
 )
 def test_advice_to_run_again_says_what_that_does(tmp_path, monkeypatch, raised, what, fix):
     found = as_user_error(task_error(raised), tmp_path)
     assert what in found.what and fix in found.fix
     assert "starts fresh, because there is no checkpoint" in found.fix and "resumes" not in found.fix
-    monkeypatch.setattr(failure, "whole_and_torn", lambda folder: ({4: folder, 12: folder}, {16: "torn"}))
+    monkeypatch.setattr(backend, "whole_and_torn", lambda folder: ({4: folder, 12: folder}, {16: "torn"}))
     assert "it resumes after step 12" in as_user_error(task_error(raised), tmp_path).fix
 
 
@@ -218,3 +225,134 @@ def test_bugs_stay_what_they_are(tmp_path, error):
     assert as_user_error(error, tmp_path) is None
     if isinstance(error, Exception):
         assert as_user_error(task_error(error), tmp_path) is None
+
+
+OTHERS = """# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.
+# TYPE vllm:num_preemptions_total counter
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+"""
+
+
+def counters(*values: float) -> str:
+    lines = [
+        f'vllm:num_preemptions_total{{engine="{i}",model_name="m {{x}}"}} {value}' for i, value in enumerate(values)
+    ]
+    return OTHERS + "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    """Answers of two servers of a run at /metrics, by name; Ray knows them and others."""
+    answers = {"vllm_server_0_0": counters(0.0), "vllm_server_1_0": counters(0.0, 0.0)}
+    running, addresses = [], {}
+    for name in answers:
+
+        class Handler(BaseHTTPRequestHandler):
+            server_name = name
+
+            def do_GET(self) -> None:
+                text = answers[self.server_name] if self.path == "/metrics" else ""
+                self.send_response(200 if text else 500)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args: object) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        running.append(server)
+        addresses[name] = server.server_address
+
+    def actor(name: str) -> SimpleNamespace:
+        return SimpleNamespace(get_server_address=SimpleNamespace(remote=lambda: addresses[name]))
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda: [*answers, "vllm_server_0_1", "agent_loop_worker_0"])
+    monkeypatch.setattr(ray, "get_actor", actor)
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    yield answers
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def counter(monkeypatch, servers):
+    monkeypatch.setattr(ReplayBuffer, "sample", lambda self, *args: ("batch", {"verls": 1.0}))
+    return PromptReplayBuffer(**KWARGS)
+
+
+def test_a_step_logs_the_preemptions_of_its_generation(counter, servers, caplog):
+    assert counter.sample(1, "train", 4) == ("batch", {"verls": 1.0, "rollout/preemptions": 0.0})
+    assert "KV cache" not in caplog.text
+    servers |= {"vllm_server_0_0": counters(2.0), "vllm_server_1_0": counters(1.0, 4.0)}
+    with caplog.at_level(logging.WARNING):
+        assert counter.sample(2, "train", 4)[1]["rollout/preemptions"] == 7.0
+    assert "7 times vLLM interrupted a response and computed it again, because the KV cache is too small" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [OTHERS, ""])
+def test_a_server_that_does_not_say_is_a_warning_once(counter, servers, caplog, answer):
+    """Without statistics a server publishes other metrics. A metric ends no run, and comes back with the answers."""
+    good, servers["vllm_server_1_0"] = servers["vllm_server_1_0"], answer
+    for _ in range(2):
+        assert counter.sample(1, "train", 4)[1] == {"verls": 1.0}
+    (record,) = caplog.records
+    assert "disable_log_stats=False" in record.getMessage()
+    servers["vllm_server_1_0"] = good
+    assert counter.sample(1, "train", 4)[1]["rollout/preemptions"] == 0.0
+
+
+def test_the_counter_is_that_of_vllm():
+    """Its name, as Prometheus writes it."""
+    pytest.importorskip("vllm")
+    import prometheus_client
+    from vllm.v1.metrics import loggers
+
+    registry = prometheus_client.CollectorRegistry()
+    with open(loggers.__file__, encoding="utf-8") as file:
+        assert 'name="vllm:num_preemptions",' in file.read()
+    counter = prometheus_client.Counter("vllm:num_preemptions", "", ["engine"], registry=registry)
+    for engine in ("0", "1"):
+        counter.labels(engine).inc(3)
+    assert preemptions_in(prometheus_client.generate_latest(registry).decode()) == 6
+
+
+class Server:
+    """A handle of Ray's: `answer` is what `ray.get` makes of the question."""
+
+    def __init__(self, answer: Any) -> None:
+        self.asked: list[Any] = []
+        self.collective_rpc = SimpleNamespace(remote=lambda method, args: self.asked.append((method, args)) or answer)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [([], False), ([None], True), ([None, None], True), ([None, RuntimeError("it holds others")], False)],
+)
+def test_all_servers_must_say_yes(monkeypatch, answers, expected):
+    servers = [Server(answer) for answer in answers]
+
+    def get(questions: list[Any], timeout: float) -> list[Any]:
+        assert timeout == 7
+        for question in questions:
+            if isinstance(question, Exception):
+                raise question
+        return questions
+
+    monkeypatch.setattr("ray.get", get)
+    monkeypatch.setattr(servers_module, "engine_servers", lambda: {str(i): server for i, server in enumerate(servers)})
+    assert servers_module.all_have("abc", 7) is expected
+    assert all(server.asked == [("qarl_compare", ("abc",))] for server in servers)
+
+
+def test_a_server_that_is_gone_is_a_no(monkeypatch):
+    def engines() -> dict[str, Any]:
+        def gone(method: str, args: Any) -> None:
+            raise ConnectionError("the actor died")
+
+        return {"a": SimpleNamespace(collective_rpc=SimpleNamespace(remote=gone))}
+
+    monkeypatch.setattr(servers_module, "engine_servers", engines)
+    assert servers_module.all_have("abc", 1) is False

@@ -1,4 +1,5 @@
-"""Makes a publish through verl's sockets safe: it reaches only engines of its own run, and ends if either side dies.
+"""The trainer's side of a publish through verl's sockets. It reaches only engines of its own run, and ends if either
+side dies.
 
 verl names its socket by Ray's job id, replica and rank (verl/workers/rollout/vllm_rollout/vllm_rollout.py). The job id
 is `01000000` in every Ray that a run starts itself. So two runs on one host bind the same path, each removes the
@@ -6,7 +7,12 @@ other's socket, and an engine may receive the other run's weights. Therefore QaR
 other (`turn_on_host`). The first record of a publish also names its run (`run_identity`). The worker checks this name.
 
 verl's sender and receiver wait for each other without a limit. verl makes their sockets from a zmq context, and
-`socket_timeouts` sets a time limit in that context. Waiting for a turn has a time limit too.
+`socket_timeouts` sets a time limit in that context. Waiting for a turn has a time limit too. Before a publish the first
+rank asks the servers whether they are alive (`qarl.verl.plugin.servers`).
+
+verl puts the tensors of a bucket into a dict by name (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py),
+but several records of `qarl.rollout.publish.wire` have the same name. So each record gets a number in its name while it
+is sent (`numbered`).
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
@@ -26,7 +32,8 @@ from typing import IO, Any
 import zmq
 
 from qarl.errors import UserError
-from qarl.rollout.publish.wire import NamedTensor
+from qarl.rollout.publish.send import DeltaSender, encode_publish
+from qarl.rollout.publish.wire import BEGIN, NamedTensor, TransferFailed, is_record, read_record
 
 TIMEOUT_VARIABLE = "QARL_PUBLISH_TIMEOUT"
 DEFAULT_TIMEOUT = 120.0
@@ -183,21 +190,31 @@ def _is_abandoned(holder: Path) -> bool:
 
 
 class Publication:
-    """The stream of one publish. `reserved` (turn and time limits) is closed when nothing refers to the stream any
-    more. verl's sender has then cleaned up, whether it read the whole stream, a part of it or nothing.
+    """The stream of one publish, which verl's sender reads. If `reserve` was called, turn and time limits are released
+    when nothing refers to the stream any more. verl's sender has then cleaned up, whether it read the whole stream, a
+    part of it or nothing.
 
-    `receivers`: the list that the stream reads when it begins, with the fingerprint that each receiver holds."""
+    `receivers`: the list that the stream reads when it begins, with the fingerprint that each receiver has."""
 
-    def __init__(
-        self, stream: Iterator[NamedTensor], reserved: ExitStack, receivers: list[str | None] | None = None
-    ) -> None:
-        self._stream, self._receivers = stream, receivers
-        self._release = weakref.finalize(self, reserved.close)
+    def __init__(self, stream: Iterator[NamedTensor], receivers: list[str | None] | None = None) -> None:
+        self._stream, self._receivers = stream, [] if receivers is None else receivers
+        self._reserved = ExitStack()
+        self._release = weakref.finalize(self, self._reserved.close)
 
-    def tell(self, held: Sequence[str | None]) -> None:
-        """Say what each receiver holds (see `DeltaSender.stream`), before the first tensor is read."""
-        if self._receivers is not None:
-            self._receivers[:] = held
+    def tell(self, fingerprints: Sequence[str | None]) -> None:
+        """Say what each receiver has (see `DeltaSender.stream`), before the first tensor is read."""
+        self._receivers[:] = fingerprints
+
+    def reserve(self) -> Publication:
+        """Take this host's turn, and set the time limits of the sockets. Return the publication.
+
+        Raise UserError as `run_identity`, `publish_timeout` and `turn_on_host` do."""
+        seconds = publish_timeout()
+        with ExitStack() as reserved:
+            reserved.enter_context(socket_timeouts(seconds))
+            reserved.enter_context(turn_on_host(run_identity(), seconds=TURN_LIMITS * seconds))
+            self._reserved.push(reserved.pop_all())
+        return self
 
     def __iter__(self) -> Iterator[NamedTensor]:
         return self
@@ -209,13 +226,42 @@ class Publication:
         self._release()
 
 
-def guarded(stream: Iterator[NamedTensor]) -> Publication:
-    """Return `stream` as a `Publication` that holds this host's turn and the time limits of the sockets.
+def publication(
+    tensors: Iterable[NamedTensor],
+    version: int,
+    outbox: DeltaSender | None = None,
+    receivers: list[str | None] | None = None,
+) -> Publication:
+    """Return the publish of `tensors` as `version` by this run. With an `outbox`, only changes are sent, if all
+    `receivers` have what it sent last: their fingerprints, which `Publication.tell` may also say later."""
+    known: list[str | None] = [] if receivers is None else receivers
+    if outbox is None:
+        stream = encode_publish(tensors, version=version, run=run_identity())
+    else:
+        stream = outbox.stream(tensors, version=version, run=run_identity(), held=known)
+    return Publication(numbered(stream), known)
 
-    Raise UserError as `run_identity`, `publish_timeout` and `turn_on_host` do.
-    """
-    seconds = publish_timeout()
-    with ExitStack() as held:
-        held.enter_context(socket_timeouts(seconds))
-        held.enter_context(turn_on_host(run_identity(), seconds=TURN_LIMITS * seconds))
-        return Publication(stream, held.pop_all())
+
+def numbered(stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Yield the stream of a publish with unique names of its records."""
+    numbers = count()
+    for name, tensor in stream:
+        yield (f"{name}#{next(numbers)}" if is_record(name) else name), tensor
+
+
+def decode(tensors: Iterable[NamedTensor], *, run: str) -> Iterator[NamedTensor]:
+    """Undo `numbered`. Raise `TransferFailed` if a publish of a run other than `run` begins."""
+    for name, tensor in tensors:
+        plain, _, number = name.rpartition("#")
+        name = plain if number.isdecimal() and is_record(plain) else name
+        sender = read_record(BEGIN, tensor).get("run") if name == BEGIN else run
+        if sender != run:
+            raise TransferFailed(
+                "the engine was sent the weights of another run",
+                where=f"sent by {sender or 'a run without a name'}, expected from {run} (host/Raylet/Ray job)",
+                why="two runs on this host use one socket: verl names it by Ray's job id, which is the same in every "
+                "Ray that a run starts for itself",
+                fix="run the same command again: it resumes from the last checkpoint. Runs of QaRL wait for each "
+                "other, so the other run is not one of QaRL, or uses another version, or /tmp is not writable",
+            )
+        yield name, tensor

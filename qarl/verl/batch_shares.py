@@ -9,8 +9,8 @@ a row of full length must fit into a micro-batch.
 Statements here about verl were checked against the source of verl 0.9.1: `_get_required_batch_multiple`
 (trainer/ppo/v1/trainer_base.py), `train_mini_batch` (workers/engine_workers.py), `get_data_parallel_size`
 (workers/engine/fsdp/transformer_impl.py), `prepare_micro_batches` (workers/engine/utils.py) and
-`rearrange_micro_batches` (utils/seqlen_balancing.py). The batches of the
-critic are not checked, because QaRL does not use a critic.
+`rearrange_micro_batches` (utils/seqlen_balancing.py). The batches of the critic are
+not checked, because QaRL does not use a critic.
 """
 
 from __future__ import annotations
@@ -31,18 +31,13 @@ TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
 LOG_PROB_TOKENS, REFERENCE_TOKENS = (f"{part}.log_prob_max_token_len_per_gpu" for part in (ROLLOUT, REFERENCE))
 PROMPT, RESPONSE = "data.max_prompt_length", "data.max_response_length"
 
-OURS = {
+OURS = {key: key for key in (PROMPTS, PROMPT, RESPONSE, NODES, GPUS)} | {
     RESPONSES: "rollout.n",
     MINI_BATCH: "actor.ppo_mini_batch_size",
     MICRO_BATCH: "actor.ppo_micro_batch_size_per_gpu",
     LOG_PROBS: "actor.log_prob_micro_batch_size_per_gpu",
     TOKENS: "actor.ppo_max_token_len_per_gpu",
     LOG_PROB_TOKENS: "actor.log_prob_max_token_len_per_gpu",
-    PROMPT: PROMPT,
-    RESPONSE: RESPONSE,
-    PROMPTS: PROMPTS,
-    NODES: NODES,
-    GPUS: GPUS,
 }
 """verl's keys that QaRL's config sets, and QaRL's names for them."""
 
@@ -56,7 +51,10 @@ class Batches:
     def __init__(self, composed: Any, written: Mapping[str, Any]) -> None:
         self._composed, self._written = composed, {key.removeprefix("+") for key in written}
         self.prompts, self.n, self.mini = (self.size(key) for key in (PROMPTS, RESPONSES, MINI_BATCH))
-        self.ranks = self.size(NODES) * self.size(GPUS)
+        self.ranks, self.responses = self.size(NODES) * self.size(GPUS), self.mini * self.n
+        self.shown_ranks = f"{self.name(NODES)} * {self.name(GPUS)} = {self.ranks} rank{'s' * (self.ranks > 1)}"
+        product = f"{self.name(MINI_BATCH)} * {self.name(RESPONSES)}"
+        self.shown_mini_batch = f"a mini-batch is {product} = {self.responses} responses"
 
     def size(self, key: str) -> int:
         from omegaconf import OmegaConf
@@ -76,15 +74,6 @@ class Batches:
         """Return QaRL's name of verl's `key`, or `verl.KEY` if it has none or is set in the section `verl`."""
         return OURS[key] if key in OURS and key not in self._written else f"verl.{key}"
 
-    @property
-    def shown_ranks(self) -> str:
-        return f"{self.name(NODES)} * {self.name(GPUS)} = {self.ranks} rank{'s' * (self.ranks > 1)}"
-
-    @property
-    def shown_mini_batch(self) -> str:
-        responses = self.mini * self.n
-        return f"a mini-batch is {self.name(MINI_BATCH)} * {self.name(RESPONSES)} = {responses} responses"
-
 
 def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
     """Raise UserError unless all ranks get equal shares of each batch, and a share splits into whole micro-batches."""
@@ -95,21 +84,20 @@ def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
         for key in (TOKENS, LOG_PROB_TOKENS, *([REFERENCE_TOKENS] if with_reference else [])):
             _refuse_short_limit(batches, key)
         return
-    mini = batches.mini * batches.n
-    _refuse_partial_micro_batches(batches, MICRO_BATCH, mini // batches.ranks, batches.shown_mini_batch)
-    multiple = math.lcm(mini, batches.ranks)
+    _refuse_partial_micro_batches(batches, MICRO_BATCH, batches.responses, batches.shown_mini_batch)
+    multiple = math.lcm(batches.responses, batches.ranks)
     step = math.ceil(batches.prompts * batches.n / multiple) * multiple
     shown_step = f"a step has {batches.name(PROMPTS)} * {batches.name(RESPONSES)} = {step} responses"
     if step != batches.prompts * batches.n:
         shown_step = f"verl pads a step to whole mini-batches, which is {step} responses"
     if not composed.algorithm.rollout_correction.bypass_mode:
-        _refuse_partial_micro_batches(batches, LOG_PROBS, step // batches.ranks, shown_step)
+        _refuse_partial_micro_batches(batches, LOG_PROBS, step, shown_step)
     if with_reference:
-        _refuse_partial_micro_batches(batches, REFERENCE_LOG_PROBS, step // batches.ranks, shown_step)
+        _refuse_partial_micro_batches(batches, REFERENCE_LOG_PROBS, step, shown_step)
 
 
 def _refuse_partial_shares(batches: Batches) -> None:
-    if (batches.mini * batches.n) % batches.ranks == 0:
+    if batches.responses % batches.ranks == 0:
         return
     name, prompts = batches.name(MINI_BATCH), batches.name(PROMPTS)
     unit = batches.ranks // math.gcd(batches.ranks, batches.n)
@@ -137,8 +125,8 @@ def _refuse_short_limit(batches: Batches, key: str) -> None:
         )
 
 
-def _refuse_partial_micro_batches(batches: Batches, key: str, share: int, of: str) -> None:
-    micro, name = batches.size(key), batches.name(key)
+def _refuse_partial_micro_batches(batches: Batches, key: str, responses: int, of: str) -> None:
+    micro, name, share = batches.size(key), batches.name(key), responses // batches.ranks
     if share % micro:
         raise UserError(
             f"{name}={micro} does not divide a rank's {share} responses",

@@ -1,4 +1,4 @@
-"""verl's engines on a CPU are always eager."""
+"""The arguments of verl's engines and workers that follow from several keys: compilation, graphs, splits, tokens."""
 
 from __future__ import annotations
 
@@ -7,10 +7,31 @@ import torch
 from random_models import save_random_model
 from verl_runs import quickstart
 
-pytest.importorskip("verl")
-
-from qarl.verl.process import worker_environment
+from qarl.verl.keys import worker_environment
 from qarl.verl.run import differences, verl_config
+
+pytest.importorskip("verl")
+pytestmark = pytest.mark.usefixtures("own_environment")
+
+
+BY_TOKENS = {
+    "actor.use_dynamic_bsz": True,
+    "actor.ppo_micro_batch_size_per_gpu": None,
+    "actor.log_prob_micro_batch_size_per_gpu": None,
+    "actor.ppo_max_token_len_per_gpu": 300,
+}
+
+
+def test_micro_batches_by_tokens_arrive_in_verls_config():
+    """The limit for log-probs is by default the one for the update, as in verl's own config."""
+    for given, log_probs in ((500, 500), (None, 300)):
+        resolved = verl_config(quickstart(**BY_TOKENS | {"actor.log_prob_max_token_len_per_gpu": given}), on_cpu=True)
+        actor, rollout = resolved.actor_rollout_ref.actor, resolved.actor_rollout_ref.rollout
+        assert (actor.use_dynamic_bsz, rollout.log_prob_use_dynamic_bsz) == (True, True)
+        assert (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) == (300, log_probs)
+        assert resolved.actor_rollout_ref.model.use_remove_padding is True
+    plain = verl_config(quickstart(), on_cpu=True)
+    assert plain.actor_rollout_ref.actor.use_dynamic_bsz is False
 
 
 def test_a_cpu_never_compiles():

@@ -1,4 +1,4 @@
-"""lm_head that returns log-probs: against the logits of the same model, and when it must return logits."""
+"""The forward of verl's engine: rows, replayed experts, and lm_head that returns log-probs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import pytest
 import torch
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
-
-pytest.importorskip("verl")
-from verl.utils import tensordict_utils as tu
+from verl_runs import quickstart
 
 from qarl.kernels import logprob
-from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
+from qarl.verl.keys import routing_keys
+
+pytest.importorskip("verl")
+
+from verl.utils import tensordict_utils as tu
+
+from qarl.verl.plugin.log_probs import LogProbHead, as_forward, replace_head, request_log_probs, take_log_probs
 
 pytestmark = pytest.mark.verl
 
@@ -42,9 +46,9 @@ def packed(**flags: Any) -> tuple[Any, dict[str, Any], torch.Tensor]:
 
 
 def outputs(head: LogProbHead | None, model: Any, batch: Any, arguments: Any, ids: torch.Tensor) -> Any:
-    ask(head, batch, arguments)
+    request_log_probs(head, batch, arguments)
     output = model(input_ids=ids, use_cache=False)
-    return take(head, output, batch, arguments, lambda values, pad: values), output.logits
+    return take_log_probs(head, output, batch, arguments, lambda values, pad: values), output.logits
 
 
 @pytest.mark.parametrize("at_a_time", [2**27, 64 * VOCABULARY])
@@ -102,13 +106,13 @@ def test_everything_else_gets_logits(tmp_path: Path) -> None:
         (packed(distillation_use_topk=True)[0], arguments),
     ]
     for case, given in cases:
-        ask(head, case, given)
+        request_log_probs(head, case, given)
         assert head.request is None
-    ask(head, batch, arguments)
+    request_log_probs(head, batch, arguments)
     assert head.request is not None and head.request.temperature == 0.7
     several = packed()[0]
     several["temperature"] = rows
-    ask(head, several, arguments)
+    request_log_probs(head, several, arguments)
     assert head.request is None  # a temperature for each row
 
 
@@ -124,3 +128,58 @@ def test_a_tied_head_keeps_its_weight(tmp_path: Path) -> None:
     model = load(tmp_path, tie=True)
     head = replace_head(model, VOCABULARY)
     assert head is not None and head.weight is model.model.embed_tokens.weight
+
+
+REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+
+
+def routed(*lengths: int) -> torch.Tensor:
+    """[rows, tokens, 2 layers, 3 experts]: each number says its row and token."""
+    rows = [
+        (100 * row + torch.arange(length)).view(-1, 1, 1).expand(-1, 2, 3).to(torch.int16)
+        for row, length in enumerate(lengths)
+    ]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def test_padded_rows():
+    given = as_forward(routed(2, 3), torch.zeros(2, 4, dtype=torch.int64))
+    assert given.shape == (8, 2, 3)
+    assert given[:, 0, 0].tolist() == [0, 1, -1, -1, 100, 101, 102, -1]
+
+
+def test_packed_rows_with_padding_behind():
+    given = as_forward(routed(2, 3), torch.zeros(1, 7, dtype=torch.int64))
+    assert given[:, 1, 2].tolist() == [0, 1, 100, 101, 102, -1, -1]
+
+
+def test_one_row_alone():
+    given = as_forward(routed(3), torch.zeros(1, 5, dtype=torch.int64))
+    assert given[:, 0, 0].tolist() == [0, 1, 2, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("family", "align", "asked", "on_cpu", "expected"),
+    [
+        ("qwen3_moe", "linears", "auto", True, True),
+        ("qwen3_moe", "model", "auto", True, False),
+        ("qwen3_moe", "model", "auto", False, True),  # `model` falls back to linears on a GPU
+        ("qwen3_moe", "model", "on", True, True),
+        ("qwen3_moe", "off", "off", True, False),
+        ("qwen3", "off", "on", True, False),
+    ],
+)
+def test_servers_return_the_routing_that_is_replayed(tmp_path, family, align, asked, on_cpu, expected):
+    path = str(save_random_model(tmp_path, family))
+    config = quickstart(**{"model.path": path, "quant.align": align, "rollout.router_replay": asked})
+    keys = routing_keys(config, on_cpu)
+    assert keys[REPLAY] is expected
+    assert keys["+actor_rollout_ref.actor.fsdp_config.quant.router_replay"] == asked
+
+
+def test_servers_of_several_workers_return_the_routing(tmp_path):
+    """With them `model` falls back to linears."""
+    changes = {"model.path": str(save_random_model(tmp_path, "qwen3_moe")), "trainer.n_gpus_per_node": 2}
+    for workers in (1, 2):
+        config = quickstart(**changes, **{"rollout.tensor_model_parallel_size": workers})
+        assert routing_keys(config, True)[REPLAY] is (workers == 2)

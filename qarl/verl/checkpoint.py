@@ -1,0 +1,318 @@
+"""Checkpoints of a verl run: from which one it resumes, when it saves by time, and a record of each rank's state.
+
+A run resumes by the rules of `qarl.trainer.resume` (`open_verl_run`). verl resumes from the checkpoint that its tracker
+file names (`checkpoints/latest_checkpointed_iteration.txt`), whatever the config is. If data.pt is missing from the
+checkpoint, verl restarts the data without a message (verl 0.9.1, trainer/ppo/v1/trainer_base.py,
+utils/checkpoint/fsdp_checkpoint_manager.py). QaRL is stricter:
+
+- It compares the config with that of the checkpoint.
+- It ignores incomplete checkpoints, and writes the step of the newest complete one into the tracker file.
+- It refuses a checkpoint that could run code, because verl unpickles it.
+
+There is one departure from the local backend: with `trainer.resume_mode=resume_path` a repeated command starts from
+that checkpoint again, not from those that the run has written since.
+
+verl saves every `trainer.save_freq` steps and, at a positive frequency, after the last step (`PPOTrainer.fit`). These
+checkpoints stay. `trainer.save_minutes` adds those of `qarl.trainer.checkpoints` (`Saving`): a file `BY_TIME` marks
+them in their folders, so that a resumed run, too, knows which one the next replaces. With
+`trainer.max_actor_ckpt_to_keep` verl removes old checkpoints of both kinds itself.
+
+For each rank, verl writes shards of model and optimizer and the states of scheduler and random generators. It loads
+them without checks. QaRL writes a small JSON beside them with a checksum of every tensor (`save_record`), and compares
+the live state with it after a load (`check_record`). If a file was truncated or swapped, or a load left something out,
+the run ends with an error that names the tensor instead of continuing from a wrong state. `checkpoint.save_contents`
+and `load_contents` may tell verl not to save or load some parts. Those parts are neither recorded nor compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import pickle
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from qarl.checkpoint.folder import remove
+from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.run_folder import fresh_run_dir
+from qarl.checkpoint.storage import StorageError
+from qarl.checkpoint.verl_shards import load_part, refuse_code, step_of, what_is_missing
+from qarl.config import Config
+from qarl.console import note, say
+from qarl.errors import UserError
+from qarl.optim.muon import local_part
+from qarl.rollout.publish.checksum import checksums
+from qarl.trainer.resume import check_changes, is_finished, lock_run, start_line, supersede, why_fresh
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# Keys of the section `verl` that change where and how fast a run trains, but not its result.
+_FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)\.|.*offload")
+BY_TIME = "saved_by_time"
+PARTS = ("model", "optimizer", "extra")
+"""verl's names for the files of a rank. `extra` holds the scheduler's state and the random-number states."""
+State = dict[str, str]
+
+_log = logging.getLogger("qarl.verl.plugin")
+
+
+@contextmanager
+def open_verl_run(config: Config) -> Iterator[int]:
+    """Lock the run folder and yield the step after which verl resumes. 0 means that the run starts fresh.
+
+    An earlier run in the folder is moved aside, except if this run resumes it.
+
+    Raises:
+        UserError: another process uses the run; the checkpoint is missing, incomplete or could run code; or the config
+            changes what is trained.
+    """
+    run_dir = config.run_dir
+    with lock_run(run_dir):
+        folder = _choose(config)
+        disabled = config.trainer.resume_mode == "disable"
+        fresh = "trainer.resume_mode=disable" if disabled else why_fresh(run_dir)
+        say(start_line(config, (folder, step_of(folder)) if folder else None, fresh))
+        if folder is None or not folder.resolve().is_relative_to(run_dir.resolve()):
+            fresh_run_dir(run_dir)
+        else:
+            _make_newest(run_dir, folder)
+    with lock_run(run_dir, create=True):
+        yield 0 if folder is None else step_of(folder)
+
+
+def find_verl_start(config: Config) -> tuple[int, bool]:
+    """Return the step after which verl resumes, and whether that checkpoint is in the run's own folder. No file is
+    changed.
+
+    Raise the same UserErrors as `open_verl_run`.
+    """
+    folder = _choose(config)
+    if folder is None:
+        return 0, False
+    return step_of(folder), folder.resolve().is_relative_to(config.run_dir.resolve())
+
+
+def newest_whole(checkpoints: Path) -> Path | None:
+    """Return the checkpoint that verl's tracker file names. If it is incomplete, print a note and return the newest
+    complete one. Return None if there are no checkpoints. Raise UserError if all checkpoints are incomplete."""
+    tracker = checkpoints / TRACKER
+    folders = sorted((folder for folder in checkpoints.glob("global_step_*") if step_of(folder)), key=step_of)
+    named = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
+    if not named and not folders:
+        return None
+    problem = what_is_missing(checkpoints / f"global_step_{named}")
+    if problem is None:
+        return checkpoints / f"global_step_{named}"
+    whole = next((folder for folder in reversed(folders) if what_is_missing(folder) is None), None)
+    if whole is None:
+        raise UserError(
+            "the run has no complete checkpoint",
+            where=str(checkpoints),
+            why=f"{tracker.name} says {named!r}: {problem}",
+            fix="copy the checkpoint again, or set trainer.resume_mode=disable to move the run aside and start fresh",
+        )
+    note(f"{tracker} says {named!r} ({problem}); {whole.name} is the newest complete checkpoint and is used instead")
+    return whole
+
+
+def _choose(config: Config) -> Path | None:
+    settings, run_dir = config.trainer, config.run_dir
+    if settings.resume_mode == "disable":
+        return None
+    if settings.resume_from_path is not None:
+        folder: Path | None = Path(settings.resume_from_path)
+        if problem := what_is_missing(Path(settings.resume_from_path)):
+            raise UserError(
+                f"{folder} is not a complete checkpoint of verl",
+                where="trainer.resume_from_path",
+                why=problem,
+                fix="give a complete folder RUN/checkpoints/global_step_N",
+            )
+    else:
+        folder = None if is_finished(run_dir) else newest_whole(run_dir / "checkpoints")
+    if folder is not None:
+        _check_config(config, folder)
+        refuse_code(sorted(folder.rglob("*.pt")))
+    return folder
+
+
+def _check_config(config: Config, folder: Path) -> None:
+    """Raise UserError if a run of `config` may not resume from `folder`. Print a note for each permitted change."""
+    path = folder.resolve().parents[1] / "config.yaml"
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        saved = None
+    if not isinstance(saved, Mapping):
+        note(f"{path} is missing or not readable, so the run's first config is not compared with this one")
+        return
+    before, now = _training_keys(saved.get("verl") or {}), _training_keys(config.verl)
+    own = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
+    rest = {key: value for key, value in saved.items() if key != "verl"}
+    also = {f"verl.{key}": pair for key, pair in own.items()}
+    for text in check_changes(config, folder, step_of(folder), rest, also=also):
+        note(text)
+
+
+def _training_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if not _FREE_VERL.match(key)}
+
+
+def _make_newest(run_dir: Path, folder: Path) -> None:
+    """Write the step of `folder` into verl's tracker file. Rename later checkpoints, and delete the run's summary."""
+    supersede(run_dir, [(step_of(other), other) for other in folder.parent.glob("global_step_*")], step_of(folder))
+    staging = folder.parent / f".{TRACKER}"
+    staging.write_text(str(step_of(folder)), encoding="utf-8")
+    staging.replace(folder.parent / TRACKER)
+
+
+class Saving:
+    """`trainer`: the section `trainer` of verl's config. Its key `save_minutes` is QaRL's."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._freq, self._seconds = trainer.save_freq, 60 * trainer.get("save_minutes", -1)
+        self._last = trainer.get("total_training_steps")
+        self._keep = trainer.get("max_actor_ckpt_to_keep")
+        self._checkpoints = Path(trainer.default_local_dir)
+        self.begin()
+
+    def begin(self) -> None:
+        """Count the minutes from now."""
+        self._since = time.monotonic()
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Return whether to save after `step` what verl does not save. `last`: whether the run ends with this step. A
+        run that has a checkpoint by time replaces it at its end."""
+        if self._freq > 0 and (last or step % self._freq == 0):
+            return False
+        if last:
+            return bool(self._passing())
+        return 0 < self._seconds <= time.monotonic() - self._since
+
+    def folder(self, step: int) -> Path:
+        """Return the folder of the checkpoint of `step`, and mark it if the next checkpoint replaces it."""
+        folder = self._checkpoints / f"global_step_{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._freq <= 0 or (step % self._freq and step != self._last):
+            (folder / BY_TIME).touch()
+        return folder
+
+    def saved(self, folder: Path) -> None:
+        """Remove the checkpoint that the complete checkpoint in `folder` replaces. Log a warning if that fails."""
+        self.begin()
+        if self._keep is None and what_is_missing(folder) is None:
+            for other in self._passing():
+                if step_of(other) < step_of(folder):
+                    try:
+                        remove(other)
+                    except StorageError as error:
+                        _log.warning("an old checkpoint stays, training continues: %s", error)
+
+    def _passing(self) -> list[Path]:
+        return [mark.parent for mark in self._checkpoints.glob(f"global_step_*/{BY_TIME}") if step_of(mark.parent)]
+
+
+def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
+    """Return a checksum of every tensor in this rank's shards of model and optimizer, and of the scheduler's state."""
+    tensors: dict[str, torch.Tensor] = {}
+    state: State = {}
+    if "model" in parts:
+        tensors |= {f"model.{name}": tensor for name, tensor in engine.module.state_dict().items()}
+    if "optimizer" in parts:
+        optimizer = engine.optimizer.state_dict()
+        for index, one in optimizer["state"].items():
+            for name, value in one.items():
+                tensors[f"optimizer.{index}.{name}"] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer["param_groups"]]
+        state["optimizer.param_groups"] = _digest(repr(groups).encode())
+    if "extra" in parts:
+        state["scheduler"] = _digest(repr(sorted(engine.lr_scheduler.state_dict().items(), key=str)).encode())
+    local = {name: local_part(tensor) for name, tensor in tensors.items()}
+    # With param_offload verl has only begun to copy them to the host (`non_blocking` in verl/utils/fsdp_utils.py).
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    sums = checksums(local.values())
+    return state | {name: f"{value & (2**64 - 1):016x}" for name, value in zip(local, sums, strict=True)}
+
+
+def random_state(rng: Any) -> State:
+    """Return a digest of each state that `FSDPCheckpointManager.get_rng_state` returns."""
+    found = {}
+    for name, value in rng.items():
+        data = value.numpy().tobytes() if isinstance(value, torch.Tensor) else pickle.dumps(value, protocol=4)
+        found[f"rng.{name}"] = _digest(data)
+    return found
+
+
+def save_record(engine: Any, folder: str) -> None:
+    """Write the record of the checkpoint that this rank has just saved in `folder`.
+
+    The random-number states are read from verl's file, because the live ones may have changed since it was written.
+    """
+    parts = _parts(engine.checkpoint_manager, "save")
+    record = engine_state(engine, parts)
+    if "extra" in parts:
+        record |= random_state(load_part(Path(folder) / f"extra_state_{_shard(engine)}.pt")["rng"])
+    write_json(_record(engine, folder), record)
+
+
+def check_files(engine: Any, folder: str) -> None:
+    """Raise UserError if one of this rank's files in `folder` could run code when verl unpickles it."""
+    refuse_code(sorted(Path(folder).glob(f"*_{_shard(engine)}.pt")))
+
+
+def check_record(engine: Any, folder: str) -> str:
+    """Compare the state loaded from `folder` with its record. Return one line that says what was compared.
+
+    If something differs, raise a UserError that names up to eight tensors.
+    """
+    path = _record(engine, folder)
+    if not path.is_file():
+        return f"{folder} has no record of QaRL's: loaded unchecked"
+    saved: State = json.loads(path.read_text(encoding="utf-8"))
+    parts = _parts(engine.checkpoint_manager, "load") & {_part(name) for name in saved}
+    saved = {name: digest for name, digest in saved.items() if _part(name) in parts}
+    live = engine_state(engine, parts)
+    if "extra" in parts:
+        live |= random_state(engine.checkpoint_manager.get_rng_state())
+    wrong = sorted(name for name in saved.keys() | live.keys() if saved.get(name) != live.get(name))
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} parts of the loaded state differ from what was saved",
+            where=f"{folder}, rank {engine.rank}: {', '.join(wrong[:8])}",
+            why="a file of the checkpoint was damaged or replaced, or verl did not load all of it",
+            fix="resume from an earlier checkpoint (trainer.resume_mode=resume_path)",
+        )
+    digest = _digest(repr(sorted(live.items())).encode())
+    of = ", ".join(part for part in PARTS if part in parts)
+    return f"resumed state equals the saved one by checksum: {len(live)} parts, {digest} (of {of or 'nothing'})"
+
+
+def _parts(manager: Any, action: str) -> set[str]:
+    """Return the parts that verl's checkpoint manager saves or loads. `action`: "save" or "load"."""
+    return {part for part in PARTS if getattr(manager, f"should_{action}_{part}")}
+
+
+def _part(name: str) -> str:
+    """Return the checkpoint part to which the record's entry `name` belongs."""
+    first = name.partition(".")[0]
+    return first if first in PARTS else "extra"
+
+
+def _record(engine: Any, folder: str) -> Path:
+    return Path(folder) / f"qarl_state_{_shard(engine)}.json"
+
+
+def _shard(engine: Any) -> str:
+    return f"world_size_{torch.distributed.get_world_size()}_rank_{engine.rank}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

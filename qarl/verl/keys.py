@@ -1,0 +1,386 @@
+"""verl's keys for a run of QaRL's config, and the environment of its processes.
+
+`verl_keys` is the only place that maps QaRL's keys to verl's, one function for each section of verl's config.
+Statements here about verl were checked against the source of verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from qarl.align.router_replay import replays
+from qarl.checks.model import applied_level
+from qarl.checks.model_folder import hf_config_or_carried
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.objectives import verl_losses
+from qarl.objectives.settings import SAME_IN_VERL, objective_settings
+from qarl.process import VLLM_ENVIRONMENT
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.gpu_sharing import graph_arguments
+from qarl.rollout.vllm_plugin import experts_of
+from qarl.tbpo.config import KEYS
+from qarl.verl.engine_keys import engine_settings
+from qarl.vllm_versions.head import FP32_HEAD
+
+PLUGIN = "qarl.verl.plugin"
+CORRECTION = "algorithm.rollout_correction"
+VERL_BATCHED_TOKENS = 8192
+Keys = dict[str, Any]
+
+
+def verl_keys(config: Config, on_cpu: bool) -> Keys:
+    """Return verl's dotted keys with their values for this run. `+` marks keys that verl's YAML does not list."""
+    keys = {
+        **data_keys(config),
+        **reward_keys(config),
+        **model_keys(config),
+        **actor_keys(config),
+        **optim_keys(config),
+        **rollout_keys(config, on_cpu),
+        **routing_keys(config, on_cpu),
+        **algorithm_keys(config),
+        **trainer_keys(config),
+        # Otherwise workers would have only the environment of Ray, which may have been started before this run.
+        "+ray_kwargs.ray_init.runtime_env.env_vars": worker_environment(config, on_cpu),
+    }
+    return keys | (cpu_keys(config) if on_cpu else {})
+
+
+def same(root: str, section: Any, *names: str) -> Keys:
+    """Return {`root`.NAME: value} for those keys of our `section` that have the same names in verl (`names`)."""
+    return {f"{root}.{name}": getattr(section, name) for name in names}
+
+
+def data_keys(config: Config) -> Keys:
+    data = config.data
+    # verl wants validation files even if nothing is evaluated.
+    limit = config.trainer.val_max_prompts or -1
+    return {
+        "data.train_files": [str(Path(file).resolve()) for file in data.train_files],
+        "data.val_files": [str(Path(file).resolve()) for file in data.val_files or data.train_files],
+        "data.val_max_samples": limit if data.val_files else 1,
+        **same("data", data, "train_batch_size", "max_prompt_length", "max_response_length"),
+        **same("data", data, "shuffle", "prompt_key", "filter_overlong_prompts"),
+        "data.seed": config.seed,
+        "data.truncation": "error",
+        "data.trust_remote_code": config.model.trust_remote_code,
+    }
+
+
+def reward_keys(config: Config) -> Keys:
+    """Return keys that make verl call `qarl.verl.plugin.reward.score`, which calls the config's `reward.function`."""
+    source, _, name = config.reward.function.rpartition(":")
+    function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
+    root = "reward.custom_reward_function"
+    return {
+        f"{root}.path": f"pkg://{PLUGIN}.reward",
+        f"{root}.name": "score",
+        f"+{root}.reward_kwargs": {"function": function, "timeout_s": config.reward.timeout_s},
+    }
+
+
+def model_keys(config: Config) -> Keys:
+    model, path = "actor_rollout_ref.model", config.model.path
+    return {
+        # Workers start in other folders, so a folder is an absolute path. A name on the Hub stays as it is.
+        f"{model}.path": str(Path(path).resolve()) if Path(path).is_dir() else path,
+        **same(model, config.model, "trust_remote_code", "use_remove_padding"),
+        f"{model}.enable_gradient_checkpointing": config.model.gradient_checkpointing,
+        f"+{model}.override_config.attention_dropout": 0.0,
+        # verl's default, flash_attention_2, needs a package that neither lock has. `qarl.align.packed_attention`
+        # replaces sdpa, on CUDA by PyTorch's own variable-length Flash Attention.
+        f"+{model}.override_config.attn_implementation": "sdpa",
+    }
+
+
+def actor_keys(config: Config) -> Keys:
+    actor, root = config.actor, "actor_rollout_ref.actor"
+    return {
+        f"{root}.strategy": "fsdp2",
+        **same(root, actor, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"),
+        **same(root, actor, "use_dynamic_bsz", "grad_clip"),
+        **objective_keys(config),
+        **token_limits(config),
+        f"{root}.fsdp_config._target_": f"{PLUGIN}.config.QuantFSDPEngineConfig",
+        f"{root}.fsdp_config.model_dtype": config.optim.master_dtype,
+        f"{root}.fsdp_config.seed": config.seed,
+        f"{root}.data_loader_seed": config.seed,
+        **{f"+{root}.fsdp_config.quant.{name}": value for name, value in engine_settings(config).items()},
+    }
+
+
+def token_limits(config: Config) -> Keys:
+    """Return verl's keys that limit the tokens of a micro-batch, except those that are null in QaRL's config. verl's
+    default limit for log-probs is its limit for the update."""
+    limits = {
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu,
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": config.actor.log_prob_max_token_len_per_gpu,
+    }
+    return {key: limit for key, limit in limits.items() if limit is not None}
+
+
+def objective_keys(config: Config) -> Keys:
+    """Return the keys of the loss: `loss_mode`, verl's other keys, and those of `TBPOPolicyLossConfig`."""
+    settings, root = objective_settings(config), "actor_rollout_ref.actor"
+    ours = {name: getattr(config.actor, name) for name in KEYS} | {
+        "objective": settings.loss,
+        "mis_imp_ratio_cap": settings.mis_imp_ratio_cap,
+        "correction": config.rollout_correction.model_dump(),
+    }
+    keys = {
+        f"{root}.loss_agg_mode": settings.loss_agg_mode,
+        f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
+        f"{root}.policy_loss.loss_mode": "tbpo" if settings.loss == "tbpo" else "qarl",
+        **{f"+{root}.policy_loss.{name}": value for name, value in ours.items()},
+        # Used only if the section verl sets use_kl_loss. `+` selects k2's gradient, KL's own; k3's is biased.
+        f"{root}.kl_loss_type": "low_var_kl+",
+    }
+    if settings.loss != "tbpo":
+        keys |= same(root, settings, *SAME_IN_VERL, "loss_scale_factor")
+    return keys
+
+
+def algorithm_keys(config: Config) -> Keys:
+    """Return the keys of the advantages, and of the weights that verl's trainer computes for the whole batch.
+
+    The loss applies all other corrections. So it knows the number of responses before a rejection, and the mismatch
+    metrics are over all responses.
+    """
+    algorithm, correction = config.algorithm, config.rollout_correction
+    estimator = "reinforce_plus_plus" if config.actor.loss == "reinforce" else algorithm.adv_estimator
+    keys: Keys = {
+        "algorithm.adv_estimator": "grpo" if estimator == "dr_grpo" else estimator,
+        "algorithm.norm_adv_by_std_in_grpo": estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo,
+        # If true, verl would use the rollout's log-probs as the trainer's, which would hide every mismatch.
+        f"{CORRECTION}.bypass_mode": False,
+    }
+    if verl_losses.has_weight(correction):
+        keys |= same(CORRECTION, correction, "rollout_is", "rollout_is_batch_normalize")
+        keys[f"{CORRECTION}.rollout_is_threshold"] = verl_losses.weight_bounds(correction)
+    return keys
+
+
+def optim_keys(config: Config) -> Keys:
+    """Return the optimizer's keys. AdamW with FP32 masters is verl's default, `torch.optim.AdamW`. For Muon or BF16
+    masters, the engine builds `qarl.optim.optimizer.MuonAdamW`."""
+    optim, root = config.optim, "actor_rollout_ref.actor.optim"
+    keys = {
+        **same(root, optim, "lr", "weight_decay", "lr_warmup_steps", "lr_scheduler_type", "min_lr_ratio"),
+        f"{root}.betas": list(optim.betas),
+        f"{root}.clip_grad": config.actor.grad_clip,
+        f"{root}.override_optimizer_config": {"eps": optim.eps},
+    }
+    if optim.name == "adamw" and optim.master_dtype == "fp32":
+        return keys
+    muon = {"muon_lr": optim.muon_lr, "muon_momentum": optim.muon_momentum} if optim.name == "muon" else {}
+    return keys | {
+        f"{root}.optimizer_impl": "qarl.optim.optimizer",
+        f"{root}.optimizer": "MuonAdamW",
+        f"{root}.override_optimizer_config": {"eps": optim.eps, "seed": config.seed, **muon},
+    }
+
+
+def rollout_keys(config: Config, on_cpu: bool) -> Keys:
+    rollout, root = config.rollout, "actor_rollout_ref.rollout"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    keys = {
+        f"{root}.name": "vllm",
+        f"{root}.mode": "async",
+        **same(root, rollout, "n", "temperature", "top_p", "max_num_seqs"),
+        **same(root, rollout, "tensor_model_parallel_size", "gpu_memory_utilization", "free_cache_engine"),
+        f"{root}.enforce_eager": bool(rollout.enforce_eager),
+        f"{root}.calculate_log_probs": True,
+        f"{root}.logprobs_mode": "processed_logprobs",
+        f"{root}.max_model_len": longest,
+        f"{root}.max_num_batched_tokens": batched_tokens(config, on_cpu),
+        f"{root}.load_format": "dummy",
+        f"{root}.disable_log_stats": False,  # preemptions are counted from these statistics
+        f"{root}.val_kwargs.temperature": rollout.val_temperature,
+        f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
+        f"{root}.seed": config.seed,
+        # For models whose tokenizer does not come from their model family.
+        f"{root}.agent.default_agent_loop": "qarl_single_turn",
+        f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
+        f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
+    }
+    scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
+    if not on_cpu and not rollout.enforce_eager:
+        # At the levels above `linears` the trainer can follow only engines with these arguments.
+        aligned = planned_level(config, on_cpu) in ("model", "exact")
+        arguments = graph_arguments(scheme, aligned=aligned, kernels=config.quant.kernels)
+        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
+    overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
+    if scheme.quantized:
+        overrides["quantization_config"] = scheme.quantization_config(list(config.quant.ignore))
+    if overrides:
+        keys[f"+{root}.engine_kwargs.vllm.hf_overrides"] = overrides
+    return keys
+
+
+def batched_tokens(config: Config, on_cpu: bool) -> int:
+    """Return `max_num_batched_tokens`. On a CPU it is large enough to prefill the longest sequence whole."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
+
+
+def routing_keys(config: Config, on_cpu: bool) -> Keys:
+    """Return the key of router replay in the servers. `qarl.verl.engine_keys` has that of the actor. Servers return the
+    routing only if the actor replays it, because it is large: two bytes per token, layer and chosen expert."""
+    hf_config = hf_config_of(config)
+    has_experts = hf_config is not None and bool(experts_of(hf_config))
+    replayed = has_experts and replays(config.rollout.router_replay, planned_level(config, on_cpu))
+    return {"actor_rollout_ref.rollout.enable_rollout_routing_replay": replayed}
+
+
+def planned_level(config: Config, on_cpu: bool) -> str:
+    """Return the alignment level that the actor will apply, or `quant.align` if the model's config cannot be read.
+
+    On a machine without a GPU this assumes compute capability 9.0 for a run on GPUs. On other GPUs the engine then has
+    one split of attention for nothing, which costs speed, but the actor's level is right.
+    """
+    hf_config = hf_config_of(config)
+    if hf_config is None:
+        return config.quant.align
+    return applied_level(config, hf_config, "cpu" if on_cpu else "cuda")[0]
+
+
+def hf_config_of(config: Config) -> Any:
+    """Return the model's config, or None if it cannot be read. The checks of a run say what is wrong with it."""
+    try:
+        return hf_config_or_carried(config.model.path, config.model.trust_remote_code)[0]
+    except UserError:
+        return None
+
+
+def trainer_keys(config: Config) -> Keys:
+    trainer, total = config.trainer, config.trainer.total_training_steps
+    resume_path = trainer.resume_from_path
+    # Like the local backend, evaluate after the last step if the run evaluates before the first.
+    only_last = trainer.test_freq == -1 and trainer.val_before_train
+    return {
+        **same("trainer", trainer, "nnodes", "n_gpus_per_node", "total_training_steps", "val_before_train"),
+        "trainer.total_epochs": total,
+        "trainer.test_freq": total if only_last else trainer.test_freq,
+        "trainer.project_name": "qarl",
+        "trainer.experiment_name": config.name,
+        "trainer.logger": ["file"],
+        # verl's own trainer saves only by steps, and recomputes the old log-probs always, or never (bypass_mode).
+        "trainer.v1.trainer_mode": "qarl_sync",
+        "trainer.default_local_dir": str((config.run_dir / "checkpoints").resolve()),
+        # At a positive frequency verl saves after the last step, too; the export is made from that checkpoint.
+        "trainer.save_freq": total if trainer.save_freq == -1 and trainer.save_final else trainer.save_freq,
+        "+trainer.save_minutes": trainer.save_minutes,
+        "trainer.max_actor_ckpt_to_keep": trainer.max_ckpt_to_keep,
+        "trainer.resume_mode": trainer.resume_mode,
+        "trainer.resume_from_path": resume_path and str(Path(resume_path).resolve()),
+        **sampler_keys(config),
+    }
+
+
+def sampler_keys(config: Config) -> Keys:
+    """Return the keys of our sampler, or {} if the section `verl` asks for a feature that only verl's samplers have.
+
+    In that case verl's sampler counts a group with failed responses as complete.
+    """
+    asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
+    if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
+        return {}
+    return {
+        "trainer.v1.sampler.custom_sampler.path": f"pkg://{PLUGIN}.trainer",
+        "trainer.v1.sampler.custom_sampler.name": "PromptReplayBuffer",
+        "+trainer.v1.sampler.sampler_kwargs.filter_groups": False,
+        "+trainer.v1.sampler.sampler_kwargs.sync_refill_failed_groups": False,
+    }
+
+
+def cpu_keys(config: Config) -> Keys:
+    """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
+
+    They keep the number of processes low, because each process imports torch and vLLM.
+    """
+    rollout = "actor_rollout_ref.rollout"
+    # A single worker runs in the engine's process. Several workers need a process each.
+    executor = "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp"
+    return {
+        "trainer.device": "cpu",
+        "data.dataloader_num_workers": 0,
+        "reward.num_workers": 1,
+        "actor_rollout_ref.model.external_lib": f"{PLUGIN}.cpu",
+        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+        f"{rollout}.free_cache_engine": False,
+        f"+{rollout}.enable_sleep_mode": False,
+        # A compiled model would round differently from the trainer, and the workers have TORCHDYNAMO_DISABLE.
+        f"{rollout}.enforce_eager": True,
+        # A prompt that is prefilled in parts or after a cached prefix gets different bits.
+        f"{rollout}.enable_chunked_prefill": False,
+        f"{rollout}.enable_prefix_caching": False,
+        f"{rollout}.agent.num_workers": 1,
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 64,
+        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
+        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend": executor,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        # These resources are only logical. verl asks Ray for CPUs per role and one GPU per trainer process.
+        "ray_kwargs.ray_init.num_cpus": 16 + 8 * config.trainer.n_gpus_per_node,
+        "+ray_kwargs.ray_init.num_gpus": config.trainer.n_gpus_per_node,
+        "+ray_kwargs.ray_init.include_dashboard": False,
+    }
+
+
+def set_environment(config: Config, on_cpu: bool) -> None:
+    """Set the variables of `worker_environment` in this process too. If verl has been imported before, its plugins did
+    not see VERL_PLATFORM, so register QaRL's platform now."""
+    os.environ.update(worker_environment(config, on_cpu))
+    if "verl" in sys.modules:
+        from qarl.verl.plugin.plugin import install
+
+        install()
+
+
+def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
+    """Return the variables that verl, Ray and vLLM read in every process. Values that the user has set are kept.
+
+    Ray's runtime environment carries them to the workers. Without it a worker inherits only the environment of the Ray
+    daemon on its machine. The daemon lacks the driver's variables if Ray was started earlier or on a different machine.
+    """
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOG_STATS_INTERVAL": "600",  # otherwise vLLM logs a line every ten seconds
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "true",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
+    if on_cpu:
+        defaults |= {
+            "VERL_PLATFORM": "cpu",
+            # Even in eager mode vLLM compiles two sampling helpers, which takes half a minute at the first request.
+            "TORCHDYNAMO_DISABLE": "1",
+            # This turns off multiprocessing, so vLLM's worker runs in the engine's process, which saves an import.
+            **VLLM_ENVIRONMENT,
+        }
+    variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT"):
+        if value := os.environ.get(name):
+            variables[name] = value
+    if threads := worker_threads(config, on_cpu):
+        variables["OMP_NUM_THREADS"] = threads
+    if config.trainer.report:
+        variables |= {"QARL_SAMPLES_IN": str(config.run_dir.resolve())}
+    return variables | {"VERL_FILE_LOGGER_PATH": str((config.run_dir / "verl.jsonl").resolve())}
+
+
+def worker_threads(config: Config, on_cpu: bool) -> str | None:
+    """Return OMP_NUM_THREADS for a worker, or None to let Ray set it to the number of CPUs that the worker requested.
+
+    On a CPU the trainer processes share a machine's cores equally. Rollout engines use the same cores at other times.
+    """
+    wanted, given = config.trainer.num_threads, os.environ.get("OMP_NUM_THREADS", "")
+    if wanted is not None:
+        return str(wanted)
+    if given.partition(",")[0].isdecimal():
+        return given
+    return str(max(1, len(os.sched_getaffinity(0)) // config.trainer.n_gpus_per_node)) if on_cpu else None

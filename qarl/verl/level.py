@@ -14,7 +14,7 @@ from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.gpu_sharing import graph_arguments
+from qarl.rollout.engine_config import graph_arguments
 
 
 def graphs(config: Config) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from qarl.verl.process import local_path, memory_lines, set_environment, worker_
 from qarl.verl.resume import open_verl_run
 from qarl.verl.routing import routing_keys
 from qarl.verl.startup import answered_interrupt
-from qarl.vllm_versions.head import FP32_HEAD
+from qarl.vllm_versions import FP32_HEAD
 
 VERL_BATCHED_TOKENS = 8192
 Keys = dict[str, Any]

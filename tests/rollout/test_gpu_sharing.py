@@ -16,10 +16,8 @@ from qarl.checks.run import CHECKS
 from qarl.errors import UserError
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
-from qarl.rollout.engine_config import llm_arguments
-from qarl.rollout.gpu_sharing import GRAPHS, check_free_memory
-from qarl.rollout.recovery import EngineRecovery
+from qarl.rollout.engine import EngineConfig, EngineFailed, EngineRecovery, RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.engine_config import GRAPHS, check_free_memory, llm_arguments
 from qarl.trainer import local, mismatch_watch
 
 

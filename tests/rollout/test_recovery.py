@@ -7,10 +7,9 @@ import weakref
 
 import pytest
 
-from qarl.rollout.engine import EngineFailed
+from qarl.rollout.engine import EngineFailed, EngineRecovery
 from qarl.rollout.publish.wire import TransferFailed
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
-from qarl.rollout.recovery import EngineRecovery
 
 TENSORS: list[tuple[str, object]] = []
 FAILURES = {

@@ -39,18 +39,19 @@ def dense(**sizes: Any) -> Any:
 
 def test_registering_twice_is_registering_once() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.quantization import get_quantization_config
 
     for _ in range(2):
         vllm_plugin.register()
         vllm_plugin.check_loaded(dense(num_experts=8))
-        assert experts.get_quantization_config("compressed-tensors") is experts.QaRLCompressedTensorsConfig
+        assert get_quantization_config("compressed-tensors") is experts.QaRLCompressedTensorsConfig
         assert op_registry_oot["UnquantizedFusedMoEMethod"] is experts.RepairedUnquantizedMethod
 
 
 def test_other_platforms_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
-    monkeypatch.setattr(vllm_plugin, "_why_not", vllm_plugin._CALLED)
+    monkeypatch.setitem(vllm_plugin._why_not, "cpu_experts", vllm_plugin._CALLED)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(experts, "register", lambda: pytest.fail("vLLM's own backends serve there"))
     vllm_plugin.register()
@@ -58,20 +59,13 @@ def test_other_platforms_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_vllm_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_plugin, "_why_not", vllm_plugin._CALLED)
-    monkeypatch.setitem(experts.MEMBERS, experts.RoutedExperts, ("weight_loader", "of_another_vllm"))
+    monkeypatch.setitem(vllm_plugin._why_not, "cpu_experts", vllm_plugin._CALLED)
+    monkeypatch.delattr(experts, "UnquantizedFusedMoEMethod")
+    monkeypatch.setattr(experts, "register", lambda: experts.UnquantizedFusedMoEMethod)
     vllm_plugin.register()
-    with pytest.raises(UserError, match=r"(?s)without QaRL's plugin.*no RoutedExperts\.of_another_vllm.*requirements"):
+    with pytest.raises(UserError, match=r"(?s)without QaRL's plugin.*UnquantizedFusedMoEMethod.*requirements"):
         vllm_plugin.check_loaded(dense(num_experts=8))
     vllm_plugin.check_loaded(dense(hidden_size=64))
-
-
-def test_another_plugins_place_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Theirs:
-        pass
-
-    monkeypatch.setattr(experts, "get_quantization_config", lambda name: Theirs)
-    assert "Theirs has already replaced" in (experts.register() or "")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,7 @@ def test_a_run_of_a_mixture_asks_for_the_plugin_before_vllm_starts(
     monkeypatch, hf_config, points, plugins, why
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
-    monkeypatch.setattr(vllm_plugin, "_why_not", vllm_plugin._CALLED)
+    monkeypatch.setitem(vllm_plugin._why_not, "cpu_experts", vllm_plugin._CALLED)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)

@@ -24,16 +24,16 @@ from qarl.rollout.publish.wire import TransferFailed
 def fail_once(worker: Any, rank: int) -> None:
     """In the middle of the next publish, in one worker."""
     receiver = worker.weight_transfer_engine.receiver
-    write = receiver._write_unit
+    take = receiver._take
 
-    def failing(record: Any) -> None:
-        if record["unit"].endswith("layers.1"):
-            receiver._write_unit = write
+    def failing(name: str, tensor: Any) -> None:
+        if ".layers.1." in name:
+            receiver._take = take
             raise MemoryError("no memory")
-        write(record)
+        take(name, tensor)
 
     if worker.rank == rank:
-        receiver._write_unit = failing
+        receiver._take = failing
 
 
 def held(worker: Any) -> str | None:

@@ -9,7 +9,7 @@ and `w2_*` [E, H, ...], in checkpoint format. After loading they are emptied, be
 copy. vLLM's layerwise reload restores their shapes before it loads new weights.
 
 The plugin was run with vLLM 0.29.0. The source of vLLM 0.24.0 has the same RoutedExperts, but no class
-CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU. These internals of vLLM are used:
+CPUUnquantizedExperts, so importing this module fails there. These internals of vLLM are used:
 
     register_quantization_config, get_quantization_config
         a config registered under a built-in name replaces vLLM's
@@ -53,7 +53,7 @@ from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepar
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
-from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -65,34 +65,12 @@ from qarl.quant.scheme import QuantArgs, get_scheme
 Tensors = Mapping[str, torch.Tensor]
 _PARAMETERS = ("w13", "w2")
 """vLLM's names of the two stacks, gate_up_proj and down_proj."""
-MEMBERS = {
-    CompressedTensorsConfig: ("get_quant_method", "get_scheme_dict", "_add_fused_moe_to_target_scheme_map"),
-    CPUUnquantizedExperts: ("_select_experts", "apply", "routing_replay_capture_fn", "supports_routing_replay_capture"),
-    FusedMoEMethodBase: ("create_weights", "apply_monolithic", "is_monolithic", "get_fused_moe_quant_config"),
-    UnquantizedFusedMoEMethod: ("register_oot", "_setup_kernel", "process_weights_after_loading"),
-    RoutedExperts: ("weight_loader", "load_weights"),
-}
-"""The members of each class that the plugin overrides or calls."""
 
 
-def changed() -> str | None:
-    """Return a sentence with the names of all `MEMBERS` that this vLLM lacks, or None if it lacks none."""
-    missing = [
-        f"{kind.__name__}.{name}" for kind, names in MEMBERS.items() for name in names if not hasattr(kind, name)
-    ]
-    return f"this vLLM has no {', '.join(missing)}" if missing else None
-
-
-def register() -> str | None:
-    """Put the classes into vLLM's registries. Return None, or the reason why this is not possible."""
-    if why_not := changed():
-        return why_not
-    current = get_quantization_config("compressed-tensors")
-    if current is not CompressedTensorsConfig:
-        return f"{current.__module__}.{current.__name__} has already replaced vLLM's compressed-tensors"
+def register() -> None:
+    """Put the classes into vLLM's registries."""
     UnquantizedFusedMoEMethod.register_oot(RepairedUnquantizedMethod, name=UnquantizedFusedMoEMethod.__name__)
     register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
-    return None
 
 
 class _ShowsRouting(CPUUnquantizedExperts):
@@ -124,20 +102,13 @@ class LowBitExperts(_ShowsRouting):
         w1: torch.Tensor,
         w2: torch.Tensor,
         router_logits: torch.Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        num_expert_group: int | None = None,
-        e_score_correction_bias: torch.Tensor | None = None,
-        routed_scaling_factor: float | None = None,
-        topk_group: int | None = None,
+        *_: Any,
+        **given: Any,
     ) -> torch.Tensor:
-        """Return the experts' output, BF16 [T, H]. `hidden_states` [T, H] and `router_logits` [T, E] are BF16."""
-        weights, ids = self._select_experts(
-            hidden_states, router_logits, num_expert_group, topk_group, e_score_correction_bias, routed_scaling_factor
-        )
+        """Return the experts' output, BF16 [T, H]. `hidden_states` [T, H] and `router_logits` [T, E] are BF16. `given`:
+        vLLM's other arguments, all by name."""
+        names = ("num_expert_group", "topk_group", "e_score_correction_bias", "routed_scaling_factor")
+        weights, ids = self._select_experts(hidden_states, router_logits, *(given[name] for name in names))
         assert self.prepared is not None
         return VllmCpuExperts.forward(hidden_states, weights, ids, self.prepared)
 

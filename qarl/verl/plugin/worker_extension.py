@@ -26,7 +26,7 @@ from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import engines_manifest
 from qarl.verl.plugin.publishing import TIMEOUT_VARIABLE, publish_timeout, run_identity, socket_timeouts
 from qarl.verl.plugin.transport import NamedTensor, decode
-from qarl.vllm_versions.release import check_release
+from qarl.vllm_versions import check_release
 
 
 class QaRLWorkerExtension(vLLMColocateWorkerExtension):

@@ -9,7 +9,7 @@ import torch
 from memory_cases import run
 from publish_streams import engine_model, feed_in_buckets, flip, lose, receiver, twice, weights
 
-from qarl.rollout.publish.delta import PublishedCache, Tally, fingerprint_of
+from qarl.rollout.publish.delta import Tally, fingerprint_of
 from qarl.rollout.publish.send import DeltaSender, publish_weights
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
 from qarl.trainer.setup import engine_config
@@ -325,7 +325,7 @@ def test_nan_in_the_engine_and_failed_checks_leave_no_base():
 
 
 def test_the_tally_counts_codes_and_scales_apart():
-    tally, base = Tally(), PublishedCache()
+    tally = Tally()
     assert tally.metrics() == {}
     tally.known = True
     codes, scales = torch.zeros(64, 8, dtype=torch.int32), torch.ones(64, 2, dtype=torch.bfloat16)
@@ -339,6 +339,3 @@ def test_the_tally_counts_codes_and_scales_apart():
         "publish/changed_codes_frac": 4 / 512,
         "publish/changed_scales_frac": 0.25,
     }
-    base.put("a", codes, 7)
-    with pytest.raises(ValueError, match="no tensor b is kept"):
-        base.take("b", torch.zeros(16, dtype=torch.uint8), 1, is_delta=True)

@@ -2,8 +2,7 @@
 
 For each shipped config of the backend `verl` and each Hydra group `+qarl=SCHEME`, dense and with experts: verl's
 config, its model config, the actor's model at its real size (without memory for its weights), the attention that it
-chooses, verl's server up to vLLM's engine config, a layer of vLLM's model with its kernels, the checkpoint engine, the
-memory plan, and the agent loop with its tokenizer.
+chooses, verl's server up to vLLM's engine config, a layer of vLLM's model with its kernels, and the checkpoint engine.
 """
 
 from __future__ import annotations
@@ -24,13 +23,10 @@ from gpu_lock import pretend, required
 from gpu_lock_models import build, process_groups
 from random_models import save_tokenizer
 
-from qarl.checks.memory import estimate
-from qarl.checks.memory_terms import ranks
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.experts.autograd import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.registry import choose_linear_kernel
-from qarl.verl.process import UNKNOWN_GPU_BYTES
 
 required()
 
@@ -41,20 +37,6 @@ GROUPS = ["bf16", "w4a16", "w8a8", "fp8"]
 DENSE, EXPERTS = "Qwen3-0.6B", "Qwen3-30B-A3B"
 STARTS = [*VERL_CONFIGS, *(f"+qarl={group} {model}" for model in (DENSE, EXPERTS) for group in GROUPS)]
 BENCH_MODELS = ROOT / "qarl" / "bench" / "models"
-OF_VERL = {
-    "data.max_prompt_length": 512,
-    "data.max_response_length": 512,
-    "model.gradient_checkpointing": "true",
-    "rollout.gpu_memory_utilization": 0.5,
-    "rollout.tensor_model_parallel_size": 2,
-    "quant.align": "model",
-    "optim.name": "adamw",
-    "actor.use_dynamic_bsz": "false",
-    "actor.ppo_max_token_len_per_gpu": "null",
-    "actor.ppo_micro_batch_size_per_gpu": 1,
-    "actor.log_prob_micro_batch_size_per_gpu": 1,
-}
-"""verl's and the groups' defaults, by QaRL's keys, for the memory plan of a start by a group."""
 FOR_EXPERTS = {
     "quant.ignore": '[lm_head,"re:.*mlp.gate$"]',
     "rollout.gpu_memory_utilization": 0.45,
@@ -103,25 +85,14 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ours(start: str, folder: Path, tmp_path: Path) -> Any:
-    """QaRL's config of a start by a config file, else that with the values that a group takes from verl's defaults."""
-    from qarl.config import load_config
-
-    where = [f"model.path={folder}", f"output_dir={tmp_path}"]
-    if start in VERL_CONFIGS:
-        return load_config([f"config={start}", *where])
-    changes = OF_VERL | (FOR_EXPERTS if start.endswith(EXPERTS) else {})
-    changes |= {"quant.scheme": start.split()[0].removeprefix("+qarl=")}
-    return load_config(["config=qwen3_8b_w4a16.yaml", *where, *(f"{key}={value}" for key, value in changes.items())])
-
-
-@pytest.fixture
-def resolved(start: str, folder: Path, ours: Any) -> Any:
+def resolved(start: str, folder: Path, tmp_path: Path) -> Any:
     """verl's config of a start on GPUs."""
     if start in VERL_CONFIGS:
+        from qarl.config import load_config
         from qarl.verl.process import set_environment
         from qarl.verl.run import verl_config
 
+        ours = load_config([f"config={start}", f"model.path={folder}", f"output_dir={tmp_path}"])
         set_environment(ours, False)
         return verl_config(ours, on_cpu=False)
     from hydra import compose, initialize_config_module
@@ -205,7 +176,7 @@ def test_the_engines_config_is_accepted(start: str, resolved: Any, engine: Any) 
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_the_kernels_on_hopper(resolved: Any, engine: Any, ours: Any) -> None:
+def test_the_kernels_on_hopper(resolved: Any, engine: Any) -> None:
     """Those in a layer of vLLM's model, as verl starts it, and the trainer's for the same weights."""
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.model_executor.layers.linear import LinearBase
@@ -248,7 +219,7 @@ def kernel_in(layer: Any) -> str:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_the_checkpoint_engine_is_made(resolved: Any, ours: Any) -> None:
+def test_the_checkpoint_engine_is_made(resolved: Any) -> None:
     """As verl's workers and its trainer make it. The largest tensor of a publish fits into its buffer."""
     from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
     from verl.utils.config import omega_conf_to_dataclass
@@ -265,39 +236,3 @@ def test_the_checkpoint_engine_is_made(resolved: Any, ours: Any) -> None:
     assert get_rollout_class(resolved.actor_rollout_ref.rollout.name, resolved.actor_rollout_ref.rollout.mode)
     size = ModelSize.from_config(model_config(resolved).hf_config)
     assert 2 * size.largest_parameter <= buffer
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_the_memory_plan_fits(resolved: Any, ours: Any) -> None:
-    """The doctor's estimate for GPUs of 80 GB, also for the values that a group takes from verl's defaults."""
-    rollout, data = resolved.actor_rollout_ref.rollout, resolved.data
-    assert ours.data.max_response_length == data.max_response_length
-    assert ours.rollout.gpu_memory_utilization == rollout.gpu_memory_utilization
-    assert ours.rollout.tensor_model_parallel_size == rollout.tensor_model_parallel_size
-    assert ranks(ours) == resolved.trainer.nnodes * resolved.trainer.n_gpus_per_node
-    size = ModelSize.from_config(model_config(resolved).hf_config)
-    plan = estimate(size, ours, device="cuda", gpu_memory_bytes=UNKNOWN_GPU_BYTES)
-    assert plan.peak[1] <= UNKNOWN_GPU_BYTES, "\n".join(plan.table())
-    assert plan.kv_tokens >= data.max_prompt_length + data.max_response_length
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_the_agent_loop_takes_any_tokenizer(resolved: Any) -> None:
-    """Also one without the special tokens of the model's family, such as the quickstart's."""
-    import hydra
-    from verl.experimental.agent_loop import agent_loop as loops
-    from verl.utils.dataset.rl_dataset import RLHFDataset
-
-    model = model_config(resolved)
-    loop = hydra.utils.instantiate(
-        config=loops._agent_loop_registry[resolved.actor_rollout_ref.rollout.agent.default_agent_loop],
-        trainer_config=loops.DictConfigWrap(config=resolved),
-        server_manager=None,
-        tokenizer=model.tokenizer,
-        processor=None,
-        hf_model_type=model.hf_config.model_type,
-        dataset_cls=RLHFDataset,
-        data_config=loops.DictConfigWrap(resolved.data),
-        tools=loops.ToolListWrap([]),
-    )
-    assert type(loop).__module__ == "qarl.verl.plugin.agent_loop"

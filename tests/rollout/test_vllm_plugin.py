@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkout import ROOT
 from cpu_features import NO_VLLM_CPU, needs_w4a16_cpu, vllm_is_for_cpus
 from random_moe import IGNORE, save_random_moe
 
@@ -66,20 +64,6 @@ def test_a_vllm_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UserError, match=r"(?s)without QaRL's plugin.*UnquantizedFusedMoEMethod.*requirements"):
         vllm_plugin.check_loaded(dense(num_experts=8))
     vllm_plugin.check_loaded(dense(hidden_size=64))
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (dense(hidden_size=64), 0),
-        (dense(num_experts=0), 0),
-        (dense(num_experts=None, num_local_experts=4), 4),
-        (dense(text_config=dense(num_experts=16)), 16),
-        (dense(text_config=None, n_routed_experts=3), 3),
-    ],
-)
-def test_a_mixture_is_known_by_its_config(config: Any, expected: int) -> None:
-    assert vllm_plugin.experts_of(config) == expected
 
 
 MIXTURE, DENSE = SimpleNamespace(num_experts=8), SimpleNamespace()
@@ -226,30 +210,3 @@ def method(scheme: str = "w4a16", group_size: int | None = 32, *, ep: bool = Fal
 def test_experts_that_the_kernel_does_not_multiply_are_refused(given: Any, sizes: tuple[int, int], why: str) -> None:
     with pytest.raises(UserError, match=rf"(?s)no kernel supports these w4a16 experts.*layers\.0\.mlp.*{why}"):
         given.create_weights(Layer(), 4, *sizes, torch.bfloat16)
-
-
-@needs_w4a16_cpu
-def test_other_activations_are_refused() -> None:
-    layer: Any = Layer()
-    layer.activation = experts.MoEActivation.GELU
-    with pytest.raises(UserError, match="supports only SiLU experts"):
-        method("fp8", None).create_weights(layer, 4, 128, 64, torch.bfloat16)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("scheme", "gib"),
-    [
-        ("w4a16", 15.5),
-        pytest.param("bf16", 56.9, marks=pytest.mark.slow),
-        pytest.param("w8a8", 29.1, marks=pytest.mark.slow),
-        pytest.param("fp8", 29.1, marks=pytest.mark.slow),
-    ],
-)
-def test_the_manifest_of_qwen3_30b_is_what_vllms_class_registers(scheme: str, gib: float, tmp_path: Path) -> None:
-    """Names, shapes and dtypes, of every parameter."""
-    (tmp_path / "config.json").write_text((ROOT / "qarl/bench/models/Qwen3-30B-A3B/config.json").read_text())
-    program = [sys.executable, str(ROOT / "tests/support/moe_on_meta.py"), str(tmp_path), scheme, "128", *IGNORE]
-    run = subprocess.run(program, capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert json.loads(run.stdout.splitlines()[-1]) == pytest.approx(gib, abs=0.06)

@@ -201,10 +201,19 @@ class WeightReceiver:
         names, digests = [name for name, _ in self._unit], record["digests"]
         if names != list(digests):
             raise _not_as_sent(record["unit"], names, list(digests))
-        whole = self._changed_unit(record)
+        assert self.cache is not None
+        members, deltas = self._units.get(record["unit"], []), set(record["deltas"])
+        for name, tensor in self._unit:
+            try:
+                if name not in members:
+                    raise ValueError(f"it is not a tensor of {record['unit']}")
+                self.cache.take(name, tensor, digests[name], is_delta=name in deltas)
+            except ValueError as error:
+                raise wire.TransferFailed(f"the changes of {name} cannot be applied", why=str(error)) from error
+        device = next(self.model.parameters()).device
+        whole = [(name, self.cache.tensors[name].to(device, non_blocking=True)) for name in members]
         self._check_new(whole)
         found = check_unit([tensor for _, tensor in whole]).digests.tolist() if whole else []
-        assert self.cache is not None
         for (name, _), digest in zip(whole, found, strict=True):
             _check_digest(name, digest, self.cache.digests[name])
         chosen = self.plan.whole_modules(set(names)) if self.skip_unchanged else None
@@ -227,21 +236,6 @@ class WeightReceiver:
         start = time.perf_counter()
         self.plan.write(tensors)
         self._applied += time.perf_counter() - start
-
-    def _changed_unit(self, record: dict[str, Any]) -> list[wire.NamedTensor]:
-        """Return all tensors of the received unit on the engine's device, with changes applied."""
-        assert self.cache is not None
-        deltas = set(record["deltas"])
-        names = self._units.get(record["unit"], [])
-        for name, tensor in self._unit:
-            try:
-                if name not in names:
-                    raise ValueError(f"it is not a tensor of {record['unit']}")
-                self.cache.take(name, tensor, record["digests"][name], is_delta=name in deltas)
-            except ValueError as error:
-                raise wire.TransferFailed(f"the changes of {name} cannot be applied", why=str(error)) from error
-        device = next(self.model.parameters()).device
-        return [(name, self.cache.tensors[name].to(device, non_blocking=True)) for name in names]
 
     def _commit(self, record: dict[str, Any]) -> None:
         missing = [name for name in self.expected if name not in self._seen]

@@ -94,12 +94,11 @@ class WeightServer:
         token: str,
         *,
         host: str = LOOPBACK,
-        port: int = 0,
         receivers: int = 1,
         seconds: float = DEFAULT_SECONDS,
     ) -> None:
         self.token, self.receivers, self.seconds = token, receivers, seconds
-        self._socket = socket.create_server((host, port))
+        self._socket = socket.create_server((host, 0))
         self.address: Address = self._socket.getsockname()[:2]
 
     def publish(self, make_stream: MakeStream) -> list[str | None]:

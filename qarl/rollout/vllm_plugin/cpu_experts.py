@@ -208,20 +208,12 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         kernel: Any = self.moe_kernel
-        y: torch.Tensor = kernel.apply_monolithic(
-            x,
-            None,
-            None,
-            router_logits,
-            activation=layer.activation,
-            global_num_experts=layer.global_num_experts,
-            expert_map=layer.expert_map,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            num_expert_group=layer.num_expert_group,
-            topk_group=layer.topk_group,
-            e_score_correction_bias=layer.e_score_correction_bias,
-            routed_scaling_factor=layer.routed_scaling_factor,
+        names = (
+            "activation global_num_experts expert_map apply_router_weight_on_input num_expert_group topk_group "
+            "e_score_correction_bias routed_scaling_factor"
         )
+        settings = {name: getattr(layer, name) for name in names.split()}
+        y: torch.Tensor = kernel.apply_monolithic(x, None, None, router_logits, **settings)
         return y
 
 

@@ -44,8 +44,7 @@ def requested() -> KernelRequest | None:
     """Return what the engine that is being built was asked for, or None if it uses vLLM's own kernels."""
     config = get_current_vllm_config_or_none()
     given = config.additional_config if config is not None else None
-    found = given.get(REQUEST_KEY) if isinstance(given, Mapping) else None
-    return None if found is None else KernelRequest(*found)
+    return KernelRequest(*given[REQUEST_KEY]) if isinstance(given, Mapping) and REQUEST_KEY in given else None
 
 
 @torch.library.custom_op(
@@ -108,12 +107,7 @@ class _Own:
         return OWN_KERNELS[self.request.kernels][self.request.scheme]
 
     def multiply(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        channels: int,
+        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, channels: int
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         y = torch.ops.qarl.linear(rows, weight, scale, bias, *self.request, channels)

@@ -133,20 +133,13 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         """Do nothing. The trainer already knows the result, and an error here would leave vLLM's update open."""
 
     def _refusal(self) -> UserError | None:
-        if self.receiver is None:
+        dummy = self.vllm_config.load_config.load_format == "dummy"
+        if self.receiver is None or not (self.failed or (dummy and not self.published)):
             return None
-        if self.failed:
-            return UserError(
-                "this engine does not generate, because its last publish failed",
-                why=self.receiver.stale_because,
-                fix="publish again before you generate: send_weights in the trainer sends all tensors",
-            )
-        if self.published or self.vllm_config.load_config.load_format != "dummy":
-            return None
+        reason = "its last publish failed" if self.failed else "nothing was published to it"
         return UserError(
-            "this engine does not generate, because nothing was published to it",
-            where="load_format=dummy",
-            why="its weights are random numbers",
+            f"this engine does not generate, because {reason}",
+            why=self.receiver.stale_because if self.failed else "load_format=dummy: its weights are random numbers",
             fix="publish before you generate: send_weights in the trainer",
         )
 

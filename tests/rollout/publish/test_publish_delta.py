@@ -186,16 +186,6 @@ def test_a_fault_is_refused_and_the_next_publish_heals_it(fault, skip_unchanged)
     assert engine.publish(later, 3).is_delta and engine.has(later)
 
 
-def test_a_wrong_base_is_refused_before_anything_is_written():
-    engine, tensors = Engine(), weights("llama")
-    engine.publish(tensors, 1)
-    engine.receiver.plan.write = lambda tensors: pytest.fail("a tensor was written")
-    engine.transport = other_base
-    with pytest.raises(TransferFailed, match="do not apply to the tensors"):
-        engine.publish(moved(tensors), 2)
-    assert engine.has(tensors)
-
-
 def test_damage_of_a_kept_word_that_did_not_change_is_found():
     """Only the checksum of the whole tensor shows it; the payload arrives as it was sent."""
     engine, tensors = Engine(), weights("llama")
@@ -225,33 +215,11 @@ class Remote:
 
 def test_two_processes_stay_together():
     remote, tensors = Remote(), weights("llama")
-    sizes = []
-    for version in range(1, 6):
-        stream = remote.stream(tensors, version)
-        sizes.append(sum(tensor.nbytes for _, tensor in stream))
-        remote.feed(stream)
+    for version in range(1, 4):
+        remote.feed(remote.stream(tensors, version))
         assert remote.engine.has(tensors) and remote.engine.receiver.held == remote.sender.cache.fingerprint
+        assert remote.sender.tally.known == (version > 1)
         tensors = moved(tensors, seed=version)
-    assert max(sizes[1:]) < 0.2 * sizes[0]
-    metrics = remote.sender.tally.metrics()
-    assert 0 < metrics["publish/changed_frac"] < 0.02
-
-
-@pytest.mark.parametrize("lost", ["all", "end", "middle"])
-def test_an_acknowledgement_is_never_assumed(lost):
-    """The sender sent everything, but the receiver did not get it: the next publish has all tensors."""
-    remote, tensors = Remote(), weights("llama")
-    remote.feed(remote.stream(tensors, 1))
-    now = moved(tensors)
-    stream = remote.stream(now, 2)
-    assert remote.sender.cache.fingerprint is not None
-    part = {"all": [], "end": stream[:-1], "middle": stream[:3]}[lost]
-    remote.feed(part)
-    later = moved(now, seed=4)
-    stream = remote.stream(later, 3)
-    assert read_record(BEGIN, stream[0][1])["base"] is None
-    remote.feed(stream)
-    assert remote.engine.has(later) and remote.engine.receiver.version == 3
 
 
 def test_changes_of_another_version_are_refused():
@@ -301,19 +269,6 @@ def test_the_fingerprint_is_of_the_version_and_of_every_tensor():
     found = {fingerprint_of(1, digests), fingerprint_of(2, digests), fingerprint_of(1, {"a": 1, "b": 3})}
     found |= {fingerprint_of(1, {"a": 2, "b": 1}), fingerprint_of(1, {"a": 1})}
     assert len(found) == 5 and fingerprint_of(1, {"b": 2, "a": 1}) in found
-
-
-def test_other_tensors_than_the_last_time_are_sent_whole():
-    """A tensor that was not there before, or has another shape: not possible in a run, and still no delta."""
-    engine, tensors = Engine(), weights("llama")
-    engine.publish(tensors, 1)
-    kept = engine.receiver.cache
-    kept.tensors[Q] = kept.tensors[Q][:1].clone()
-    assert not engine.publish(tensors, 2).is_delta and engine.has(tensors)
-    sender = DeltaSender()
-    list(sender.stream(tensors[:5], version=1, held=[None]))
-    sent = dict(sender.stream(tensors, version=2, held=[sender.cache.fingerprint]))
-    assert sent.keys() >= {name for name, _ in tensors[5:]} and sent.keys().isdisjoint({n for n, _ in tensors[:5]})
 
 
 def test_nan_in_the_engine_and_failed_checks_leave_no_base():

@@ -41,7 +41,7 @@ LATE = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture
 def server():
-    found = WeightServer(TOKEN, seconds=60)
+    found = WeightServer(TOKEN, seconds=120)
     yield found
     found.close()
 
@@ -192,17 +192,6 @@ def test_the_sender_fails(server, when):
         client.feed(found)
     thread.join(20)
     assert time.monotonic() - start < 5 and found.stale and "memory is gone" in str(outcome[0])
-
-
-def test_a_stream_without_an_end_ends_by_the_limit():
-    server, found = WeightServer(TOKEN, seconds=1), receiver(engine_model("llama"))
-    stream = list(encode_publish(weights("llama"), version=1))[:-1]
-    thread, outcome = publish_in_thread(server, lambda held: iter(stream))
-    with client_of(server, found, seconds=3) as client, pytest.raises(PeerLost):
-        client.feed(found)
-    thread.join(20)
-    assert isinstance(outcome[0], PeerLost) and found.stale
-    server.close()
 
 
 def test_nobody_comes_and_nobody_listens():

@@ -34,7 +34,7 @@ NEWER_VLLM = (
     "vllm.distributed.weight_transfer.base.WeightSource",
     "vllm.distributed.weight_transfer.factory.WeightTransferTrainerFactory",
 )
-"""Of the transfer engine `qarl`, which needs vLLM 0.29: `_register_transfer` leaves it out."""
+"""Of the transfer engine `qarl`, which needs vLLM 0.29: `register` leaves it out."""
 SIGNATURE_IN_NEW = (
     "tokenizers.Tokenizer",
     "transformers.AutoModelForCausalLM.from_config",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from memory_cases import run
-from publish_streams import engine_model, feed_in_buckets, flip, lose, receiver, twice, weights
+from publish_streams import Engine, feed_in_buckets, flip, lose, twice, weights
 
 from qarl.rollout.publish.delta import Tally, fingerprint_of
-from qarl.rollout.publish.send import DeltaSender, publish_weights
+from qarl.rollout.publish.send import DeltaSender
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
 from qarl.trainer.setup import engine_config
 
@@ -29,29 +27,6 @@ def moved(tensors: list, seed: int = 0, share: float = 0.01) -> list:
         tensor.view(torch.int16)[chosen] ^= 1
         found.append((name, tensor))
     return found
-
-
-class Engine:
-    """A receiver, and what `publish_weights` needs besides."""
-
-    def __init__(self, **options: Any) -> None:
-        self.model = engine_model("llama")
-        self.receiver = receiver(self.model, **options)
-        self.expected = self.receiver.expected
-        self.transport = lambda stream: stream
-
-    def reset_prefix_cache(self) -> bool:
-        return True
-
-    def mark_stale(self, reason: str) -> None:
-        self.receiver.mark_stale(reason)
-
-    def publish(self, tensors: list, version: int, delta: bool = True):
-        return publish_weights(self, self.receiver, tensors, version=version, delta=delta)
-
-    def has(self, tensors: list) -> bool:
-        state = self.model.state_dict()
-        return all(torch.equal(state[name].view(torch.int16), tensor.view(torch.int16)) for name, tensor in tensors)
 
 
 @pytest.mark.parametrize("skip_unchanged", [False, True])
@@ -179,7 +154,7 @@ def test_a_fault_is_refused_and_the_next_publish_heals_it(fault, skip_unchanged)
     with pytest.raises(Exception, match=message):
         engine.publish(now, 2)
     assert engine.receiver.stale and engine.receiver.held is None
-    engine.transport = lambda stream: stream
+    engine.transport = iter
     report = engine.publish(now, 2)
     assert not report.is_delta and engine.has(now) and engine.receiver.version == 2
     later = moved(now, seed=3)

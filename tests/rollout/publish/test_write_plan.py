@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from publish_streams import CONFIGS, engine_model, feed_in_buckets, receiver, weights
+from publish_streams import CONFIGS, Engine, engine_model, feed_in_buckets, receiver, weights
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.rollout.publish.send import encode_publish, publish_weights
+from qarl.rollout.publish.send import encode_publish
 from qarl.rollout.publish.wire import COMMIT, TensorSpec, TransferFailed
 from qarl.rollout.publish.writers import WritePlan
 
@@ -84,44 +84,26 @@ def test_tensors_in_a_buffer_that_is_reused_are_copied():
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights("llama"))
 
 
-class Engine:
-    """The methods of an engine that `publish_weights` calls."""
-
-    def __init__(self, model: Any, cut: int | None = None) -> None:
-        self.receiver = receiver(model)
-        self.expected, self.cut, self.resets, self.cache_free = self.receiver.expected, cut, 0, True
-
-    def transport(self, stream: Any) -> Any:
-        return iter(list(stream)[: self.cut])
-
-    def reset_prefix_cache(self) -> bool:
-        self.resets += 1
-        return self.cache_free
-
-    def mark_stale(self, reason: str) -> None:
-        self.receiver.mark_stale(reason)
-
-
 def test_a_publish_resets_the_prefix_cache():
-    engine: Any = Engine(engine_model("llama"))
-    publish_weights(engine, engine.receiver, weights("llama"), version=1)
+    engine = Engine()
+    engine.publish(weights("llama"), 1)
     assert engine.resets == 1 and engine.receiver.version == 1
     engine.cache_free = False
     with pytest.raises(RuntimeError, match="prefix cache"):
-        publish_weights(engine, engine.receiver, weights("llama"), version=2)
+        engine.publish(weights("llama"), 2)
     assert engine.receiver.stale
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, -1])
 def test_a_stream_that_just_stops_leaves_no_version(cut):
-    engine: Any = Engine(engine_model("llama"))
-    publish_weights(engine, engine.receiver, weights("llama"), version=1)
-    engine.cut = cut
+    engine = Engine()
+    engine.publish(weights("llama"), 1)
+    engine.transport = lambda stream: iter(list(stream)[:cut])
     with pytest.raises(UserError, match="ended before its last record"):
-        publish_weights(engine, engine.receiver, weights("llama", seed=3), version=2)
-    assert engine.receiver.stale and engine.receiver.version is None
-    engine.cut = None
-    publish_weights(engine, engine.receiver, weights("llama"), version=3)
+        engine.publish(weights("llama", seed=3), 2)
+    assert engine.receiver.stale
+    engine.transport = iter
+    engine.publish(weights("llama"), 3)
     assert engine.receiver.version == 3
 
 

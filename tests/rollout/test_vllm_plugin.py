@@ -157,7 +157,7 @@ except UserError as error:
 def test_our_schemes_are_known_in_vllms_own_reading_of_them(name: str) -> None:
     scheme = get_scheme(name, 32)
     config = experts.CompressedTensorsConfig.from_config(scheme.quantization_config(["lm_head"]))
-    assert experts.scheme_of(config.target_scheme_map["Linear"]) == (name, scheme.group_size)
+    assert experts.scheme_of(config.target_scheme_map["Linear"]) == scheme
 
 
 @pytest.mark.parametrize(
@@ -190,11 +190,11 @@ class Layer(torch.nn.Module):
     apply_router_weight_on_input = False
 
 
-def method(scheme: str = "w4a16", group_size: int | None = 32, *, ep: bool = False, bias: bool = False) -> Any:
+def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any:
     moe: Any = SimpleNamespace(
         experts_per_token=2, has_bias=bias, moe_parallel_config=SimpleNamespace(use_ep=ep, tp_size=1)
     )
-    return experts.LowBitExpertsMethod(moe, scheme, group_size)
+    return experts.LowBitExpertsMethod(moe, get_scheme("w4a16", group_size))
 
 
 @needs_w4a16_cpu

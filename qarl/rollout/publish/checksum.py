@@ -49,8 +49,8 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     if not sums:
         return []
     device = max((one.device for one in sums), key=lambda one: one.type != "cpu")
-    found: list[int] = torch.stack([one.to(device, non_blocking=True) for one in sums]).tolist()
-    return found
+    numbers: list[int] = torch.stack([one.to(device, non_blocking=True) for one in sums]).tolist()
+    return numbers
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

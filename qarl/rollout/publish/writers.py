@@ -145,25 +145,21 @@ class WritePlan:
     def _check_all_written(self, expected: Manifest) -> None:
         """Raise UserError if a parameter or buffer is not published, shares no memory with a published one, and is not
         in `DERIVED`."""
-        leaves: dict[str, set[str]] = {}
+        published: set[tuple[str, str]] = set()
         for name in expected:
             owner, _, leaf = name.rpartition(".")
             target = self.by_owner[owner]
             stored = layer_writers.stored_as(owner, leaf) if holds_experts(target.module) else leaf
-            leaves.setdefault(target.name, set()).add(stored)
-        targets = {target.name: target for target in self.by_owner.values()}
+            published.add((target.name, stored))
+        # Layerwise reload derives all of a module's tensors from the published ones, except a bias.
+        reloaded = {target.name for target in self.by_owner.values() if target.writer is None}
         tensors = {
             (owner, name): tensor
             for owner, module in self.model.named_modules()
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None and tensor.numel() and name not in DERIVED
         }
-        # Layerwise reload derives all of a module's tensors from the published ones, except a bias.
-        written = {
-            (owner, name)
-            for owner, name in tensors
-            if owner in targets and (name in leaves[owner] or (targets[owner].writer is None and name != "bias"))
-        }
+        written = {place for place in tensors if place in published or (place[0] in reloaded and place[1] != "bias")}
         storages = {tensors[place].data_ptr() for place in written}
         left = [".".join(place) for place, tensor in tensors.items() if tensor.data_ptr() not in storages]
         if left:

@@ -41,7 +41,7 @@ LATE = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture
 def server():
-    found = WeightServer(TOKEN, seconds=120)
+    found = WeightServer(TOKEN, seconds=300)
     yield found
     found.close()
 

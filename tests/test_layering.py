@@ -86,7 +86,7 @@ def test_imports_point_down_only() -> None:
 @pytest.mark.parametrize(
     ("package", "folders"),
     [
-        ("vllm", ("qarl/rollout/", "qarl/kernels/", "qarl/vllm_versions/")),
+        ("vllm", ("qarl/rollout/", "qarl/kernels/", "qarl/vllm_versions.py")),
         ("verl", ("qarl/verl/", "qarl/objectives/")),
         ("trl", ("qarl/trl/",)),
         ("tests", ()),

@@ -36,7 +36,7 @@ GRAPH_KERNEL_SECONDS = 3e-6
 LAYER_KERNELS, EXPERTS_KERNELS, UNCOMPILED_KERNELS = 10, 8, 8
 """Kernels of a layer in a decode step that a roofline of products does not contain (estimates). In order: norms, rotary
 embedding, writes to the cache, attention and its reduction; routing and what lies between the experts' products; what
-vLLM's compiler would have fused. 8-bit engines are not compiled (`qarl.rollout.gpu_sharing.graph_arguments`)."""
+vLLM's compiler would have fused. 8-bit engines are not compiled (`qarl.rollout.engine_config.graph_arguments`)."""
 UNCOMPILED = ("w8a8", "fp8")
 ALL_REDUCE_SECONDS = 12e-6
 """Latency of an all-reduce between the GPUs of an engine; each layer has two (estimate)."""

@@ -18,7 +18,7 @@ from qarl.config import Config
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu, vllm_missing
 from qarl.rollout import kernel_prediction
-from qarl.vllm_versions.head import check_head_dtype
+from qarl.vllm_versions import check_head_dtype
 
 _WHERE = "model.path: config.json"
 PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")

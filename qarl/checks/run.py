@@ -42,7 +42,7 @@ from qarl.errors import UserError
 from qarl.metrics.tracker import check_loggers
 from qarl.quant.scheme import Scheme
 from qarl.rollout import vllm_plugin
-from qarl.rollout.gpu_sharing import check_not_batch_invariant, eager
+from qarl.rollout.engine_config import check_not_batch_invariant, eager
 
 
 def make_checks(config: Config, *, data: bool = True) -> RunInputs:

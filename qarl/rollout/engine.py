@@ -15,8 +15,9 @@ import atexit
 import gc
 import math
 import os
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -30,23 +31,31 @@ from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout.engine_config import (
     EngineConfig,
     SamplingConfig,
+    check_free_memory,
+    check_not_batch_invariant,
     check_served,
+    drop_frames,
+    eager,
     kernel_request,
     llm_arguments,
+    release_unused_memory,
     sampling_params,
 )
-from qarl.rollout.gpu_sharing import check_free_memory, check_not_batch_invariant, eager, release_unused_memory
 from qarl.rollout.kernel_prediction import own_kernels
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
-from qarl.rollout.publish.wire import Manifest, NamedTensor, PublishReport, check_same_layers, expected_manifest
-from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.publish.wire import (
+    Manifest,
+    NamedTensor,
+    PublishReport,
+    TransferFailed,
+    check_same_layers,
+    expected_manifest,
+)
+from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 from qarl.rollout.response_fingerprint import fingerprint
 from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
-from qarl.vllm_versions.differences import loaded_model, release_memory_pools
-from qarl.vllm_versions.head import check_head_dtype
-from qarl.vllm_versions.refusals import is_refusal
-from qarl.vllm_versions.release import check_release
+from qarl.vllm_versions import check_head_dtype, check_release, is_refusal, loaded_model, release_memory_pools
 
 
 @dataclass(frozen=True)
@@ -80,13 +89,7 @@ class RolloutEngine:
         from transformers import AutoConfig
 
         configure_vllm_process()
-        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
-            raise UserError(
-                "the local backend needs vLLM in the trainer's process",
-                where="environment variable VLLM_ENABLE_V1_MULTIPROCESSING",
-                why="the variable puts vLLM into a separate process, which a publish cannot reach",
-                fix="unset the variable",
-            )
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a publish cannot reach an engine in another process
         check_not_batch_invariant()
         check_served(config.scheme.name, config.kernels)
         check_head_dtype(config.head_dtype)
@@ -113,13 +116,10 @@ class RolloutEngine:
         elif eager(self.config.enforce_eager):
             # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
-        num_threads = torch.get_num_threads()
         try:
             with default_dtype_kept(), own_kernels(kernel_request(self.config.kernels, self.config.scheme.name)):
                 self.llm = LLM(**llm_arguments(self.config))
             self._prepare_publish()
-            if torch.get_num_threads() != num_threads:
-                raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
         except BaseException:
             self.close()
             raise
@@ -133,7 +133,10 @@ class RolloutEngine:
             dtype=TORCH_DTYPES[self.config.dtype],
         )
         check_same_layers(self.model(), self.expected)
-        _check_kernels(self.model(), self.config)
+        if self.config.kernels != "engine":
+            from qarl.rollout.vllm_plugin.linears import check_in_use
+
+            check_in_use(self.model(), kernel_request(self.config.kernels, self.config.scheme.name))
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
@@ -200,10 +203,10 @@ class RolloutEngine:
                 why=why,
                 fix="call publish with all tensors of the model first; if a publish failed, mend what its error says",
             )
-        _check_requests(prompts, sampling, seeds)
         self.wake_up()
-        used = None if sampling.temperature == 0 else seeds
-        params = [sampling_params(sampling, None if used is None else used[i]) for i in range(len(prompts))]
+        _check_requests(prompts, seeds)
+        used = [None] * len(prompts) if seeds is None or sampling.temperature == 0 else seeds
+        params = [sampling_params(sampling, seed) for seed in used]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         preemptions = self._preemptions()
         outputs = self._run(lambda: self.llm.generate(requests, params, use_tqdm=False))
@@ -299,6 +302,84 @@ class RolloutEngine:
         self.close()
 
 
+def _check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> None:
+    """Raise UserError before vLLM sees requests that would end its engine, or this call in the middle."""
+    bad = [prompt for prompt in prompts if not isinstance(prompt, list | tuple) or not prompt]
+    if bad or (seeds is not None and len(seeds) != len(prompts)):
+        raise UserError(
+            "the rollout engine cannot take these requests",
+            where="generate",
+            why=f"a prompt is {bad[0]!r:.60}"
+            if bad
+            else f"there are {len(prompts)} prompts and {len(seeds or ())} seeds",
+            fix="give lists of token ids (at least one a prompt), and as many seeds as prompts",
+        )
+
+
+class EngineRecovery:
+    """Publish and sample in spite of failures: send again, and replace a lost engine (`rollout.rebuild_on_failure`).
+
+    The local trainer asks this class, so that its steps contain no error handling. `rebuilds`: number of engines that
+    were started to replace a lost one."""
+
+    def __init__(self, engine: RolloutEngine, *, rebuild_on_failure: bool) -> None:
+        self.engine, self.rebuild_on_failure = engine, rebuild_on_failure
+        self.rebuilds = 0
+
+    def publish(self, tensors: Sequence[tuple[str, torch.Tensor]], *, version: int) -> PublishReport:
+        """Call `RolloutEngine.publish`. If the tensors are damaged on the way, send them once more. If the engine is
+        lost, replace it once, unless a new engine would have the same fault. If that fails too, raise the latest error.
+        """
+        resends = rebuilds = 1
+        while True:
+            try:
+                return self.engine.publish(tensors, version=version)
+            except (TransferFailed, OSError):
+                if not resends:
+                    raise
+                resends -= 1
+            except ReloadFailed as error:
+                if not rebuilds or isinstance(error, TensorsMoved):
+                    raise
+                self._rebuild(error)
+                resends, rebuilds = 1, rebuilds - 1
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingConfig,
+        seeds: list[int] | None,
+        *,
+        publish: Callable[[], object],
+    ) -> RolloutBatch:
+        """Call `RolloutEngine.generate`. If the engine is lost, replace it, call `publish` and try once more."""
+        try:
+            return self.engine.generate(prompts, sampling, seeds)
+        except EngineFailed as error:
+            self._rebuild(error)
+            publish()
+            return self.engine.generate(prompts, sampling, seeds)
+
+    def sleep(self) -> None:
+        """Call `RolloutEngine.sleep`. If that breaks an engine that may be replaced, only warn. The next publish then
+        starts a new engine."""
+        try:
+            self.engine.sleep()
+        except EngineFailed as error:
+            if not self.rebuild_on_failure:
+                raise
+            print(f"warning: {error}\n  the next publish restarts the rollout engine", file=sys.stderr)
+
+    def _rebuild(self, error: Exception) -> None:
+        """Replace a lost engine with a new one. Raise `error` if it may not be replaced."""
+        if not self.rebuild_on_failure:
+            raise error
+        print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)
+        drop_frames(error)
+        self.engine.rebuild()
+        self.rebuilds += 1
+
+
 _OPEN: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()
 
 
@@ -322,34 +403,6 @@ def _close_all() -> None:
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
     """Make the receiver. vLLM calls this in its worker, which is in this process."""
     return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
-
-
-def _check_kernels(model: torch.nn.Module, config: EngineConfig) -> None:
-    """Raise UserError if vLLM chose kernels other than those of `config.kernels`."""
-    if config.kernels != "engine":
-        from qarl.rollout.vllm_plugin.linears import check_in_use
-
-        check_in_use(model, kernel_request(config.kernels, config.scheme.name))
-
-
-def _check_requests(prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None) -> None:
-    """Raise UserError before vLLM sees requests that would end its engine, or this call in the middle."""
-    sized = [isinstance(prompt, Sized) and not isinstance(prompt, Mapping | str) for prompt in prompts]
-    bad = next((prompt for prompt, fits in zip(prompts, sized, strict=True) if not fits or not len(prompt)), None)
-    if bad is not None:
-        why = f"a prompt is {bad!r:.60}"
-    elif seeds is not None and len(seeds) != len(prompts):
-        why = f"there are {len(prompts)} prompts and {len(seeds)} seeds"
-    elif not isinstance(sampling, SamplingConfig):
-        why = f"sampling is a {type(sampling).__name__}"
-    else:
-        return
-    raise UserError(
-        "the rollout engine cannot take these requests",
-        where="generate",
-        why=why,
-        fix="give token ids (at least one a prompt), a SamplingConfig, and as many seeds as prompts",
-    )
 
 
 def _sampled_log_probs(completion: Any) -> list[float]:

@@ -10,7 +10,7 @@ from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
 from qarl.rollout.engine_config import KernelRequest, engine_arguments, kernel_request
 from qarl.rollout.vllm_plugin import check_linears_loaded
-from qarl.vllm_versions.release import check_release
+from qarl.vllm_versions import check_release
 
 
 def _require_vllm() -> None:

@@ -12,7 +12,7 @@
     publish        weights -> the engine, as the tensors that the next forward multiplies by, under a new version
 
 verl's trainer has the same stages on Ray and FSDP2. Nothing is sampled between the optimizer steps of a training step,
-so weights are published only after the last one. `qarl.rollout.recovery` handles failures of the engine.
+so weights are published only after the last one. `EngineRecovery` handles failures of the engine.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from qarl.objectives.settings import objective_settings
 from qarl.process import keep_freed_memory
 from qarl.quant.expert_names import stacked_experts
 from qarl.quant.timing import measure_phases
-from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.engine import EngineRecovery, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.wire import PublishReport
-from qarl.rollout.recovery import EngineRecovery
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches, request_seed
 from qarl.trainer.mismatch_watch import check_batch, watch

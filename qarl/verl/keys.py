@@ -20,11 +20,11 @@ from qarl.objectives import verl_losses
 from qarl.objectives.settings import SAME_IN_VERL, objective_settings
 from qarl.process import VLLM_ENVIRONMENT
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.gpu_sharing import graph_arguments
+from qarl.rollout.engine_config import graph_arguments
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.tbpo.config import KEYS
 from qarl.verl.engine_keys import engine_settings
-from qarl.vllm_versions.head import FP32_HEAD
+from qarl.vllm_versions import FP32_HEAD
 
 PLUGIN = "qarl.verl.plugin"
 CORRECTION = "algorithm.rollout_correction"

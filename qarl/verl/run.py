@@ -30,7 +30,13 @@ from qarl.process import runs_on_cpu
 from qarl.trainer.finish import Ending
 from qarl.verl import checks
 from qarl.verl.checkpoint import open_verl_run
-from qarl.verl.keys import VERL_BATCHED_TOKENS, batched_tokens, hf_config_of, set_environment, verl_keys
+from qarl.verl.keys import (
+    VERL_BATCHED_TOKENS,
+    batched_tokens,
+    hf_config_of,
+    set_environment,
+    verl_keys,
+)
 from qarl.verl.metrics import MetricsFollower
 from qarl.verl.plugin.servers import RESUME
 

@@ -19,7 +19,7 @@ from glossary import glossary_metrics
 
 from qarl.rollout.engine import RolloutBatch, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.local import LocalTrainer, request_seed
+from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run
 
@@ -119,23 +119,6 @@ def test_trainer_and_engine_agree_far_better_than_an_unaligned_trainer(trainer, 
     assert aligned < unaligned / 3
 
 
-def test_batch_positions_by_hand():
-    """Two responses to prompts of different lengths, padded on the right."""
-    rollout = RolloutBatch(
-        prompt_token_ids=[[10, 11, 12], [20]],
-        response_token_ids=[[13], [21, 22, 23]],
-        rollout_log_probs=[[-0.5], [-1.0, -2.0, -3.0]],
-        finish_reasons=["stop", "length"],
-        weight_version=4,
-    )
-    batch = make_batch(rollout, torch.zeros(2), torch.zeros(2), pad_token_id=0)
-    assert batch.input_ids.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
-    assert batch.responses.tolist() == [[13, 0, 0], [21, 22, 23]]
-    assert batch.response_mask.tolist() == [[True, False, False], [True, True, True]]
-    assert batch.rollout_log_probs.tolist() == [[-0.5, 0, 0], [-1.0, -2.0, -3.0]]
-    assert batch.micro_batches(2, start=1, stop=6) == [slice(1, 3), slice(3, 5), slice(5, 6)]
-
-
 def test_response_log_probs_match_each_row_alone(trainer, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -157,12 +140,6 @@ def test_response_log_probs_match_each_row_alone(trainer, tmp_path):
             expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None].long())
             torch.testing.assert_close(ours[i, : len(response)].double(), expected[:, 0], rtol=0, atol=0.03)
             assert (ours[i, len(response) :] == 0).all()
-
-
-def test_request_seeds_differ_and_fit_a_generator():
-    seeds = {request_seed(seed, step, index) for seed in range(2) for step in range(20) for index in range(96)}
-    assert len(seeds) == 2 * 20 * 96
-    assert all(0 <= seed < 2**62 for seed in seeds)
 
 
 def test_ctrl_c_ends_after_the_step_and_keeps_everything(tmp_path):

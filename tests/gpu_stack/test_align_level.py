@@ -113,8 +113,3 @@ def test_the_level_is_built_where_vllm_runs_flash_attention_3(
     pretend(monkeypatch, capability)
     assert get_flash_attn_version() == version
     assert (layer_ops.attention_unavailable(capability) is None) == (version == 3)
-
-
-def test_the_engines_pages_have_the_size_of_the_trainers(folder: Path) -> None:
-    found = engine_config(folder, **layer_ops.ENGINE_ARGUMENTS)
-    assert found.cache_config.block_size in (None, layer_ops.PAGE)

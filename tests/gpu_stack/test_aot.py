@@ -5,8 +5,6 @@ tests/kernels/test_triton.py asks the same of the Triton of the CPU lock, which 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from gpu_lock import required
 from triton_rig import SHARED_LIMIT, compile_for, entry_kernels
@@ -20,7 +18,7 @@ five kernels with TMA, although registers are free: they use at most 128 of 255 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", SHARED_LIMIT)
-def test_every_kernel_compiles_and_fits(target: int, record_property: Any) -> None:
+def test_every_kernel_compiles_and_fits(target: int) -> None:
     report = compile_for(target)
     assert set(report["kernels"]) == entry_kernels()
     compiled = report["targets"][f"sm_{target}"]
@@ -29,4 +27,3 @@ def test_every_kernel_compiles_and_fits(target: int, record_property: Any) -> No
     assert not [name for name, found in spilled.items() if found["registers"] > 128], spilled
     assert max((found["spill_bytes"] for found in spilled.values()), default=0) <= SPILLS.get(target, 0), spilled
     assert {name: found for name, found in compiled.items() if found["shared_bytes"] > SHARED_LIMIT[target]} == {}
-    record_property("checks", len(compiled))

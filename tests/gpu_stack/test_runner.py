@@ -23,7 +23,6 @@ from random_models import save_random_model
 from random_moe import IGNORE, wire_tensors
 
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.engine_config import SamplingConfig, sampling_params
 from qarl.rollout.publish import writers
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import encode_publish
@@ -161,14 +160,7 @@ def test_the_engine_reaches_its_model_through_these_attributes() -> None:
     assert hasattr(LLM, "get_metrics") and hasattr(LLM, "collective_rpc")
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.7, 0.9, 20), (0.0, 1.0, -1)])
-def test_sampling_parameters_are_taken(temperature: float, top_p: float, top_k: int) -> None:
-    sampling = SamplingConfig(16, temperature=temperature, top_p=top_p, top_k=top_k, top_tokens=True)
-    params = sampling_params(sampling, 7)
-    assert (params.temperature, params.seed, params.num_logprobs) == (temperature, 7, 1)
-
-
-def test_sampling_kernels_under_the_interpreter(record_property: Any) -> None:
+def test_sampling_kernels_under_the_interpreter() -> None:
     """Log-probs and ranks in the places where QaRL reads them, and the tokens that top-k and top-p keep."""
     paths = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
@@ -181,4 +173,3 @@ def test_sampling_kernels_under_the_interpreter(record_property: Any) -> None:
     kept = {name: mass for name, mass in found.items() if name.startswith("kept_otherwise")}
     assert len(kept) == 4 and all(mass < 2e-4 for mass in kept.values()), kept
     assert [mass for name, mass in kept.items() if "0.999" not in name] == [0, 0, 0]
-    record_property("checks", len(found))

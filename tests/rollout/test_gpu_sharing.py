@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,9 @@ import torch
 from qarl.checks.machine import Machine
 from qarl.checks.run import CHECKS
 from qarl.errors import UserError
-from qarl.metrics.mismatch import PhaseTimer
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
-from qarl.rollout.engine_config import llm_arguments
-from qarl.rollout.gpu_sharing import GRAPHS, check_free_memory
-from qarl.rollout.recovery import EngineRecovery
-from qarl.trainer import local, mismatch_watch
+from qarl.rollout.engine import EngineConfig, EngineFailed, EngineRecovery, RolloutEngine, SamplingConfig
+from qarl.rollout.engine_config import GRAPHS, check_free_memory, llm_arguments
 
 
 @pytest.fixture
@@ -28,40 +25,32 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
-def batch_invariance(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "backend", "on_gpu", "refused"),
+    [
+        ("1", "local", True, True),
+        (" 1", "local", True, True),
+        ("1", "verl", True, False),  # its engines have processes of their own
+        ("1", "local", False, False),
+        ("0", "local", True, False),
+        ("", "local", True, False),
+    ],
+)
+def test_batch_invariance_is_refused_in_the_trainers_process(
+    value: str, backend: str, on_gpu: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the check of a run, and by an engine in a program of one's own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
     check = next(check for check in CHECKS if check.name == "vLLM replaces no operator")
     run: Any = SimpleNamespace(config=SimpleNamespace(backend=backend), machine=Machine("cuda", "", here=True))
-    if check.applies(run):
-        list(check.findings(run))
-
-
-@pytest.mark.parametrize("value", ["1", " 1", "2"])
-def test_batch_invariance_is_refused_in_the_trainers_process(
-    value: str, gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
-    with pytest.raises(UserError, match=r"(?s)trainer's process.*torch\.bmm.*gradients.*unset VLLM_BATCH_INVARIANT"):
-        batch_invariance("local")
-    batch_invariance("verl")  # its engines have processes of their own
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    batch_invariance("local")
-
-
-@pytest.mark.parametrize("value", [None, "", "0"])
-def test_without_batch_invariance_nothing_is_refused(
-    value: str | None, gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if value is None:
-        monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
-    else:
-        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
-    batch_invariance("local")
-
-
-def test_an_engine_in_a_program_of_ones_own_refuses_it_too(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(UserError, match="batch-invariant mode"):
-        RolloutEngine(EngineConfig("nowhere", get_scheme("w4a16"), ("lm_head",), 64))
+    message = r"(?s)trainer's process.*torch\.bmm.*gradients.*unset VLLM_BATCH_INVARIANT"
+    with pytest.raises(UserError, match=message) if refused else nullcontext():
+        if check.applies(run):
+            list(check.findings(run))
+    if refused:
+        with pytest.raises(UserError, match=message):
+            RolloutEngine(config())
 
 
 GIB = 2**30
@@ -214,38 +203,16 @@ def test_nothing_sleeps_on_a_cpu_or_if_the_key_says_so(engine: Any, monkeypatch:
     assert engine.llm.calls == []
 
 
-@pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """It ends after the rollout, at a wrong version. `calls`: what it asks of its engine."""
-    calls: list[str] = []
-    monkeypatch.setattr(local, "sampling_config", lambda *given, **more: None)
-    trainer: Any = object.__new__(local.LocalTrainer)
-    trainer.config = SimpleNamespace(rollout=SimpleNamespace(n=1), seed=0)
-    trainer.parts = SimpleNamespace(train_prompts=[SimpleNamespace(prompt_token_ids=[1])], sampler=iter([[0]]))
-    trainer.step, trainer.timer = 3, PhaseTimer(None)
-    trainer.generate = lambda *given: calls.append("generate") or SimpleNamespace(weight_version=2)
-    engine: Any = SimpleNamespace(sleep=lambda: calls.append("sleep"))
-    trainer.recovery, trainer.calls = EngineRecovery(engine, rebuild_on_failure=True), calls
-    return trainer
-
-
-def test_the_trainer_puts_the_engine_to_sleep_right_after_the_rollout(trainer: Any) -> None:
-    """Before the log-probs and the update, which need the memory."""
-    with pytest.raises(RuntimeError, match="weights of version 2"):
-        trainer.rollout()
-    assert trainer.calls == ["generate", "sleep"]
-
-
 @pytest.mark.parametrize("rebuild", [True, False])
-def test_a_failed_sleep_ends_the_step_only_if_the_engine_may_not_be_replaced(
-    rebuild: bool, trainer: Any, capsys: pytest.CaptureFixture[str]
+def test_a_failed_sleep_is_an_error_only_if_the_engine_may_not_be_replaced(
+    rebuild: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
         raise EngineFailed("the rollout engine is lost", why="no host memory")
 
-    trainer.recovery.rebuild_on_failure, trainer.recovery.engine.sleep = rebuild, fail
-    with pytest.raises(RuntimeError if rebuild else EngineFailed):
-        trainer.rollout()
+    engine: Any = SimpleNamespace(sleep=fail)
+    with nullcontext() if rebuild else pytest.raises(EngineFailed):
+        EngineRecovery(engine, rebuild_on_failure=rebuild).sleep()
     assert ("no host memory" in capsys.readouterr().err) is rebuild
 
 
@@ -271,44 +238,6 @@ def test_a_closed_engine_frees_the_memory_pools_of_sleep_mode(engine: Any, monke
     engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
     engine.close()
     assert calls == ["shutdown", "pool", "pool", "empty", "allocator", "allocator"]
-
-
-def test_the_probe_puts_the_engine_to_sleep_before_the_trainers_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def forward(batch: Any) -> torch.Tensor:
-        calls.append("forward")
-        raise RuntimeError("enough")
-
-    monkeypatch.setattr(mismatch_watch, "sampling_config", lambda config: SamplingConfig(4))
-    trainer: Any = SimpleNamespace(
-        config=SimpleNamespace(seed=0, data=SimpleNamespace(max_response_length=4)),
-        parts=SimpleNamespace(train_prompts=[SimpleNamespace(prompt_token_ids=[1])], pad_token_id=0),
-        policy=SimpleNamespace(device=torch.device("cpu")),
-        generate=lambda *given: calls.append("generate") or RolloutBatch([[1]], [[2]], [[-1.0]], ["stop"], 0),
-        engine=SimpleNamespace(sleep=lambda: calls.append("sleep")),
-        old_log_probs=forward,
-    )
-    with pytest.raises(RuntimeError, match="enough"):
-        mismatch_watch.probe(trainer)
-    assert calls == ["generate", "sleep", "forward"]
-
-
-def test_the_reference_is_loaded_before_the_engine_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(local, "objective_settings", lambda config: SimpleNamespace(kl_loss_coef=0.1))
-    monkeypatch.setattr(local, "stacked_experts", lambda model: [])
-    monkeypatch.setattr(local, "engine_config", lambda config, level, routing: None)
-    monkeypatch.setattr(local.Policy, "load", lambda config: SimpleNamespace(freeze=lambda: calls.append("reference")))
-    monkeypatch.setattr(local, "RolloutEngine", lambda given: calls.append("engine"))
-    for name in ("OldLogProbs", "EngineRecovery", "PhaseTimer"):
-        monkeypatch.setattr(local, name, lambda *given, **more: None)
-    monkeypatch.setattr(local.LocalTrainer, "replace_policy", lambda self, policy: setattr(self, "policy", policy))
-    policy = SimpleNamespace(device=torch.device("cuda"), model=None, align="linears")
-    parts: Any = SimpleNamespace(tokenizer=None, policy=policy)
-    config: Any = SimpleNamespace(rollout=SimpleNamespace(rebuild_on_failure=False))
-    local.LocalTrainer(config, parts)
-    assert calls == ["reference", "engine"]
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])

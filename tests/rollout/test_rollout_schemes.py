@@ -173,17 +173,6 @@ def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
         linears.check_in_use(running.engine.model(), None)
 
 
-def test_a_model_in_which_no_kernel_is_found_is_refused() -> None:
-    """For example if another vLLM keeps its kernels in other attributes."""
-    from qarl.rollout.engine_config import KernelRequest
-    from qarl.rollout.vllm_plugin import linears
-
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    linears.check_in_use(model, None)
-    with pytest.raises(UserError, match=r"(?s)no layer.*has a linear kernel.*quant\.kernels=qarl"):
-        linears.check_in_use(model, KernelRequest("qarl", "w4a8"))
-
-
 @pytest.mark.parametrize("kernels", ["engine", "dequantized"])
 def test_w4a8_is_refused_without_our_kernel(tmp_path: Path, kernels: str) -> None:
     folder = save_random_model(tmp_path / "qwen3")
@@ -197,7 +186,7 @@ def test_w4a8_is_refused_without_our_kernel(tmp_path: Path, kernels: str) -> Non
 def test_an_engine_without_the_plugin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from qarl.rollout import vllm_plugin
 
-    monkeypatch.setattr(vllm_plugin, "_no_linears", "this vLLM has no register_linear_kernel")
+    monkeypatch.setitem(vllm_plugin._why_not, "linears", "this vLLM has no register_linear_kernel")
     monkeypatch.setattr("vllm.plugins.load_general_plugins", lambda: None)
     folder = save_random_model(tmp_path / "qwen3")
     config = EngineConfig(

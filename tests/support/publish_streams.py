@@ -11,6 +11,7 @@ from torch import nn
 
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import UNIT, expected_manifest
 
 SIZES: dict[str, Any] = {
@@ -60,6 +61,32 @@ def receiver(model: Any, **options: Any) -> WeightReceiver:
 
 def weights(family: str, *, tie: bool = False, seed: int = 2) -> list[tuple[str, torch.Tensor]]:
     return list(packed_state_dict(engine_model(family, tie=tie, seed=seed), scheme=None, ignore=()))
+
+
+class Engine:
+    """A receiver, and what `publish_weights` needs besides."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = engine_model("llama")
+        self.receiver = receiver(self.model, **options)
+        self.expected = self.receiver.expected
+        self.transport: Any = iter
+        self.resets, self.cache_free = 0, True
+
+    def reset_prefix_cache(self) -> bool:
+        self.resets += 1
+        return self.cache_free
+
+    def mark_stale(self, reason: str) -> None:
+        self.receiver.mark_stale(reason)
+
+    def publish(self, tensors: Any, version: int, delta: bool = True) -> Any:
+        engine: Any = self
+        return publish_weights(engine, self.receiver, tensors, version=version, delta=delta)
+
+    def has(self, tensors: Any) -> bool:
+        state = self.model.state_dict()
+        return all(torch.equal(state[name].view(torch.int16), tensor.view(torch.int16)) for name, tensor in tensors)
 
 
 def feed_in_buckets(receiver: WeightReceiver, stream: Any) -> None:

@@ -63,15 +63,15 @@ def fail() -> None:
     """In the middle of the next publish, once."""
     (engine,) = llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
     receiver = engine.receiver
-    write = receiver._write_unit
+    take = receiver._take
 
-    def failing(record: Any) -> None:
-        if record["unit"].endswith("layers.1"):
-            receiver._write_unit = write
+    def failing(name: str, tensor: Any) -> None:
+        if ".layers.1." in name:
+            receiver._take = take
             raise MemoryError("no memory")
-        write(record)
+        take(name, tensor)
 
-    receiver._write_unit = failing
+    receiver._take = failing
 
 
 def call(method: str, arguments: list[Any]) -> Any:

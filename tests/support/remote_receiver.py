@@ -24,7 +24,7 @@ take = found._take
 
 def dying(name: str, tensor: Any) -> None:
     if name in die_at:
-        os.kill(os.getpid(), getattr(signal, die_at[1]))
+        os.kill(os.getpid(), signal.SIGKILL)
     take(name, tensor)
 
 

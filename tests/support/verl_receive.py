@@ -146,16 +146,16 @@ MAKE = importlib.import_module("qarl.verl.plugin.worker_extension").make_receive
 
 def in_another_vllm() -> str:
     """The error of a worker with a vLLM that QaRL does not support, before the worker looks at its model."""
+    from qarl import vllm_versions
     from qarl.errors import UserError
-    from qarl.vllm_versions import release
 
-    real, release.installed_version = release.installed_version, lambda: "0.30.1"
+    real, vllm_versions.installed_version = vllm_versions.installed_version, lambda: "0.30.1"
     try:
         MAKE(None)
     except UserError as error:
         return str(error)
     finally:
-        release.installed_version = real
+        vllm_versions.installed_version = real
     return "none"
 
 

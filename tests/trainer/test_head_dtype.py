@@ -17,7 +17,7 @@ from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.policy import Policy
-from qarl.vllm_versions.head import check_head_dtype
+from qarl.vllm_versions import check_head_dtype
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 TOKENS = [[7, 8, 9, 10, 11], [12, 13, 14], [15, 16]]
@@ -80,7 +80,7 @@ def test_a_vllm_without_an_fp32_head_is_refused(version, refused):
 
 
 def test_a_model_with_capped_logits_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("qarl.vllm_versions.head.installed_version", lambda: "0.29.0")
+    monkeypatch.setattr("qarl.vllm_versions.installed_version", lambda: "0.29.0")
     fp32 = config(tmp_path, "model.head_dtype=fp32")
     for family in PLAIN_HEADS:
         check_head(fp32, SimpleNamespace(model_type=family))

@@ -33,7 +33,7 @@ from qarl.kernels.activations import dequantize
 from qarl.kernels.base import LinearKernel
 from qarl.kernels.triton.linears import ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
 from qarl.process import configure_vllm_process, vllm_missing
-from qarl.vllm_versions.release import unsupported_release
+from qarl.vllm_versions import unsupported_release
 
 _OPS = "vllm._custom_ops"
 _MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"

@@ -31,8 +31,7 @@ import torch
 from qarl.kernels.cuda.vllm_ops import uint4b8, why_not_here
 from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape
 from qarl.kernels.int4 import CODES, MARLIN, SCALES, to_marlin
-from qarl.vllm_versions.differences import describe_experts, moe_sum
-from qarl.vllm_versions.release import unsupported_release
+from qarl.vllm_versions import describe_experts, moe_sum, unsupported_release
 
 _UTILS = "vllm.model_executor.layers.quantization.utils"
 _MOE = "vllm.model_executor.layers.fused_moe"

@@ -46,14 +46,11 @@ _LOWER = 0xFFFFFFFF
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the checksum of each tensor (any dtype, shape, strides and device)."""
     sums = [checksum(tensor.detach()) for tensor in tensors]
-    by_device: dict[torch.device, list[int]] = {}
-    for i, value in enumerate(sums):
-        by_device.setdefault(value.device, []).append(i)
-    result = [0] * len(sums)
-    for indices in by_device.values():
-        for i, number in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
-            result[i] = number
-    return result
+    if not sums:
+        return []
+    device = max((one.device for one in sums), key=lambda one: one.type != "cpu")
+    numbers: list[int] = torch.stack([one.to(device, non_blocking=True) for one in sums]).tolist()
+    return numbers
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

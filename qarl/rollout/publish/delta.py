@@ -52,16 +52,6 @@ _GAPS = {1: torch.uint8, 2: torch.int16}
 
 
 @dataclass(frozen=True)
-class Changes:
-    """The result of `find_changes`: `changed` of `words` words differ. `payload`: for `apply_changes`. It is None if no
-    word differs, or if it would not be smaller than the tensor."""
-
-    changed: int
-    words: int
-    payload: torch.Tensor | None
-
-
-@dataclass(frozen=True)
 class Compared:
     """Two versions of a tensor, compared in groups of eight bytes, or word by word.
 
@@ -74,13 +64,8 @@ class Compared:
 
 
 def compare(before: torch.Tensor, now: torch.Tensor) -> Compared:
-    """Compare two contiguous tensors bit by bit. They must be on one device, for which this does not wait.
-
-    Raises:
-        ValueError: they differ in dtype or shape.
-    """
-    if before.dtype != now.dtype or before.shape != now.shape:
-        raise ValueError(f"{before.dtype} {list(before.shape)} cannot become {now.dtype} {list(now.shape)}")
+    """Compare two contiguous tensors of one dtype and shape bit by bit. They must be on one device, for which this does
+    not wait."""
     old, new = _words(before), _words(now)
     whole = now.nbytes % 8 == 0 and all(t.storage_offset() * t.itemsize % 8 == 0 for t in (old, new))
     groups = [words.view(torch.int64) if whole else words for words in (old, new)]
@@ -88,16 +73,17 @@ def compare(before: torch.Tensor, now: torch.Tensor) -> Compared:
     return Compared(old, new, differs, differs.sum())
 
 
-def find_changes(compared: Compared, count: int) -> Changes:
-    """Encode the changes of a tensor. `count`: the number in `compared`. The payload is on the tensors' device."""
+def find_changes(compared: Compared, count: int) -> tuple[int, torch.Tensor | None]:
+    """Return how many words of a tensor have changed, and the payload for `apply_changes`, on the same device. It is
+    None if no word has changed, or if it would not be smaller than the tensor. `count`: the number in `compared`."""
     new, total = compared.new, compared.new.numel()
     if not count:
-        return Changes(0, total, None)
+        return 0, None
     found = _differing(compared, count)
     is_mask = found.dtype == torch.bool
     count = int(found.sum()) if is_mask else found.numel()
     if _HEADER + count * new.itemsize >= new.nbytes:
-        return Changes(count, total, None)
+        return count, None
     if count * 8 < total or not is_mask:
         found = found.nonzero().squeeze(1) if is_mask else found
         coding, size, coded = _smallest(found, total)
@@ -105,10 +91,10 @@ def find_changes(compared: Compared, count: int) -> Changes:
         coding, size, coded = _MASK, -(-total // 8), _to_mask(found)
     values = new[found].view(torch.uint8)
     if _HEADER + _padded(values.numel()) + size >= new.nbytes:
-        return Changes(count, total, None)
+        return count, None
     header = torch.tensor([coding, count], device=new.device).view(torch.uint8)
     padding = values.new_zeros(_padded(values.numel()) - values.numel())
-    return Changes(count, total, torch.cat((header, values, padding, coded.view(torch.uint8))))
+    return count, torch.cat((header, values, padding, coded.view(torch.uint8)))
 
 
 def apply_changes(tensor: torch.Tensor, payload: torch.Tensor) -> None:
@@ -241,12 +227,10 @@ class PublishedCache:
         """Store what a delta publish has sent for the tensor `name`: the whole tensor, or a payload of its changes.
 
         Raises:
-            ValueError: the payload is damaged, or there is no tensor of that name.
+            ValueError: the payload is damaged.
         """
         if not is_delta:
             self.put(name, sent, digest)
-        elif name not in self.digests:
-            raise ValueError(f"no tensor {name} is kept")
         else:
             apply_changes(self.tensors[name], sent.cpu())
             self.digests[name] = digest
@@ -323,7 +307,7 @@ def changed_members(
         if comparison is None:
             yield name, tensor, False
             continue
-        found = find_changes(comparison, count)
-        tally.add(name, tensor, found.changed)
-        if found.changed:
-            yield name, tensor if found.payload is None else found.payload, found.payload is not None
+        changed, payload = find_changes(comparison, count)
+        tally.add(name, tensor, changed)
+        if changed:
+            yield name, tensor if payload is None else payload, payload is not None

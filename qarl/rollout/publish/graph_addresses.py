@@ -90,7 +90,7 @@ def addresses_kept(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     after = places(modules)
     for path, old in before.items():
         new = after.get(path)
-        if new is None or new.put is None or new.address == old.address or not _alike(new.memory, old.memory):
+        if new is None or new.put is None or new.address == old.address or _layout(new.memory) != _layout(old.memory):
             continue
         old.memory.copy_(new.memory)
         old.tensor.data = old.memory
@@ -116,10 +116,8 @@ def moved(before: Mapping[str, Place], after: Mapping[str, Place]) -> list[str]:
     return [path for path, place in before.items() if place.address not in present]
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.dtype, one.device, one.shape, one.stride()) == (
-        other.dtype, other.device, other.shape, other.stride(),
-    )  # fmt: skip
+def _layout(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def _children(value: Any) -> Iterable[tuple[str, Any, Put | None]]:

@@ -23,15 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.errors import UserError
 from qarl.rollout.publish import graph_addresses, wire
 from qarl.rollout.publish.checksum import check_unit
 from qarl.rollout.publish.delta import PublishedCache
 from qarl.rollout.publish.wire import Manifest, TensorSpec, check_specs
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
-from qarl.vllm_versions.differences import kv_cache_tensors
-
-_CARRIER = f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault"
+from qarl.vllm_versions import kv_cache_tensors
 
 
 class WeightReceiver:
@@ -128,7 +125,7 @@ class WeightReceiver:
                 self._unit = [(name, tensor.clone()) for name, tensor in self._unit]
         except BaseException as error:
             if not self.broken:
-                self.abort(f"at {last}: {_in_one_line(error)}")
+                self.abort(f"at {last}: {getattr(error, 'what', error)}")
                 self.broken = isinstance(error, ReloadFailed)
             raise
         finally:
@@ -148,7 +145,6 @@ class WeightReceiver:
             raise wire.TransferFailed(
                 f"{name} arrived outside of a publish",
                 why=f"a publish must start with the record {wire.BEGIN}",
-                fix="send everything that qarl.rollout.publish.wire.encode_publish yields, in order",
             )
         elif name == wire.UNIT:
             if self._is_delta:
@@ -157,11 +153,6 @@ class WeightReceiver:
                 self._end_unit(tensor)
         elif name == wire.COMMIT:
             self._commit(wire.read_record(name, tensor))
-        elif wire.is_record(name):
-            raise UserError(
-                f"the engine does not know the message {name} of this publish",
-                fix="use the same version of QaRL on both sides",
-            )
         else:
             self._unit.append((name, tensor))
 
@@ -178,7 +169,6 @@ class WeightReceiver:
                 f"the changes of version {self._open} do not apply to the tensors that the engine has kept",
                 where=f"the changes are for {base}, but the engine has {held}",
                 why="the engine was restarted, or an earlier publish was lost",
-                fix=wire.RETRY,
             )
         if record.get("keep"):
             self.cache = self.cache or PublishedCache()
@@ -196,9 +186,7 @@ class WeightReceiver:
         names = [name for name, _ in self._unit]
         if not names or digests.dtype != torch.int64 or digests.shape != (len(names),):
             unit = wire.unit_of(names[0]) if names else "a unit"
-            expected = self._units.get(unit, [])
-            lost, extra = ([n for n in one if n not in other] for one, other in ((expected, names), (names, expected)))
-            raise _not_as_sent(unit, lost, extra) if lost or extra else wire.unreadable(wire.UNIT)
+            raise _not_as_sent(unit, names, self._units.get(unit, []))
         found = check_unit([tensor for _, tensor in self._unit]).digests
         self._compare.append((names, torch.stack((found, digests.to(found.device, non_blocking=True)))))
         self._check_new(self._unit)
@@ -212,12 +200,20 @@ class WeightReceiver:
         """Apply the changes of a unit, and write it."""
         names, digests = [name for name, _ in self._unit], record["digests"]
         if names != list(digests):
-            lost, extra = [n for n in digests if n not in names], [n for n in names if n not in digests]
-            raise _not_as_sent(record["unit"], lost, extra)
-        whole = self._changed_unit(record)
+            raise _not_as_sent(record["unit"], names, list(digests))
+        assert self.cache is not None
+        members, deltas = self._units.get(record["unit"], []), set(record["deltas"])
+        for name, tensor in self._unit:
+            try:
+                if name not in members:
+                    raise ValueError(f"it is not a tensor of {record['unit']}")
+                self.cache.take(name, tensor, digests[name], is_delta=name in deltas)
+            except ValueError as error:
+                raise wire.TransferFailed(f"the changes of {name} cannot be applied", why=str(error)) from error
+        device = next(self.model.parameters()).device
+        whole = [(name, self.cache.tensors[name].to(device, non_blocking=True)) for name in members]
         self._check_new(whole)
         found = check_unit([tensor for _, tensor in whole]).digests.tolist() if whole else []
-        assert self.cache is not None
         for (name, _), digest in zip(whole, found, strict=True):
             _check_digest(name, digest, self.cache.digests[name])
         chosen = self.plan.whole_modules(set(names)) if self.skip_unchanged else None
@@ -231,7 +227,6 @@ class WeightReceiver:
                 f"{wire.unit_of(doubled[0])} arrived twice",
                 where=", ".join(doubled[:4]),
                 why="the transport delivered the same tensors again",
-                fix=_CARRIER,
             )
         known = {name: self.expected[name] for name, _ in whole if name in self.expected}
         check_specs([(name, TensorSpec.of(tensor)) for name, tensor in whole], known)
@@ -242,25 +237,6 @@ class WeightReceiver:
         self.plan.write(tensors)
         self._applied += time.perf_counter() - start
 
-    def _changed_unit(self, record: dict[str, Any]) -> list[wire.NamedTensor]:
-        """Return all tensors of the received unit on the engine's device, with changes applied."""
-        assert self.cache is not None
-        deltas = set(record["deltas"])
-        names = self._units.get(record["unit"], [])
-        for name, tensor in self._unit:
-            try:
-                if name not in names:
-                    raise ValueError(f"it is not a tensor of {record['unit']}")
-                self.cache.take(name, tensor, record["digests"][name], is_delta=name in deltas)
-            except ValueError as error:
-                raise wire.TransferFailed(
-                    f"the changes of {name} cannot be applied",
-                    why=str(error),
-                    fix=_CARRIER,
-                ) from error
-        device = next(self.model.parameters()).device
-        return [(name, self.cache.tensors[name].to(device, non_blocking=True)) for name in names]
-
     def _commit(self, record: dict[str, Any]) -> None:
         missing = [name for name in self.expected if name not in self._seen]
         if missing or self._unit or int(record["version"]) != self._open:
@@ -269,7 +245,6 @@ class WeightReceiver:
                 where=f"missing: {', '.join(missing[:8])}"
                 if missing
                 else f"the last record has version {record['version']}",
-                fix="publish every tensor of packed_state_dict(model)",
             )
         digests = self._compare_digests()
         fingerprint = self.cache and self.cache.commit(self._open, None if self._is_delta else digests)
@@ -277,7 +252,6 @@ class WeightReceiver:
             raise wire.TransferFailed(
                 f"the engine's tensors differ from version {self._open} of the trainer's",
                 why="a tensor that was not sent has different checksums on the two sides",
-                fix=wire.RETRY,
             )
         start = time.perf_counter()
         refresh_tied_layers(self.model)
@@ -314,12 +288,12 @@ class WeightReceiver:
             )
 
 
-def _not_as_sent(unit: str, lost: list[str], extra: list[str]) -> wire.TransferFailed:
+def _not_as_sent(unit: str, names: list[str], sent: list[str]) -> wire.TransferFailed:
+    lost, extra = [name for name in sent if name not in names], [name for name in names if name not in sent]
     return wire.TransferFailed(
         f"{unit} did not arrive as it was sent",
         where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
         why="the transport dropped, added or reordered tensors",
-        fix=_CARRIER,
     )
 
 
@@ -331,10 +305,3 @@ def _check_digest(name: str, found: int, sent: int) -> None:
             why="the engine did not receive the bytes that the trainer's forward used",
             fix=f"{wire.RETRY}; if the error comes back, check the memory of this machine",
         )
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Return the message of `error` without its fix, to be quoted in a later error with a different fix."""
-    if not isinstance(error, UserError):
-        return str(error)
-    return f"{error.what}: {error.why}" if error.why else error.what

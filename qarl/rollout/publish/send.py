@@ -26,7 +26,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,7 +44,6 @@ from qarl.rollout.publish.delta import (
 from qarl.rollout.publish.wire import (
     BEGIN,
     COMMIT,
-    RETRY,
     UNIT,
     Manifest,
     NamedTensor,
@@ -58,6 +57,7 @@ from qarl.rollout.publish.wire import (
 )
 
 if TYPE_CHECKING:
+    from qarl.rollout.engine import RolloutEngine
     from qarl.rollout.publish.receive import WeightReceiver
 
 
@@ -156,18 +156,15 @@ def _read_unit(checked: Checked, compared: list[Compared | None]) -> tuple[list[
 
     The host reads all of it at once."""
     device = checked.digests.device
-    counts = [None if one is None else one.count.to(device, non_blocking=True) for one in compared]
     none = torch.zeros((), dtype=torch.int64, device=device)
-    bad = none if checked.bad is None else checked.bad.any().to(torch.int64)
-    numbers = torch.stack([*(none if one is None else one for one in counts), bad])
+    counts = [none if one is None else one.count.to(device, non_blocking=True) for one in compared]
+    numbers = torch.stack([*counts, none if checked.bad is None else checked.bad.any().to(torch.int64)])
     read = torch.cat((checked.digests, numbers)).tolist()
     return read[: len(compared)], read[len(compared) : -1], bool(read[-1])
 
 
 def _digests(units: Sequence[_Unit]) -> dict[str, int]:
     """Return the checksums of all units by name."""
-    if not units:
-        return {}
     names = [name for names, _ in units for name in names]
     return dict(zip(names, torch.cat([checked.digests for _, checked in units]).tolist(), strict=True))
 
@@ -214,24 +211,8 @@ class DeltaSender:
         yield from self.tally.count(encoded)
 
 
-if TYPE_CHECKING:
-    from qarl.rollout.publish.receive import WeightReceiver
-
-
-class Engine(Protocol):
-    """The part of `RolloutEngine` that a publish needs."""
-
-    expected: Manifest
-
-    def transport(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]: ...
-
-    def reset_prefix_cache(self) -> bool: ...
-
-    def mark_stale(self, reason: str) -> None: ...
-
-
 def publish_weights(
-    engine: Engine, receiver: WeightReceiver, stream: Iterable[NamedTensor], *, version: int, delta: bool = False
+    engine: RolloutEngine, receiver: WeightReceiver, stream: Iterable[NamedTensor], *, version: int, delta: bool = False
 ) -> PublishReport:
     """Publish as `RolloutEngine.publish` describes. All tensors stay in memory until all are checked. A quantized model
     holds them anyway, so this needs no extra memory.
@@ -254,7 +235,6 @@ def publish_weights(
             raise TransferFailed(
                 "the publish ended before its last record",
                 why=f"the engine still waits for the rest of version {version}: {receiver.stale_because}",
-                fix=RETRY,
             )
         if not engine.reset_prefix_cache():
             raise RuntimeError("vLLM could not reset its prefix cache: requests are still running")

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import math
 import secrets
 import socket
 import sys
@@ -33,11 +32,10 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
-from qarl.rollout.publish.wire import COMMIT, RETRY, NamedTensor, TransferFailed
+from qarl.rollout.publish.wire import COMMIT, RETRY, NamedTensor, TensorSpec, TransferFailed
 
 DEFAULT_SECONDS = 120.0
 _HELLO_SECONDS = 10.0
-_MAX_HELLO = 1 << 12
 _MAX_HEADER = 1 << 20
 _PIECE = 1 << 20
 SMALLEST_LIMIT = 1 << 26
@@ -45,13 +43,6 @@ SMALLEST_LIMIT = 1 << 26
 DEFAULT_LIMIT = 1 << 33
 """Largest number of bytes of a frame for a receiver that has no manifest. The embedding of a model with a vocabulary of
 256,000 and a hidden size of 16,384 is smaller."""
-_DTYPES = {
-    str(one).removeprefix("torch."): one
-    for one in (
-        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
-    )
-}
 LOOPBACK = "127.0.0.1"
 Address = tuple[str, int]
 MakeStream = Callable[[Sequence[str | None]], Iterator[NamedTensor]]
@@ -70,26 +61,21 @@ def own_address(peer: str | None = None) -> str:
         UserError: `peer` has no IPv4 address that this host can reach.
     """
     if peer is not None:
-        return _towards(peer)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # no packet is sent
+            try:
+                probe.connect((peer, 9))
+            except OSError as error:
+                raise UserError(
+                    f"the trainer cannot find an address of this host that the engine at {peer} can reach",
+                    why=f"{type(error).__name__}: {error}",
+                    fix="set `host` to an address of this host that the engine can reach",
+                ) from error
+            return str(probe.getsockname()[0])
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return LOOPBACK
     hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return LOOPBACK if len(hosts) < 2 else str(ray.util.get_node_ip_address())
-
-
-def _towards(peer: str) -> str:
-    """Return the address of the network interface that this host uses for packets to `peer`. No packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((peer, 9))
-        except OSError as error:
-            raise UserError(
-                f"the trainer cannot find an address of this host that the engine at {peer} can reach",
-                why=f"{type(error).__name__}: {error}",
-                fix="set `host` to an address of this host that the engine can reach",
-            ) from error
-        return str(probe.getsockname()[0])
 
 
 class PeerLost(TransferFailed):
@@ -100,7 +86,7 @@ class WeightServer:
     """The sender's side. It listens until `close`. `address`: host and port for the receivers.
 
     `token`: a secret that both sides know. `receivers`: number of receivers in every publish. `seconds`: time limit for
-    all receivers to connect, and for each later read and write. The whole hello of a receiver must arrive within
+    all receivers to connect, and for each later read and write. A read of a receiver's hello is limited to
     `_HELLO_SECONDS`."""
 
     def __init__(
@@ -108,12 +94,11 @@ class WeightServer:
         token: str,
         *,
         host: str = LOOPBACK,
-        port: int = 0,
         receivers: int = 1,
         seconds: float = DEFAULT_SECONDS,
     ) -> None:
         self.token, self.receivers, self.seconds = token, receivers, seconds
-        self._socket = socket.create_server((host, port))
+        self._socket = socket.create_server((host, 0))
         self.address: Address = self._socket.getsockname()[:2]
 
     def publish(self, make_stream: MakeStream) -> list[str | None]:
@@ -128,27 +113,20 @@ class WeightServer:
         with ExitStack() as open_sockets:
             peers, held = self._accept(open_sockets)
             for name, tensor in make_stream(held):
-                data = _bytes_of(tensor)
-                header = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-                for peer in peers:
-                    with _lost("a receiver", self.seconds):
+                header, data = {"name": name, "spec": str(TensorSpec.of(tensor))}, _bytes_of(tensor)
+                with _lost("a receiver", self.seconds):
+                    for peer in peers:
                         _send(peer, header, data)
-            answers = []
-            for peer in peers:
-                with _lost("a receiver", self.seconds):
-                    answers.append(_receive_header(peer))
-            errors = [str(answer["error"]) for answer in answers if answer.get("error")]
-            briefly = "; ".join(text.partition("\n")[0][:200] for text in errors[:4])
-            for peer in peers:
-                with _lost("a receiver", self.seconds):
+            with _lost("a receiver", self.seconds):
+                answers = [_receive_header(peer) for peer in peers]
+                errors = [str(answer["error"]) for answer in answers if answer.get("error")]
+                briefly = "; ".join(text.partition("\n")[0][:200] for text in errors[:4])
+                for peer in peers:
                     _send(peer, {"complete": not errors, "why": briefly})
         if errors:
-            raise TransferFailed(
-                f"{len(errors)} of {len(answers)} workers of the engines refused the publish",
-                why=errors[0],
-                fix=RETRY,
-            )
-        return [answer.get("held") for answer in answers]
+            what = f"{len(errors)} of {len(answers)} workers of the engines refused the publish"
+            raise TransferFailed(what, why=errors[0])
+        return [answer["held"] for answer in answers]
 
     def _accept(self, open_sockets: ExitStack) -> tuple[list[socket.socket], list[str | None]]:
         peers: list[socket.socket] = []
@@ -160,26 +138,24 @@ class WeightServer:
                 peer, _ = self._socket.accept()
             open_sockets.callback(peer.close)
             try:
-                hello = self._welcome(peer, end=min(end, time.monotonic() + _HELLO_SECONDS))
-            except (OSError, TransferFailed):  # not a receiver, or a lost one; other receivers may still connect
+                held.append(self._welcome(peer)["held"])
+            except (OSError, KeyError, TransferFailed):  # not a receiver, or a lost one; others may still connect
                 peer.close()
                 continue
             peer.settimeout(self.seconds)
             peers.append(peer)
-            found = hello.get("held")
-            held.append(found if isinstance(found, str) else None)
         return peers, held
 
-    def _welcome(self, peer: socket.socket, end: float) -> dict[str, Any]:
-        """Exchange proofs with a new connection, and return its hello. `end`: time limit (`time.monotonic`)."""
+    def _welcome(self, peer: socket.socket) -> dict[str, Any]:
+        """Exchange proofs with a new connection, and return its hello."""
         mine = secrets.token_hex(16)
-        peer.settimeout(max(end - time.monotonic(), 1e-3))
+        peer.settimeout(_HELLO_SECONDS)
         _send(peer, {"challenge": mine})
-        hello = _receive_header(peer, most=_MAX_HELLO, end=end)
-        theirs = hello.get("challenge")
-        if not isinstance(theirs, str) or not _proves(hello, _proof(self.token, "receiver", mine, theirs)):
+        hello = _receive_header(peer)
+        challenges = mine, str(hello["challenge"])
+        if not _proves(hello, _proof(self.token, "receiver", *challenges)):
             raise TransferFailed("a connection did not prove the token of this run")
-        _send(peer, {"proof": _proof(self.token, "sender", mine, theirs)})
+        _send(peer, {"proof": _proof(self.token, "sender", *challenges)})
         return hello
 
     def close(self) -> None:
@@ -212,23 +188,16 @@ class WeightClient:
         try:
             with _lost(f"the trainer at {where}", seconds):
                 self._introduce(token, held, where)
-                self._socket.settimeout(seconds)
         except BaseException:
             self._socket.close()
             raise
 
     def _introduce(self, token: str, held: str | None, where: str) -> None:
-        """Exchange proofs with the sender. One time limit applies to the whole exchange, because the sender may be busy
-        with other receivers."""
-        end, mine = time.monotonic() + self.seconds, secrets.token_hex(16)
-        theirs = _receive_header(self._socket, most=_MAX_HELLO, end=end).get("challenge")
-        proof = _proof(token, "receiver", str(theirs), mine)
-        _send(self._socket, {"challenge": mine, "proof": proof, "held": held})
-        try:
-            answer = _receive_header(self._socket, most=_MAX_HELLO, end=end)
-        except ConnectionError as error:
-            raise ConnectionError(f"{error}; a trainer with another token closes the connection here") from error
-        if not _proves(answer, _proof(token, "sender", str(theirs), mine)):
+        """Exchange proofs with the sender."""
+        mine = secrets.token_hex(16)
+        challenges = str(_receive_header(self._socket).get("challenge")), mine
+        _send(self._socket, {"challenge": mine, "proof": _proof(token, "receiver", *challenges), "held": held})
+        if not _proves(_receive_header(self._socket), _proof(token, "sender", *challenges)):
             raise TransferFailed(
                 "the program that sends weights is not the trainer of this run",
                 where=where,
@@ -244,16 +213,16 @@ class WeightClient:
 
         Raises:
             PeerLost: the sender was lost.
-            TransferFailed: a frame cannot be read, or its tensor has more than `limit` bytes.
+            TransferFailed: a tensor has more than `limit` bytes.
         """
         name = ""
         while name.partition("#")[0] != COMMIT:
             with _lost("the trainer", self.seconds):
                 header = _receive_header(self._socket)
-                name, tensor = str(header.get("name")), _receive_tensor(self._socket, header, self.limit)
+                name, tensor = header["name"], _receive_tensor(self._socket, header, self.limit)
             yield name, tensor
 
-    def answer(self, *, version: int | None = None, held: str | None = None) -> None:
+    def answer(self, *, held: str | None = None) -> None:
         """Tell the sender that this receiver has the publish, and wait until all receivers have answered.
 
         Raises:
@@ -261,19 +230,13 @@ class WeightClient:
             TransferFailed: a different receiver does not have the publish. The caller must not use its weights either.
         """
         with _lost("the trainer", self.seconds):
-            _send(self._socket, {"version": version, "held": held})
+            _send(self._socket, {"held": held})
             verdict = _receive_header(self._socket)
-        if verdict.get("complete") is not True:
+        if not verdict["complete"]:
             raise TransferFailed(
                 "another worker did not get the publish, so this one does not use it",
-                why=f"the other worker's error: {verdict.get('why')}. All workers must have weights of one version",
-                fix=RETRY,
+                why=f"the other worker's error: {verdict['why']}. All workers must have weights of one version",
             )
-
-    def refuse(self, error: BaseException) -> None:
-        """Tell the sender that this receiver does not have the publish."""
-        with _lost("the trainer", self.seconds):
-            _send(self._socket, {"error": f"{type(error).__name__}: {error}"[:4000]})
 
     def feed(self, receiver: Any) -> None:
         """Feed the publish to `receiver` (`qarl.rollout.publish.receive.WeightReceiver`), and answer.
@@ -294,10 +257,11 @@ class WeightClient:
             with suppress(TransferFailed):
                 for _ in stream:
                     pass
-                self.refuse(error)
+                with _lost("the trainer", self.seconds):
+                    _send(self._socket, {"error": f"{type(error).__name__}: {error}"[:4000]})
             raise
         try:
-            self.answer(version=receiver.version, held=receiver.held)
+            self.answer(held=receiver.held)
         except TransferFailed as error:
             receiver.mark_stale(f"{error.what}: {error.why}")
             raise
@@ -339,30 +303,26 @@ def _proof(token: str, role: str, senders: str, receivers: str) -> str:
 
 def _proves(header: dict[str, Any], expected: str) -> bool:
     """Return whether the header contains the expected proof. The comparison takes the same time for every proof."""
-    found = header.get("proof")
-    return isinstance(found, str) and found.isascii() and hmac.compare_digest(found, expected)
+    return hmac.compare_digest(str(header.get("proof")).encode(), expected.encode())
 
 
-def _receive(peer: socket.socket, size: int, end: float | None = None) -> bytearray:
-    """Return `size` bytes. `end`: when all must have arrived (`time.monotonic`). The socket also limits each read."""
+def _receive(peer: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     view, have = memoryview(data), 0
     while have < size:
-        if end is not None:
-            peer.settimeout(max(end - time.monotonic(), 1e-3))
         count = peer.recv_into(view[have : have + _PIECE])
         if not count:
-            raise ConnectionResetError("the connection was closed in the middle")
+            raise ConnectionResetError("the connection was closed in the middle; a trainer with another token does so")
         have += count
     return data
 
 
-def _receive_header(peer: socket.socket, *, most: int = _MAX_HEADER, end: float | None = None) -> dict[str, Any]:
-    size = int.from_bytes(_receive(peer, 4, end), "big")
+def _receive_header(peer: socket.socket) -> dict[str, Any]:
+    size = int.from_bytes(_receive(peer, 4), "big")
     content: Any = None
-    if size <= most:
+    if size <= _MAX_HEADER:
         with suppress(ValueError):
-            content = json.loads(_receive(peer, size, end))
+            content = json.loads(_receive(peer, size))
     if not isinstance(content, dict):
         raise TransferFailed(
             "a frame of a publish cannot be read",
@@ -373,25 +333,17 @@ def _receive_header(peer: socket.socket, *, most: int = _MAX_HEADER, end: float 
 
 
 def _receive_tensor(peer: socket.socket, header: dict[str, Any], limit: int) -> torch.Tensor:
-    try:
-        dtype, shape = _DTYPES[header["dtype"]], [int(size) for size in header["shape"]]
-    except (KeyError, TypeError, ValueError) as error:
+    spec = TensorSpec.parse(header["spec"])
+    if spec.nbytes > limit:
         raise TransferFailed(
-            "a frame of a publish has no dtype or shape",
-            why=f"its header is {str(header)[:200]}",
-            fix=f"{RETRY}; if the error comes back, install the same version of QaRL on both sides",
-        ) from error
-    size = math.prod(shape) * dtype.itemsize
-    if size > limit or min(shape, default=0) < 0:
-        raise TransferFailed(
-            f"a frame of a publish announces {header['dtype']} {shape}, which is more than {limit} bytes",
-            where=str(header.get("name"))[:200],
-            why="every tensor of this model is smaller, so the sender has a different model or is not a trainer",
+            f"a frame of a publish announces {spec}, which is more than {limit} bytes",
+            where=header["name"],
+            why="every tensor of this model is smaller, so the sender has a different model",
             fix="start trainer and engine with the same model",
         )
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(_receive(peer, size), dtype=torch.uint8).view(dtype).view(shape)
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    return torch.frombuffer(_receive(peer, spec.nbytes), dtype=torch.uint8).view(spec.dtype).view(spec.shape)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview | bytes:

@@ -40,7 +40,7 @@ from qarl.quant.expert_names import is_of_expert, is_stack, matrices
 from qarl.quant.meta_model import meta_model
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.publish.checksum import nonfinite
-from qarl.rollout.publish.expert_writers import quantized_experts
+from qarl.rollout.publish.layer_writers import quantized_experts
 
 NamedTensor = tuple[str, torch.Tensor]
 PREFIX = "qarl."
@@ -56,6 +56,9 @@ RETRY = (
 
 class TransferFailed(UserError):
     """The received data differs from the sent data. Publishing again may work."""
+
+    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str = RETRY) -> None:
+        super().__init__(what, where=where, why=why, fix=fix)
 
 
 _DECODER_LAYER = re.compile(r"(.*?\.layers\.\d+)\.")
@@ -74,19 +77,10 @@ def is_record(name: str) -> bool:
 def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     """Return the content of a record. Raise TransferFailed if it is damaged."""
     try:
-        content = json.loads(tensor.cpu().numpy().tobytes())
-    except (ValueError, RuntimeError) as error:
-        raise unreadable(name, f"{type(error).__name__}: {error}") from error
-    assert isinstance(content, dict)
+        content: dict[str, Any] = json.loads(tensor.cpu().numpy().tobytes())
+    except ValueError as error:
+        raise TransferFailed(f"the record {name} of a publish cannot be read", why=str(error)) from error
     return content
-
-
-def unreadable(name: str, why: str = "it does not fit the tensors before it") -> TransferFailed:
-    return TransferFailed(
-        f"the record {name} of a publish cannot be read",
-        why=why,
-        fix=f"{RETRY}; if the error comes back, the network or the memory of a machine damages the data",
-    )
 
 
 def record(name: str, content: Mapping[str, Any]) -> NamedTensor:
@@ -115,10 +109,7 @@ class TensorSpec:
     def parse(cls, text: str) -> TensorSpec:
         """Return the spec that `text` describes. `text` is the result of `str(spec)`."""
         dtype, _, shape = text.partition(" ")
-        found = getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"{text!r} does not begin with a dtype of torch")
-        return cls(found, tuple(json.loads(shape)))
+        return cls(getattr(torch, dtype), tuple(json.loads(shape)))
 
 
 Manifest = dict[str, TensorSpec]
@@ -185,25 +176,16 @@ def expected_manifest(
             continue
         if is_stack(name, tensor.shape):
             matrix = next(matrices(name, tuple(tensor.shape))).name
-            manifest |= _specs_of_stack(name, tensor, scheme if matrix in linears else None)
+            plain = {"weight": (tensor.dtype, tuple(tensor.shape[1:]))}
+            wire = scheme.wire_tensors(*tensor.shape[1:]) if matrix in linears else plain
+            specs = {leaf: TensorSpec(dtype, (len(tensor), *shape)) for leaf, (dtype, shape) in wire.items()}
+            manifest |= {f"{name}.{leaf}": spec for leaf, spec in specs.items() if leaf != "weight_shape"}
         elif owner in linears and leaf == "weight":
             for suffix, (dtype, shape) in scheme.wire_tensors(*tensor.shape).items():
                 manifest[f"{owner}.{suffix}"] = TensorSpec(dtype, shape)
         else:
             manifest[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
     return manifest
-
-
-def _specs_of_stack(name: str, stack: torch.Tensor, scheme: Scheme | None) -> Manifest:
-    """Return the specs of a stack of experts, which is quantized if `scheme` is not None."""
-    if scheme is None:
-        return {f"{name}.weight": TensorSpec(stack.dtype, tuple(stack.shape))}
-    wire = scheme.wire_tensors(stack.shape[1], stack.shape[2])
-    return {
-        f"{name}.{leaf}": TensorSpec(dtype, (len(stack), *shape))
-        for leaf, (dtype, shape) in wire.items()
-        if leaf != "weight_shape"
-    }
 
 
 def of_matrices(manifest: Manifest) -> Manifest:

@@ -1,9 +1,8 @@
 """Write published tensors into the parameters of vLLM's modules, inside vLLM's worker. There are two ways:
 
 - Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU, for experts there with
-  QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.expert_writers`). It is faster than a reload,
-  which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated. Under tensor
-  parallelism each worker writes its own part of every tensor (`qarl.rollout.publish.tensor_parallel`).
+  QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.layer_writers`). It is faster than a reload,
+  which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated.
 - Layerwise reload: vLLM's own function loads the weight. It is used for all other layers, such as GPUs' dense ones. It
   moves a module's parameters to the meta device and back. So an exception during the reload breaks the engine
   permanently (`ReloadFailed`). CUDA graphs need the other tensors of the module at their old addresses too
@@ -12,11 +11,25 @@
 After a layerwise reload, W8A8 layers on CPU return NaN (vLLM 0.29 and 0.32). Their oneDNN handler keeps the raw address
 of the scales (csrc/cpu/dnnl_helper.cpp), but the reload frees the scales. So these layers are written directly or
 refused.
+
+Under tensor parallelism each worker of an engine gets whole tensors and writes its part (`cut_of`). The parts are those
+of vLLM's own weight loaders (vllm 0.29.0: model_executor/layers/linear.py, vocab_parallel_embedding.py,
+fused_moe/routed_experts.py):
+
+    column-parallel    the worker's share of the output channels, for weight, scale and bias
+    q/k/v              the same, but in whole heads. If there are fewer key-value heads than workers, workers share them
+    row-parallel       the worker's share of the inputs, for weights and scales of groups. Scales per output channel
+                       and biases are not cut
+    vocabulary         the worker's rows, without vLLM's padding
+    experts            gate and up are column-parallel, down is row-parallel; every worker has a part of each expert
+    replicated         the whole tensor
+
+Only the vLLM classes in `_CUTS` and experts are supported, not their subclasses, which may cut differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +38,8 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
-from qarl.rollout.publish import expert_writers, graph_addresses, tensor_parallel
-from qarl.rollout.publish.expert_writers import Part, Writer
+from qarl.rollout.publish import graph_addresses, layer_writers
+from qarl.rollout.publish.layer_writers import DENSE_WRITERS, Part, Writer, holds_experts, write_plain
 from qarl.rollout.publish.wire import Manifest
 
 
@@ -49,6 +61,10 @@ class TensorsMoved(ReloadFailed):
     remedy = "set rollout.enforce_eager=true, which runs without graphs"
 
 
+Cut = Callable[[nn.Module, list[Part]], list[Part]]
+"""A function of a module and the whole tensors of its checkpoint modules. It returns the worker's part of these."""
+
+
 @dataclass
 class Target:
     """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: a function
@@ -58,7 +74,7 @@ class Target:
     name: str
     module: nn.Module
     writer: Writer | None = None
-    cut: tensor_parallel.Cut | None = None
+    cut: Cut | None = None
     parts: list[str] = field(default_factory=list)
 
     def write(self, parts: list[Part]) -> None:
@@ -96,7 +112,8 @@ class WritePlan:
         self.model, self.vllm_config = model, vllm_config
         self.by_owner: dict[str, Target] = {}
         modules = dict(model.named_modules())
-        fused_into = _fused_names(model)
+        fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        fused_into = {part: whole for whole, parts in fused.items() for part in parts}
         targets: dict[str, Target] = {}
         for name in expected:
             owner = name.rpartition(".")[0]
@@ -114,41 +131,35 @@ class WritePlan:
             target.parts.append(owner)
             self.by_owner[owner] = target
         for target in targets.values():
-            target.cut = tensor_parallel.cut_of(target.module, len(target.parts))
-            if expert_writers.holds_experts(target.module):
-                count = next(s.shape[0] for name, s in expected.items() if name.rpartition(".")[0] in target.parts)
-                expert_writers.check_all_there(target.name, target.module, target.parts, count)
-                target.parts.sort(key=expert_writers.place_in_layer)
+            target.cut = cut_of(target.module, len(target.parts))
+            if holds_experts(target.module):
+                target.parts.sort(key=layer_writers.place_in_layer)
             if _is_on_cpu(target.module):
                 target.writer = _choose_writer(target, direct)
-            elif direct and target.cut is not None and expert_writers.holds_experts(target.module):
+            elif direct and target.cut is not None and holds_experts(target.module):
                 specs = [_without_memory(expected, owner) for owner in target.parts]
                 parts = target.cut(target.module, specs)
-                target.writer = expert_writers.gpu_writer_of(target.module, parts, vllm_config, DERIVED)
+                target.writer = layer_writers.gpu_writer_of(target.module, parts, vllm_config, DERIVED)
         self._check_all_written(expected)
 
     def _check_all_written(self, expected: Manifest) -> None:
         """Raise UserError if a parameter or buffer is not published, shares no memory with a published one, and is not
         in `DERIVED`."""
-        leaves: dict[str, set[str]] = {}
+        published: set[tuple[str, str]] = set()
         for name in expected:
             owner, _, leaf = name.rpartition(".")
             target = self.by_owner[owner]
-            stored = expert_writers.stored_as(owner, leaf) if expert_writers.holds_experts(target.module) else leaf
-            leaves.setdefault(target.name, set()).add(stored)
-        targets = {target.name: target for target in self.by_owner.values()}
+            stored = layer_writers.stored_as(owner, leaf) if holds_experts(target.module) else leaf
+            published.add((target.name, stored))
+        # Layerwise reload derives all of a module's tensors from the published ones, except a bias.
+        reloaded = {target.name for target in self.by_owner.values() if target.writer is None}
         tensors = {
             (owner, name): tensor
             for owner, module in self.model.named_modules()
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None and tensor.numel() and name not in DERIVED
         }
-        # Layerwise reload derives all of a module's tensors from the published ones, except a bias.
-        written = {
-            (owner, name)
-            for owner, name in tensors
-            if owner in targets and (name in leaves[owner] or (targets[owner].writer is None and name != "bias"))
-        }
+        written = {place for place in tensors if place in published or (place[0] in reloaded and place[1] != "bias")}
         storages = {tensors[place].data_ptr() for place in written}
         left = [".".join(place) for place, tensor in tensors.items() if tensor.data_ptr() not in storages]
         if left:
@@ -173,17 +184,11 @@ class WritePlan:
         targets = {self.by_owner[owner].name: self.by_owner[owner] for owner in parts}
         reloaded: list[Target] = []
         for target in targets.values():
-            lacking = [owner for owner in target.parts if owner not in parts]
-            if lacking:
-                raise UserError(
-                    f"{target.name} cannot be written without {', '.join(lacking[:8])}",
-                    why="the engine fuses these into one layer, and a missing part would be uninitialised memory",
-                    fix="publish the tensors of a decoder layer together",
-                )
+            whole = [parts[owner] for owner in target.parts]
             if target.writer is None:
                 reloaded.append(target)
             else:
-                target.write([parts[owner] for owner in target.parts])
+                target.write(whole)
         if reloaded:
             self._reload(reloaded, parts)
 
@@ -194,7 +199,7 @@ class WritePlan:
     def _reload(self, targets: list[Target], parts: Mapping[str, Part]) -> None:
         """Load `targets` with vLLM's layerwise reload. Stacks of experts do not pass through the model's loader, which
         takes experts one by one."""
-        stacks = [target for target in targets if expert_writers.holds_experts(target.module)]
+        stacks = [target for target in targets if holds_experts(target.module)]
         others = {
             f"{owner}.{leaf}": tensor
             for target in targets
@@ -207,20 +212,15 @@ class WritePlan:
             loader: Any = self.model
             for target in stacks:
                 given = [parts[owner] for owner in target.parts]
-                expert_writers.reload(target.module, given, target.cut(target.module, given) if target.cut else None)
+                layer_writers.reload(target.module, given, target.cut(target.module, given) if target.cut else None)
             if others:
                 loader.load_weights(others.items())
-
-
-def _fused_names(model: nn.Module) -> dict[str, str]:
-    mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    return {part: fused for fused, parts in mapping.items() for part in parts}
 
 
 def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
     """Return the engine's module for the checkpoint module `owner`: the first that exists of the experts' module, the
     fused layer, the module of the same name, and its nearest parent. Return None if none exists."""
-    if place := expert_writers.place_of(owner, modules):
+    if place := layer_writers.place_of(owner, modules):
         return place
     parent, _, leaf = owner.rpartition(".")
     fused = f"{parent}.{fused_into[leaf]}" if leaf in fused_into else None
@@ -245,121 +245,25 @@ def _without_memory(expected: Manifest, owner: str) -> Part:
 def _choose_writer(target: Target, direct: bool) -> Writer | None:
     """Return the function that writes the module of `target` on a CPU, or None if vLLM's layerwise reload does it."""
     module, known = target.module, target.cut is not None
-    if expert_writers.holds_experts(module):
-        return expert_writers.cpu_writer_of(module, direct and known)
+    if holds_experts(module):
+        return layer_writers.cpu_writer_of(module, direct and known)
     scheme: Any = getattr(module, "scheme", None)
     kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
-    writer = _WRITERS.get(type(kernel).__name__)
-    if writer is _write_int8 and hasattr(kernel, "dnnl_handler"):
-        if not known:
-            raise _cannot_be_cut(target)
-        return writer
-    if writer is _write_int8:
-        return None
-    if getattr(module, "use_w4a8", False):
+    writer = DENSE_WRITERS.get(type(kernel).__name__)
+    if writer is layer_writers.write_int8:
+        if known or not hasattr(kernel, "dnnl_handler"):
+            return writer if hasattr(kernel, "dnnl_handler") else None
         raise UserError(
-            "vLLM would multiply W4A16 weights by int8 activations",
-            where="environment variable VLLM_CPU_INT4_W4A8 of the rollout engine",
-            why="it is on by default on CPUs with AMX, such as this one, but the trainer uses BF16 activations",
-            fix="set VLLM_CPU_INT4_W4A8=0 in the process that starts the engine",
+            f"QaRL cannot write W8A8 weights into {target.name}, which is split over the workers",
+            where=f"rollout.tensor_model_parallel_size={module.tp_size}, {type(module).__name__}",
+            why="QaRL does not know how it is split, and after vLLM's own reload it would return NaN on a CPU",
+            fix="set rollout.tensor_model_parallel_size=1, or choose another quant.scheme",
         )
     if not (direct and known):
         return None
     if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
-        return _write_plain
-    return writer or _WRITERS.get(type(getattr(module, "quant_method", None)).__name__)
-
-
-def _cannot_be_cut(target: Target) -> UserError:
-    layer: Any = target.module
-    return UserError(
-        f"QaRL cannot write W8A8 weights into {target.name}, which is split over the workers",
-        where=f"rollout.tensor_model_parallel_size={layer.tp_size}",
-        why=f"QaRL does not know how {type(layer).__name__} splits {len(target.parts)} matrices, and after vLLM's own "
-        "reload this layer would return NaN on a CPU",
-        fix="set rollout.tensor_model_parallel_size=1, or choose another quant.scheme",
-    )
-
-
-def _write_plain(module: nn.Module, parts: list[Part]) -> None:
-    """Write parameters that vLLM uses unchanged, such as those of norms."""
-    (part,) = parts
-    for name, tensor in part.items():
-        module.get_parameter(name).data.copy_(tensor)
-
-
-def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
-    """Write BF16 weights, and let vLLM pack them again."""
-    layer: Any = module
-    weight = _stacked(parts, "weight")
-    if layer.weight.numel():
-        layer.weight.data[: len(weight)].copy_(weight)
-    else:
-        layer.weight = nn.Parameter(weight.clone() if len(parts) == 1 else weight, requires_grad=False)
-    layer.quant_method.process_weights_after_loading(layer)
-    _write_bias(layer, parts)
-
-
-def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
-    """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
-    layer: Any = module
-    prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
-    layer.weight_packed.data.copy_(prepared.weight)
-    layer.weight_scale.data.copy_(prepared.scales)
-    _write_bias(layer, parts)
-
-
-def _write_int8(module: nn.Module, parts: list[Part]) -> None:
-    """Write int8 weights into a new oneDNN handler. It has the only copy of the weights, and points to the scales."""
-    from vllm import _custom_ops as ops
-
-    layer: Any = module
-    kernel = layer.scheme.kernel
-    weight = _stacked(parts, "weight")
-    layer.weight_scale.data.copy_(_stacked(parts, "weight_scale"))
-    if getattr(layer, "azp_adj", None) is not None:  # used only for asymmetric activations, but kept correct
-        layer.azp_adj.data.copy_(weight.sum(1, dtype=torch.float32) * layer.weight_scale.squeeze(1))
-    dtype = getattr(layer, "params_dtype", torch.bfloat16)
-    kernel.dnnl_handler = ops.create_onednn_scaled_mm(
-        weight.t(), layer.weight_scale, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=32
-    )
-    _write_bias(layer, parts)
-
-
-def _write_fp8(module: nn.Module, parts: list[Part]) -> None:
-    """Write e4m3 weights. The storage is [N, K]; vLLM's parameter is its [K, N] view."""
-    layer: Any = module
-    layer.weight.data.t().copy_(_stacked(parts, "weight"))
-    layer.weight_scale.data.copy_(_stacked(parts, "weight_scale"))
-    _write_bias(layer, parts)
-
-
-def _write_own(module: nn.Module, parts: list[Part]) -> None:
-    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.linears`)."""
-    layer: Any = module
-    layer.scheme.kernel.write(layer, {name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
-    _write_bias(layer, parts)
-
-
-_WRITERS: dict[str, Writer] = {
-    "QaRLInt4LinearKernel": _write_own,
-    "CPUWNA16LinearKernel": _write_wna16,
-    "CPUInt8ScaledMMLinearKernel": _write_int8,
-    "ChannelWiseTorchFP8ScaledMMLinearKernel": _write_fp8,
-    "UnquantizedLinearMethod": _write_unquantized,
-    "UnquantizedEmbeddingMethod": _write_unquantized,
-}
-"""Name of vLLM's class -> writer. (Releases of vLLM define these classes in different modules.)"""
-
-
-def _write_bias(layer: Any, parts: list[Part]) -> None:
-    if "bias" in parts[0]:
-        layer.bias.data.copy_(_stacked(parts, "bias"))
-
-
-def _stacked(parts: list[Part], name: str) -> torch.Tensor:
-    """Concatenate a fused layer's tensors along the output dimension, which is the first in the checkpoint format."""
-    return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
+        return write_plain
+    return writer or DENSE_WRITERS.get(type(getattr(module, "quant_method", None)).__name__)
 
 
 @contextmanager
@@ -397,3 +301,82 @@ def refresh_tied_layers(model: nn.Module) -> None:
             quant_method: Any = getattr(module, "quant_method", None)
             if quant_method is not None:
                 quant_method.process_weights_after_loading(module)
+
+
+def cut_of(module: nn.Module, parts: int) -> Cut | None:
+    """Return the function that cuts tensors for `module`, or None if the module's class is not supported.
+
+    `parts`: number of checkpoint modules in `module`, which is more than 1 if vLLM fuses them."""
+    if holds_experts(module):
+        return None if _parallel_of_experts(module).use_ep else _cut_experts
+    if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):
+        return _whole
+    cut = _CUTS.get(type(module).__name__)
+    if cut in (_cut_columns, _cut_heads) and parts != len(getattr(module, "output_partition_sizes", ())):
+        return None  # the checkpoint has one fused matrix, and equal cuts would mix its layers
+    return cut
+
+
+def _whole(module: nn.Module, parts: list[Part]) -> list[Part]:
+    return parts
+
+
+def _cut_columns(layer: Any, parts: list[Part]) -> list[Part]:
+    sizes = layer.output_partition_sizes
+    return [_rows(part, layer.tp_rank, size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _cut_heads(layer: Any, parts: list[Part]) -> list[Part]:
+    ranks = (layer.tp_rank, *[layer.tp_rank // layer.num_kv_head_replicas] * 2)
+    cuts = zip(parts, ranks, layer.output_partition_sizes, strict=True)
+    return [_rows(part, rank, size) for part, rank, size in cuts]
+
+
+def _cut_inputs(layer: Any, parts: list[Part]) -> list[Part]:
+    return [_columns(part, layer.tp_rank, layer.tp_size) for part in parts]
+
+
+def _cut_vocabulary(layer: Any, parts: list[Part]) -> list[Part]:
+    rows = slice(layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)
+    return [{name: tensor[rows] for name, tensor in part.items()} for part in parts]
+
+
+def _cut_experts(module: nn.Module, parts: list[Part]) -> list[Part]:
+    """`parts`: the stack of gate and up, [E, 2I, ...], and that of down, [E, H, ...]."""
+    parallel = _parallel_of_experts(module)
+    rank, size = parallel.tp_rank, parallel.tp_size
+    if size == 1:
+        return parts
+    gate_up, down = parts
+    halves = {name: tensor.unflatten(1, (2, size, -1))[:, :, rank] for name, tensor in gate_up.items()}
+    return [{name: half.flatten(1, 2) for name, half in halves.items()}, _columns(down, rank, size)]
+
+
+_CUTS: dict[str, Cut] = {
+    "ColumnParallelLinear": _cut_columns,
+    "MergedColumnParallelLinear": _cut_columns,
+    "QKVParallelLinear": _cut_heads,
+    "RowParallelLinear": _cut_inputs,
+    "VocabParallelEmbedding": _cut_vocabulary,
+    "ParallelLMHead": _cut_vocabulary,
+}
+
+
+def _parallel_of_experts(layer: Any) -> Any:
+    return layer.moe_config.moe_parallel_config
+
+
+def _rows(part: Part, rank: int, size: int) -> Part:
+    """Return the `size` output channels of worker `rank` from each tensor."""
+    return {
+        name: tensor if name == "weight_shape" else tensor[rank * size : (rank + 1) * size]
+        for name, tensor in part.items()
+    }
+
+
+def _columns(part: Part, rank: int, count: int) -> Part:
+    """Return share `rank` of `count` equal shares of the inputs. `qarl.checks.tensor_parallel` refuses a cut inside a
+    group of weights that share one scale."""
+    names = {"weight", "weight_packed"} | ({"weight_scale"} if "weight_packed" in part else set())
+    shares = {name: part[name].chunk(count, -1)[rank].contiguous() for name in names & part.keys()}
+    return part | shares

@@ -20,111 +20,66 @@ has a registry for each class.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 from contextlib import suppress
 from typing import Any
 
 from qarl.errors import UserError
-from qarl.vllm_versions.differences import transfer_factories
+from qarl.vllm_versions import transfer_factories
 
 ENTRY_POINT = "qarl"
 """The plugin's name in `vllm.general_plugins`. The environment variable VLLM_PLUGINS uses the same name."""
 _CALLED = "vLLM has not called it"
-_why_not: str | None = _CALLED
-"""The reason why the plugin is not registered in this process, or None if it is registered or not needed."""
-_no_linears: str | None = _CALLED
-"""The reason why the plugin's linear kernels are not registered in this process, or None if they are."""
+_why_not: dict[str, str | None] = {"linears": _CALLED, "cpu_experts": _CALLED}
+"""Module of the plugin -> why its classes are not registered in this process, or None if they are or are not needed."""
 
 
 def register() -> None:
     """Register the plugin's classes. vLLM calls this in each of its processes, in some of them more than once. This
     never raises, because an unsupported version of vLLM can still serve dense models."""
-    global _why_not
-    _register_transfer()
-    _register_linears()
-    if _why_not is None:
-        return
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        _why_not = None
-        return
-    try:
-        from qarl.rollout.vllm_plugin import cpu_experts
-
-        _why_not = cpu_experts.register()
-    except (ImportError, AttributeError, TypeError, AssertionError) as error:
-        _why_not = f"the plugin does not support this version of vLLM: {type(error).__name__}: {error}"
-
-
-def _register_transfer() -> None:
-    """Register the transfer engine `qarl` (`transfer.py`), unless it is registered or this vLLM cannot use it."""
-    factories = transfer_factories()
-    if factories is None:
-        return
-    of_engines, of_trainers = factories
-    module = f"{__name__}.transfer"
-    with suppress(ValueError):  # registered already
-        of_engines.register_engine(ENTRY_POINT, module, "QaRLTransferEngine")
-        of_trainers.register_engine(ENTRY_POINT, module, "QaRLTrainerTransfer")
-
-
-def _register_linears() -> None:
-    """Register QaRL's linear kernels, once per process."""
-    global _no_linears
-    if _no_linears is None:
-        return
-    try:
-        from qarl.rollout.vllm_plugin import linears
-
-        linears.register()
-        _no_linears = None
-    except (ImportError, AttributeError, TypeError) as error:
-        _no_linears = f"the plugin does not support this version of vLLM: {type(error).__name__}: {error}"
+    for factory, name in zip(transfer_factories(), ("QaRLTransferEngine", "QaRLTrainerTransfer"), strict=False):
+        with suppress(ValueError):  # registered already
+            factory.register_engine(ENTRY_POINT, f"{__name__}.transfer", name)
+    for module, why_not in _why_not.items():
+        if why_not is None:
+            continue
+        try:
+            if module != "cpu_experts" or current_platform.is_cpu():
+                importlib.import_module(f"{__name__}.{module}").register()
+            _why_not[module] = None
+        except (ImportError, AttributeError, TypeError, AssertionError) as error:
+            _why_not[module] = f"the plugin does not support this version of vLLM: {type(error).__name__}: {error}"
 
 
 def check_linears_loaded(kernels: str) -> None:
     """Raise UserError if `quant.kernels` asks for QaRL's own kernels and they are not registered in this process."""
-    if kernels == "engine":
-        return
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    if _no_linears is not None:
-        why, fix = _reason(_no_linears)
-        raise UserError(
-            "vLLM runs without QaRL's linear kernels",
-            where=f"quant.kernels={kernels}, entry point {ENTRY_POINT} of vllm.general_plugins",
-            why=why,
-            fix=fix,
-        )
+    if kernels != "engine" and _loaded("linears") is not None:
+        raise _error("linears", "vLLM runs without QaRL's linear kernels", f"quant.kernels={kernels}, ")
 
 
 def check_loaded(hf_config: Any) -> None:
     """Raise UserError if `hf_config` is a mixture of experts and the plugin is not registered in this process."""
-    if not experts_of(hf_config):
-        return
-    if why_not_registered() is not None:
+    if experts_of(hf_config) and _loaded("cpu_experts") is not None:
         raise not_loaded()
 
 
-def why_not_registered() -> str | None:
-    """Let vLLM load its plugins into this process. Return why QaRL's is not registered for experts, or None if it is or
-    is not needed here."""
+def _loaded(module: str) -> str | None:
+    """Let vLLM load its plugins into this process. Return why `module` is not registered, or None if it is."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    return _why_not
+    return _why_not[module]
 
 
 def check_installed(hf_config: Any) -> None:
     """Raise UserError if `hf_config` is a mixture of experts and vLLM would not find the plugin. Call this only for
     runs on a CPU. It does not import vLLM."""
-    if not experts_of(hf_config):
-        return
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if _left_out() or not any(point.value.startswith(__name__) for point in points):
+    if experts_of(hf_config) and (_left_out() or not any(point.value.startswith(__name__) for point in points)):
         raise not_loaded()
 
 
@@ -146,32 +101,24 @@ def _left_out() -> bool:
     return allowed is not None and ENTRY_POINT not in allowed.split(",")
 
 
-def _reason(why_not: str) -> tuple[str, str]:
-    """Return why the plugin, or a part of it, is not registered (`why_not`) in plain words, and what to do."""
-    if why_not is not _CALLED:
-        return why_not, "install the vLLM that requirements/ locks"
-    if _left_out():
-        allowed = os.environ["VLLM_PLUGINS"]
-        return f"VLLM_PLUGINS={allowed} leaves it out", f"add {ENTRY_POINT} to VLLM_PLUGINS, or unset it"
-    return "this installation of qarl has no entry point in vllm.general_plugins", "install qarl again with pip"
-
-
 def not_loaded() -> UserError:
     """Return the error for an engine that would serve experts without the plugin."""
-    why, fix = _reason(_why_not or _CALLED)
-    return UserError(
-        "the model is a mixture of experts, but vLLM runs without QaRL's plugin",
-        where=f"entry point {ENTRY_POINT} of vllm.general_plugins",
-        why=f"{why}; on a CPU vLLM alone cannot serve low-bit experts, and its BF16 experts are wrong after a publish",
-        fix=fix,
-    )
+    return _error("cpu_experts", "the model is a mixture of experts, but vLLM runs without QaRL's plugin")
+
+
+def _error(module: str, what: str, where: str = "") -> UserError:
+    why, fix = _why_not[module] or _CALLED, "install the vLLM that requirements/ locks"
+    if why == _CALLED and _left_out():
+        why = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']} leaves it out"
+        fix = f"add {ENTRY_POINT} to VLLM_PLUGINS, or unset it"
+    elif why == _CALLED:
+        why = "this installation of qarl has no entry point in vllm.general_plugins"
+        fix = "install qarl again with pip"
+    return UserError(what, where=f"{where}entry point {ENTRY_POINT} of vllm.general_plugins", why=why, fix=fix)
 
 
 def experts_of(hf_config: Any) -> int:
     """Return the number of experts per layer, or 0 for a dense model. vLLM reads the same config keys."""
     text = getattr(hf_config, "text_config", None) or hf_config
-    for name in ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts"):
-        count = getattr(text, name, None)
-        if isinstance(count, int) and count:
-            return count
-    return 0
+    names = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+    return next((count for name in names if isinstance(count := getattr(text, name, None), int) and count), 0)

@@ -9,7 +9,7 @@ and `w2_*` [E, H, ...], in checkpoint format. After loading they are emptied, be
 copy. vLLM's layerwise reload restores their shapes before it loads new weights.
 
 The plugin was run with vLLM 0.29.0. The source of vLLM 0.24.0 has the same RoutedExperts, but no class
-CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU. These internals of vLLM are used:
+CPUUnquantizedExperts, so importing this module fails there. These internals of vLLM are used:
 
     register_quantization_config, get_quantization_config
         a config registered under a built-in name replaces vLLM's
@@ -38,7 +38,6 @@ CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU. These interna
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,46 +52,24 @@ from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepar
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
-from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.utils import set_weight_attrs
 
 from qarl.errors import UserError
 from qarl.kernels.experts.cpu import PreparedExperts, VllmCpuExperts
 from qarl.kernels.experts.grouped import ExpertsShape
-from qarl.quant.scheme import QuantArgs, get_scheme
+from qarl.quant.scheme import QuantArgs, Scheme, get_scheme
 
 Tensors = Mapping[str, torch.Tensor]
 _PARAMETERS = ("w13", "w2")
 """vLLM's names of the two stacks, gate_up_proj and down_proj."""
-MEMBERS = {
-    CompressedTensorsConfig: ("get_quant_method", "get_scheme_dict", "_add_fused_moe_to_target_scheme_map"),
-    CPUUnquantizedExperts: ("_select_experts", "apply", "routing_replay_capture_fn", "supports_routing_replay_capture"),
-    FusedMoEMethodBase: ("create_weights", "apply_monolithic", "is_monolithic", "get_fused_moe_quant_config"),
-    UnquantizedFusedMoEMethod: ("register_oot", "_setup_kernel", "process_weights_after_loading"),
-    RoutedExperts: ("weight_loader", "load_weights"),
-}
-"""The members of each class that the plugin overrides or calls."""
 
 
-def changed() -> str | None:
-    """Return a sentence with the names of all `MEMBERS` that this vLLM lacks, or None if it lacks none."""
-    missing = [
-        f"{kind.__name__}.{name}" for kind, names in MEMBERS.items() for name in names if not hasattr(kind, name)
-    ]
-    return f"this vLLM has no {', '.join(missing)}" if missing else None
-
-
-def register() -> str | None:
-    """Put the classes into vLLM's registries. Return None, or the reason why this is not possible."""
-    if why_not := changed():
-        return why_not
-    current = get_quantization_config("compressed-tensors")
-    if current is not CompressedTensorsConfig:
-        return f"{current.__module__}.{current.__name__} has already replaced vLLM's compressed-tensors"
+def register() -> None:
+    """Put the classes into vLLM's registries."""
     UnquantizedFusedMoEMethod.register_oot(RepairedUnquantizedMethod, name=UnquantizedFusedMoEMethod.__name__)
     register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
-    return None
 
 
 class _ShowsRouting(CPUUnquantizedExperts):
@@ -124,31 +101,24 @@ class LowBitExperts(_ShowsRouting):
         w1: torch.Tensor,
         w2: torch.Tensor,
         router_logits: torch.Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        num_expert_group: int | None = None,
-        e_score_correction_bias: torch.Tensor | None = None,
-        routed_scaling_factor: float | None = None,
-        topk_group: int | None = None,
+        *_: Any,
+        **settings: Any,
     ) -> torch.Tensor:
-        """Return the experts' output, BF16 [T, H]. `hidden_states` [T, H] and `router_logits` [T, E] are BF16."""
-        weights, ids = self._select_experts(
-            hidden_states, router_logits, num_expert_group, topk_group, e_score_correction_bias, routed_scaling_factor
-        )
+        """Return the experts' output, BF16 [T, H]. `hidden_states` [T, H] and `router_logits` [T, E] are BF16.
+        `settings`: vLLM's other arguments, all by name."""
+        names = ("num_expert_group", "topk_group", "e_score_correction_bias", "routed_scaling_factor")
+        weights, ids = self._select_experts(hidden_states, router_logits, *(settings[name] for name in names))
         assert self.prepared is not None
         return VllmCpuExperts.forward(hidden_states, weights, ids, self.prepared)
 
 
 class LowBitExpertsMethod(FusedMoEMethodBase):
-    """The experts of one layer, quantized with `scheme`: "w4a16" (with groups of `group_size`), "w8a8" or "fp8"."""
+    """The experts of one layer, quantized with `scheme`: W4A16, W8A8 or FP8."""
 
-    def __init__(self, moe: FusedMoEConfig, scheme: str, group_size: int | None) -> None:
+    def __init__(self, moe: FusedMoEConfig, scheme: Scheme) -> None:
         super().__init__(moe)
-        self.scheme, self.group_size = scheme, group_size
-        self.names = ("weight_packed", "weight_scale") if scheme == "w4a16" else ("weight", "weight_scale")
+        self.scheme, self.group_size = scheme, scheme.group_size
+        self.names = ("weight_packed" if self.group_size else "weight", "weight_scale")
 
     @property
     def is_monolithic(self) -> bool:
@@ -167,23 +137,22 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         shape = ExpertsShape(num_experts, self.moe.experts_per_token, hidden_size, intermediate_size_per_partition)
         self._check(layer, shape)
         sizes = ((2 * shape.intermediate, hidden_size), (hidden_size, shape.intermediate))
-        kind = "group" if self.scheme == "w4a16" else "channel"
-        scheme = get_scheme(self.scheme, group_size=self.group_size or 0)
+        kind = "group" if self.group_size else "channel"
         for stack, (rows, columns) in zip(_PARAMETERS, sizes, strict=True):
-            wire = scheme.wire_tensors(rows, columns)
+            wire = self.scheme.wire_tensors(rows, columns)
             for name in self.names:
                 dtype, size = wire[name]
                 parameter = nn.Parameter(torch.empty(num_experts, *size, dtype=dtype), requires_grad=False)
                 layer.register_parameter(f"{stack}_{name}", parameter)
                 set_weight_attrs(parameter, {**extra_weight_attrs, "quant_method": kind, "is_transposed": False})
-            if self.scheme == "w4a16":
+            if self.group_size:
                 # `weight_shape` arrives twice per expert of w13. vLLM's reload would count the second as a new weight.
                 unused = nn.Parameter(torch.empty(0, dtype=torch.int64), requires_grad=False)
                 layer.register_parameter(f"{stack}_weight_shape", unused)
                 set_weight_attrs(unused, {"weight_loader": _ignore_weight})
 
     def _check(self, layer: Any, shape: ExpertsShape) -> None:
-        why_not = VllmCpuExperts.unavailable(self.scheme, torch.device("cpu"), shape, self.group_size)
+        why_not = VllmCpuExperts.unavailable(self.scheme.name, torch.device("cpu"), shape, self.group_size)
         if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or self.moe.has_bias:
             why_not = (
                 "the kernel supports only SiLU experts without biases and without router weights on the input; "
@@ -197,7 +166,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
             )
         if why_not is not None:
             raise UserError(
-                f"no kernel supports these {self.scheme} experts on a CPU",
+                f"no kernel supports these {self.scheme.name} experts on a CPU",
                 where=f"{layer.layer_name}: {shape}",
                 why=why_not,
                 fix="choose a different quant.scheme, or add the experts to quant.ignore",
@@ -237,20 +206,12 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         kernel: Any = self.moe_kernel
-        y: torch.Tensor = kernel.apply_monolithic(
-            x,
-            None,
-            None,
-            router_logits,
-            activation=layer.activation,
-            global_num_experts=layer.global_num_experts,
-            expert_map=layer.expert_map,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            num_expert_group=layer.num_expert_group,
-            topk_group=layer.topk_group,
-            e_score_correction_bias=layer.e_score_correction_bias,
-            routed_scaling_factor=layer.routed_scaling_factor,
+        names = (
+            "activation global_num_experts expert_map apply_router_weight_on_input num_expert_group topk_group "
+            "e_score_correction_bias routed_scaling_factor"
         )
+        settings = {name: getattr(layer, name) for name in names.split()}
+        y: torch.Tensor = kernel.apply_monolithic(x, None, None, router_logits, **settings)
         return y
 
 
@@ -276,28 +237,22 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
             first, *others = (self.get_scheme_dict(layer, name) for name in names)
             scheme = scheme_of(first) if first is not None and all(other == first for other in others) else None
             if scheme is not None:
-                return LowBitExpertsMethod(layer.moe_config, *scheme)
+                return LowBitExpertsMethod(layer.moe_config, scheme)
         return super().get_quant_method(layer, prefix)
 
 
-def scheme_of(found: Mapping[str, Any]) -> tuple[str, int | None] | None:
-    """Return name and group size of the QaRL scheme that a compressed-tensors layer uses, or None for other schemes."""
+def scheme_of(found: Mapping[str, Any]) -> Scheme | None:
+    """Return the QaRL scheme that a compressed-tensors layer uses, or None for other schemes."""
     try:
-        weights, inputs = (
+        operands = [
             None if found.get(part) is None else QuantArgs.from_compressed_tensors(found[part])
             for part in ("weights", "input_activations")
-        )
+        ]
     except ValueError:  # no scheme of QaRL has these settings
         return None
-    if weights is None:
-        return None
-    for name in ("w4a16", "w8a8", "fp8"):
-        scheme = get_scheme(name)
-        assert scheme.weights is not None
-        group_size = weights.group_size if scheme.group_size else None
-        if (weights, inputs) == (replace(scheme.weights, group_size=group_size), scheme.input_activations):
-            return name, group_size
-    return None
+    group_size = (operands[0] and operands[0].group_size) or 128
+    schemes = (get_scheme(name, group_size) for name in ("w4a16", "w8a8", "fp8"))
+    return next((one for one in schemes if [one.weights, one.input_activations] == operands), None)
 
 
 class RepairedUnquantizedMethod(UnquantizedFusedMoEMethod):

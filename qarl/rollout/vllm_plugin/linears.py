@@ -44,8 +44,7 @@ def requested() -> KernelRequest | None:
     """Return what the engine that is being built was asked for, or None if it uses vLLM's own kernels."""
     config = get_current_vllm_config_or_none()
     given = config.additional_config if config is not None else None
-    found = given.get(REQUEST_KEY) if isinstance(given, Mapping) else None
-    return None if found is None else KernelRequest(*found)
+    return KernelRequest(*given[REQUEST_KEY]) if isinstance(given, Mapping) and REQUEST_KEY in given else None
 
 
 @torch.library.custom_op(
@@ -108,12 +107,7 @@ class _Own:
         return OWN_KERNELS[self.request.kernels][self.request.scheme]
 
     def multiply(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        channels: int,
+        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, channels: int
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         y = torch.ops.qarl.linear(rows, weight, scale, bias, *self.request, channels)
@@ -229,27 +223,14 @@ def _read_environment_again() -> None:
 
 
 def check_in_use(model: nn.Module, wanted: KernelRequest | None) -> None:
-    """Raise UserError if a quantized linear of the engine's `model` has a kernel other than `wanted` says, or if
-    `wanted` is given and no linear has a kernel."""
-    found = 0
+    """Raise UserError if a quantized linear of the engine's `model` has a kernel other than `wanted` says."""
     for name, module in model.named_modules():
         scheme: Any = getattr(module, "scheme", None)
         kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
-        if kernel is None:
-            continue
-        found += 1
-        if wanted == (kernel.request if isinstance(kernel, _Own) else None):
-            continue
-        raise UserError(
-            f"vLLM chose {type(kernel).__name__} for a layer",
-            where=name,
-            why="the trainer multiplies with QaRL's own kernel" if wanted else "quant.kernels=engine",
-            fix=f"unset {_DISABLED}, or set quant.kernels=engine",
-        )
-    if wanted and not found:
-        raise UserError(
-            "no layer of vLLM's model has a linear kernel",
-            where=f"quant.kernels={wanted.kernels}",
-            why="the trainer multiplies with QaRL's own kernel, and nothing shows that vLLM does",
-            fix="set quant.kernels=engine, or install the vLLM that requirements/ locks (make setup)",
-        )
+        if kernel is not None and wanted != (kernel.request if isinstance(kernel, _Own) else None):
+            raise UserError(
+                f"vLLM chose {type(kernel).__name__} for a layer",
+                where=name,
+                why="the trainer multiplies with QaRL's own kernel" if wanted else "quant.kernels=engine",
+                fix=f"unset {_DISABLED}, or set quant.kernels=engine",
+            )

@@ -62,8 +62,7 @@ from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import DeltaSender, encode_publish
 from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer, own_address
 from qarl.rollout.publish.wire import NamedTensor, engines_manifest
-from qarl.vllm_versions.differences import kv_cache_tensors
-from qarl.vllm_versions.release import check_release
+from qarl.vllm_versions import check_release, kv_cache_tensors
 
 _log = logging.getLogger("qarl.rollout.vllm_plugin")
 
@@ -121,18 +120,12 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: QaRLUpdateInfo) -> None:
-        """Receive one publish.
-
-        Raises:
-            UserError: `WeightClient` or `WeightClient.feed` raised it. Until a publish is complete, the model refuses
-                to compute logits.
-        """
+        """Receive one publish. After an error the model refuses to compute logits until a publish is complete."""
         receiver, info = self._ready()
         self.failed = True
         largest = max(spec.nbytes for spec in receiver.expected.values())
-        with WeightClient(
-            (info.host, info.port), info.token, held=receiver.held, seconds=info.seconds, limit=largest
-        ) as client:
+        address = info.host, info.port
+        with WeightClient(address, info.token, held=receiver.held, seconds=info.seconds, limit=largest) as client:
             client.feed(receiver)
         self.failed, self.published = False, True
 
@@ -140,20 +133,13 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         """Do nothing. The trainer already knows the result, and an error here would leave vLLM's update open."""
 
     def _refusal(self) -> UserError | None:
-        if self.receiver is None:
+        dummy = self.vllm_config.load_config.load_format == "dummy"
+        if self.receiver is None or not (self.failed or (dummy and not self.published)):
             return None
-        if self.failed:
-            return UserError(
-                "this engine does not generate, because its last publish failed",
-                why=self.receiver.stale_because,
-                fix="publish again before you generate: send_weights in the trainer sends all tensors",
-            )
-        if self.published or self.vllm_config.load_config.load_format != "dummy":
-            return None
+        reason = "its last publish failed" if self.failed else "nothing was published to it"
         return UserError(
-            "this engine does not generate, because nothing was published to it",
-            where="load_format=dummy",
-            why="its weights are random numbers",
+            f"this engine does not generate, because {reason}",
+            why=self.receiver.stale_because if self.failed else "load_format=dummy: its weights are random numbers",
             fix="publish before you generate: send_weights in the trainer",
         )
 
@@ -164,10 +150,7 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         if self.receiver is None or self.info is None:
             raise UserError(
                 "the engine does not know where the trainer is",
-                where="vLLM's worker, weight_transfer_config.backend=qarl",
-                why="its weight update was started before init_weight_transfer_engine",
-                fix="make the trainer's side first with WeightTransferTrainerFactory.trainer_init; after a restart of "
-                "the engine call its connect()",
+                fix="call WeightTransferTrainerFactory.trainer_init first; after a restart of the engine, connect()",
             )
         return self.receiver, self.info
 
@@ -267,13 +250,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
             TransferFailed: a worker refused the publish. Publish again. No engine generates before that.
             Exception: the client raised it.
         """
-        if self.source is None:
-            raise UserError(
-                "the trainer has no tensors to publish",
-                where="WeightTransferTrainerFactory.trainer_init(..., source=None)",
-                why="send_weights reads them from its source",
-                fix="pass source=PackedSource(policy.quantize), or your own function that yields (name, tensor)",
-            )
+        assert self.source is not None, "pass a source to trainer_init"
         self.version = self.version + 1 if version is None else version
         if self.server is None:
             for _ in self.source:

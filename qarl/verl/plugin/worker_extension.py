@@ -25,7 +25,7 @@ from qarl.process import allow_matrix_tiles
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import NamedTensor, engines_manifest
 from qarl.verl.plugin.publish import TIMEOUT_VARIABLE, decode, publish_timeout, run_identity, socket_timeouts
-from qarl.vllm_versions.release import check_release
+from qarl.vllm_versions import check_release
 
 
 class QaRLWorkerExtension(vLLMColocateWorkerExtension):

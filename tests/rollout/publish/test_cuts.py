@@ -12,9 +12,8 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.rollout.publish import writers
-from qarl.rollout.publish.tensor_parallel import cut_of
 from qarl.rollout.publish.wire import TensorSpec
-from qarl.rollout.publish.writers import WritePlan
+from qarl.rollout.publish.writers import WritePlan, cut_of
 
 
 class UnquantizedLinearMethod:
@@ -105,14 +104,6 @@ def test_experts_that_are_spread_over_workers_are_not_cut() -> None:
 def row_part(groups: int) -> dict[str, torch.Tensor]:
     """64 columns."""
     return {"weight_packed": torch.arange(16.0).reshape(2, 8), "weight_scale": torch.arange(2.0 * groups).view(2, -1)}
-
-
-@pytest.mark.parametrize(("groups", "workers"), [(1, 2), (3, 2), (2, 4)])
-def test_a_group_of_two_workers_is_refused(groups: int, workers: int) -> None:
-    layer: Any = RowParallelLinear(tp_size=workers)
-    cut: Any = cut_of(layer, 1)
-    with pytest.raises(UserError, match=f"{groups} groups of a weight cannot be split over {workers} workers"):
-        cut(layer, [row_part(groups)])
 
 
 def test_groups_and_biases_of_a_row_parallel_layer() -> None:

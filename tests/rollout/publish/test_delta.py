@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qarl.rollout.publish.delta import Changes, apply_changes, compare, find_changes
+from qarl.rollout.publish.delta import apply_changes, compare, find_changes
 
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32, torch.int64)
 SIZES = (0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 255, 257, 1000, 65_537)
@@ -32,25 +32,24 @@ def with_other_words(tensor: torch.Tensor, positions: list[int], bit: int = 0) -
     return changed
 
 
-def changes(before: torch.Tensor, now: torch.Tensor) -> Changes:
+def changes(before: torch.Tensor, now: torch.Tensor) -> tuple[int, torch.Tensor | None]:
     compared = compare(before, now)
     return find_changes(compared, int(compared.count))
 
 
 def check(before: torch.Tensor, now: torch.Tensor) -> int | None:
     """Apply the payload to a copy. Return the payload's bytes."""
-    found = changes(before, now)
-    count = int((rows_of(before) != rows_of(now)).any(1).sum())
-    assert found.words == before.numel() and found.changed == count
-    if found.payload is None:
+    changed, payload = changes(before, now)
+    assert changed == int((rows_of(before) != rows_of(now)).any(1).sum())
+    if payload is None:
         return None
-    assert found.payload.dtype == torch.uint8 and found.payload.numel() < now.nbytes
+    assert payload.dtype == torch.uint8 and payload.numel() < now.nbytes
     copy = before.clone()
-    apply_changes(copy, found.payload)
+    apply_changes(copy, payload)
     assert raw(copy) == raw(now)
-    apply_changes(copy, found.payload)  # values are absolute
+    apply_changes(copy, payload)  # values are absolute
     assert raw(copy) == raw(now)
-    return found.payload.numel()
+    return payload.numel()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,29 +74,16 @@ def test_gaps_around_the_escapes(gap):
         assert check(before, with_other_words(before, positions)) is not None
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_random_shares(dtype):
-    generator = torch.Generator().manual_seed(1)
-    before = random_bits(20_003, dtype)
-    sizes = []
-    for share in (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.8):
-        positions = (torch.rand(20_003, generator=generator) < share).nonzero().squeeze(1).tolist()
-        sizes.append(check(before, with_other_words(before, positions, bit=5)))
-        if sizes[-1] is not None:
-            assert sizes[-1] <= 16 + len(positions) * dtype.itemsize + 7 + 20_003 // 8 + 1
-    assert sizes[0] is not None and sizes[:4] == sorted(size for size in sizes[:4] if size)
-
-
 def test_bits_count_and_not_numbers():
     """NaN differs from no other NaN as a number, and -0 equals 0."""
     quiet, other = torch.tensor([0x7FC0, 0x7FC1], dtype=torch.int16).view(torch.bfloat16)
     zeros = torch.zeros(100, dtype=torch.bfloat16)
     before, now = zeros.clone(), zeros.clone()
     before[3] = now[3] = quiet
-    assert changes(before, now).changed == 0
+    assert changes(before, now)[0] == 0
     now[3] = other
     now[7] = -0.0
-    assert changes(before, now).changed == 2
+    assert changes(before, now)[0] == 2
     check(before, now)
 
 
@@ -106,19 +92,12 @@ def test_views_and_shapes(offset):
     """A tensor need not begin at eight bytes, and a payload lies anywhere in a transport's buffer."""
     base = random_bits(1_000, torch.bfloat16)[offset : offset + 960].view(30, 32)
     now = with_other_words(base.reshape(-1), [0, 1, 500, 959]).view(30, 32)
-    payload = changes(base, now).payload
+    payload = changes(base, now)[1]
     moved = torch.zeros(payload.numel() + offset, dtype=torch.uint8)[offset:]
     moved.copy_(payload)
     copy = base.clone()
     apply_changes(copy, moved)
     assert raw(copy) == raw(now)
-
-
-def test_other_tensors_are_refused():
-    with pytest.raises(ValueError, match="cannot become"):
-        changes(torch.zeros(4), torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="cannot become"):
-        changes(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.4])
@@ -127,7 +106,7 @@ def test_damaged_payloads_change_nothing_or_are_found_by_size(share):
     generator = torch.Generator().manual_seed(2)
     before = random_bits(1_500, torch.int32)
     positions = (torch.rand(1_500, generator=generator) < share).nonzero().squeeze(1).tolist() or [700]
-    payload = changes(before, with_other_words(before, positions)).payload
+    payload = changes(before, with_other_words(before, positions))[1]
     refused = 0
     for size in range(0, payload.numel(), 1 + payload.numel() // 20):
         copy = before.clone()

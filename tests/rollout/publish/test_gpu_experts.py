@@ -14,8 +14,8 @@ from engine_experts import DOWN, EXPERTS, GATE_UP, HIDDEN, PREFIX, WIDTH, engine
 from torch import nn
 
 from qarl.kernels.int4 import CODES, SCALES, to_marlin
-from qarl.rollout.publish import expert_writers, writers
-from qarl.rollout.publish.expert_writers import UNCHANGED
+from qarl.rollout.publish import layer_writers, writers
+from qarl.rollout.publish.layer_writers import UNCHANGED
 
 CASES = [(method, backend) for method, (_, backends) in UNCHANGED.items() for backend in backends]
 
@@ -23,7 +23,7 @@ CASES = [(method, backend) for method, (_, backends) in UNCHANGED.items() for ba
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "_is_on_cpu", lambda module: False)
-    monkeypatch.setattr(expert_writers, "as_vllm_loads", lambda config, modules: nullcontext())
+    monkeypatch.setattr(layer_writers, "as_vllm_loads", lambda config, modules: nullcontext())
 
 
 def method_of(name: str, backend: str) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qarl.rollout.publish import graph_addresses
-from qarl.rollout.publish.graph_addresses import addresses_kept, graphs_captured, moved, places
+from qarl.rollout.publish.graph_addresses import addresses_kept, moved, places
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import encode_publish
 from qarl.rollout.publish.wire import TensorSpec
@@ -97,20 +97,6 @@ def test_memory_that_is_used_again_does_not_hide_a_move() -> None:
     for layer in layers.values():
         layer.quant_method.workspace = torch.zeros(4)
     assert len(moved(before, places(layers))) == 8
-
-
-def test_a_tensor_that_changes_hands_has_not_moved() -> None:
-    layer = Layer()
-    before = places({"layer": layer})
-    layer.kept, layer.strides = layer.strides, []
-    assert moved(before, places({"layer": layer})) == []
-
-
-def test_graphs_are_captured_unless_the_config_says_none() -> None:
-    assert graphs_captured(GRAPHS)
-    assert not graphs_captured(None) and not graphs_captured(SimpleNamespace())
-    none = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE")))
-    assert not graphs_captured(none)
 
 
 @pytest.fixture

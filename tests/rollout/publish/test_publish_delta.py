@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from memory_cases import run
-from publish_streams import engine_model, feed_in_buckets, flip, lose, receiver, twice, weights
+from publish_streams import Engine, feed_in_buckets, flip, lose, twice, weights
 
-from qarl.rollout.publish.delta import PublishedCache, Tally, fingerprint_of
-from qarl.rollout.publish.send import DeltaSender, publish_weights
+from qarl.rollout.publish.delta import Tally, fingerprint_of
+from qarl.rollout.publish.send import DeltaSender
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
 from qarl.trainer.setup import engine_config
 
@@ -29,29 +27,6 @@ def moved(tensors: list, seed: int = 0, share: float = 0.01) -> list:
         tensor.view(torch.int16)[chosen] ^= 1
         found.append((name, tensor))
     return found
-
-
-class Engine:
-    """A receiver, and what `publish_weights` needs besides."""
-
-    def __init__(self, **options: Any) -> None:
-        self.model = engine_model("llama")
-        self.receiver = receiver(self.model, **options)
-        self.expected = self.receiver.expected
-        self.transport = lambda stream: stream
-
-    def reset_prefix_cache(self) -> bool:
-        return True
-
-    def mark_stale(self, reason: str) -> None:
-        self.receiver.mark_stale(reason)
-
-    def publish(self, tensors: list, version: int, delta: bool = True):
-        return publish_weights(self, self.receiver, tensors, version=version, delta=delta)
-
-    def has(self, tensors: list) -> bool:
-        state = self.model.state_dict()
-        return all(torch.equal(state[name].view(torch.int16), tensor.view(torch.int16)) for name, tensor in tensors)
 
 
 @pytest.mark.parametrize("skip_unchanged", [False, True])
@@ -179,21 +154,11 @@ def test_a_fault_is_refused_and_the_next_publish_heals_it(fault, skip_unchanged)
     with pytest.raises(Exception, match=message):
         engine.publish(now, 2)
     assert engine.receiver.stale and engine.receiver.held is None
-    engine.transport = lambda stream: stream
+    engine.transport = iter
     report = engine.publish(now, 2)
     assert not report.is_delta and engine.has(now) and engine.receiver.version == 2
     later = moved(now, seed=3)
     assert engine.publish(later, 3).is_delta and engine.has(later)
-
-
-def test_a_wrong_base_is_refused_before_anything_is_written():
-    engine, tensors = Engine(), weights("llama")
-    engine.publish(tensors, 1)
-    engine.receiver.plan.write = lambda tensors: pytest.fail("a tensor was written")
-    engine.transport = other_base
-    with pytest.raises(TransferFailed, match="do not apply to the tensors"):
-        engine.publish(moved(tensors), 2)
-    assert engine.has(tensors)
 
 
 def test_damage_of_a_kept_word_that_did_not_change_is_found():
@@ -225,33 +190,11 @@ class Remote:
 
 def test_two_processes_stay_together():
     remote, tensors = Remote(), weights("llama")
-    sizes = []
-    for version in range(1, 6):
-        stream = remote.stream(tensors, version)
-        sizes.append(sum(tensor.nbytes for _, tensor in stream))
-        remote.feed(stream)
+    for version in range(1, 4):
+        remote.feed(remote.stream(tensors, version))
         assert remote.engine.has(tensors) and remote.engine.receiver.held == remote.sender.cache.fingerprint
+        assert remote.sender.tally.known == (version > 1)
         tensors = moved(tensors, seed=version)
-    assert max(sizes[1:]) < 0.2 * sizes[0]
-    metrics = remote.sender.tally.metrics()
-    assert 0 < metrics["publish/changed_frac"] < 0.02
-
-
-@pytest.mark.parametrize("lost", ["all", "end", "middle"])
-def test_an_acknowledgement_is_never_assumed(lost):
-    """The sender sent everything, but the receiver did not get it: the next publish has all tensors."""
-    remote, tensors = Remote(), weights("llama")
-    remote.feed(remote.stream(tensors, 1))
-    now = moved(tensors)
-    stream = remote.stream(now, 2)
-    assert remote.sender.cache.fingerprint is not None
-    part = {"all": [], "end": stream[:-1], "middle": stream[:3]}[lost]
-    remote.feed(part)
-    later = moved(now, seed=4)
-    stream = remote.stream(later, 3)
-    assert read_record(BEGIN, stream[0][1])["base"] is None
-    remote.feed(stream)
-    assert remote.engine.has(later) and remote.engine.receiver.version == 3
 
 
 def test_changes_of_another_version_are_refused():
@@ -303,19 +246,6 @@ def test_the_fingerprint_is_of_the_version_and_of_every_tensor():
     assert len(found) == 5 and fingerprint_of(1, {"b": 2, "a": 1}) in found
 
 
-def test_other_tensors_than_the_last_time_are_sent_whole():
-    """A tensor that was not there before, or has another shape: not possible in a run, and still no delta."""
-    engine, tensors = Engine(), weights("llama")
-    engine.publish(tensors, 1)
-    kept = engine.receiver.cache
-    kept.tensors[Q] = kept.tensors[Q][:1].clone()
-    assert not engine.publish(tensors, 2).is_delta and engine.has(tensors)
-    sender = DeltaSender()
-    list(sender.stream(tensors[:5], version=1, held=[None]))
-    sent = dict(sender.stream(tensors, version=2, held=[sender.cache.fingerprint]))
-    assert sent.keys() >= {name for name, _ in tensors[5:]} and sent.keys().isdisjoint({n for n, _ in tensors[:5]})
-
-
 def test_nan_in_the_engine_and_failed_checks_leave_no_base():
     engine, tensors = Engine(), weights("llama")
     for spoil in (lambda: engine.mark_stale("NaN"), lambda: engine.receiver.abort("vLLM failed")):
@@ -325,7 +255,7 @@ def test_nan_in_the_engine_and_failed_checks_leave_no_base():
 
 
 def test_the_tally_counts_codes_and_scales_apart():
-    tally, base = Tally(), PublishedCache()
+    tally = Tally()
     assert tally.metrics() == {}
     tally.known = True
     codes, scales = torch.zeros(64, 8, dtype=torch.int32), torch.ones(64, 2, dtype=torch.bfloat16)
@@ -339,6 +269,3 @@ def test_the_tally_counts_codes_and_scales_apart():
         "publish/changed_codes_frac": 4 / 512,
         "publish/changed_scales_frac": 0.25,
     }
-    base.put("a", codes, 7)
-    with pytest.raises(ValueError, match="no tensor b is kept"):
-        base.take("b", torch.zeros(16, dtype=torch.uint8), 1, is_delta=True)

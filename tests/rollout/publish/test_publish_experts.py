@@ -69,32 +69,23 @@ def changed(tensors: Tensors, name: str, change: Callable[[torch.Tensor], torch.
 ROUTER = "model.layers.1.mlp.gate.weight"
 FAULTS: dict[str, tuple[Callable[[Tensors, World], Tensors], str]] = {
     "a part is missing": (lambda t, w: without(t, w.part), "{part}: missing"),
-    "a weight is missing": (lambda t, w: without(t, w.weight), "{weight}: missing"),
     "a whole expert is missing": (
         lambda t, w: without(t, *(n for n, _ in t if n.startswith(f"{EXPERT}."))),
         "{part}: missing",
     ),
-    "doubled": (lambda t, w: [*t, *(item for item in t if item[0] == w.part)], "{part}: sent twice"),
     "named as another expert's": (
         lambda t, w: renamed(t, w.part, w.part.replace("experts.3", "experts.4")),
         r"experts\.4\.up_proj\.\w+: sent twice; {part}: missing",
-    ),
-    "of an expert too many": (
-        lambda t, w: renamed(t, w.part, w.part.replace("experts.3", "experts.8")),
-        r"experts\.8\.up_proj\.\w+: not a tensor of this model",
     ),
     "stacked": (
         lambda t, w: [*t, ("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(8, 128, 128))],
         "gate_up_proj: not a tensor of this model",
     ),
     "NaN in a part": (lambda t, w: changed(t, w.part, lambda x: x * float("nan")), "{part}: holds NaN or Inf"),
-    "one row too few": (lambda t, w: changed(t, w.part, lambda x: x[:-1].clone()), "{part}: is .* expects"),
     "the weight transposed": (
         lambda t, w: changed(t, w.weight, lambda x: x.t().contiguous()),
         "{weight}: is .* the engine expects",
     ),
-    "a part of another dtype": (lambda t, w: changed(t, w.part, torch.Tensor.half), "{part}: is float16"),
-    "the router's weight is missing": (lambda t, w: without(t, ROUTER), f"{ROUTER}: missing"),
 }
 
 
@@ -148,15 +139,7 @@ DAMAGE: dict[str, tuple[Callable[[Stream, str, Stream], Stream], str]] = {
     "bytes of one expert are flipped": (lambda s, n, _: changed(s, n, flipped), "{name} was damaged"),
     "a stack of another layer": (lambda s, n, _: from_layer(s, n, 2), "{name} was damaged"),
     "a stack of another version": (lambda s, n, old: changed(s, n, lambda _: dict(old)[n]), "{name} was damaged"),
-    "a stack is named as another layer's": (
-        lambda s, n, _: renamed(s, n, n.replace("layers.1", "layers.0")),
-        "arrived twice|{name} was damaged|did not arrive",
-    ),
     "two experts are swapped": (lambda s, n, _: changed(s, n, lambda t: t.flip(0)), "{name} was damaged"),
-    "a stack comes twice": (
-        lambda s, n, _: [i for i in s for _ in range(1 + (i[0] == n))],
-        "qarl.unit .* cannot be read",
-    ),
 }
 
 
@@ -197,10 +180,6 @@ def other_value(payload: torch.Tensor) -> torch.Tensor:
 DAMAGED_CHANGES: dict[str, tuple[Callable[[Stream, str, Stream], Stream], str]] = {
     "changes of a stack are lost": DAMAGE["a stack is lost"],
     "bytes of one expert are flipped": (lambda s, n, _: changed(s, n, other_value), "{name} was damaged"),
-    "changes of another layer's stack": (
-        lambda s, n, old: changed(s, n, lambda _: dict(old)[n.replace("layers.1", "layers.2")]),
-        "{name} was damaged",
-    ),
     "changes of another version": DAMAGE["a stack of another version"],
     "the whole stack of another version": (
         lambda s, n, old: changed(s, n, lambda _: dict(old)[f"whole {n}"]),

@@ -116,7 +116,7 @@ def damaged_record(stream):
         (lose(UNIT), TransferFailed, "(?s)not complete.*missing"),
         (swap_two, TransferFailed, "was damaged"),
         (twice, TransferFailed, r"layers\.0 arrived twice"),
-        (damaged_record, TransferFailed, "qarl.unit of a publish cannot be read"),
+        (damaged_record, TransferFailed, "did not arrive as it was sent"),
         (break_at(PACKED), ConnectionResetError, "hung up"),
     ],
 )

@@ -1,8 +1,8 @@
-"""Experts in the engine's model: where their stacks belong, and how they are written.
+"""How published tensors are written into one of vLLM's layers: dense layers on a CPU, and experts on CPUs and GPUs.
 
-A publish has two stacks per layer, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` (`qarl.quant.expert_names`).
-vLLM has the same stacks in one module, `mlp.experts.routed_experts`: `w13_*` [E, 2I, ...], gate above up, and `w2_*`
-[E, H, ...].
+A publish has two stacks of experts per layer, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`
+(`qarl.quant.expert_names`). vLLM has the same stacks in one module, `mlp.experts.routed_experts`: `w13_*` [E, 2I, ...],
+gate above up, and `w2_*` [E, H, ...].
 
 On a CPU, writing experts requires QaRL's plugin for vLLM (`qarl.rollout.vllm_plugin`). On a GPU, vLLM's layerwise
 reload would move the layer to the meta device, load it into new memory, process it, which for Marlin is a loop over all
@@ -21,14 +21,14 @@ numbers or scales, and a padded parameter has another shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from qarl.errors import UserError
+from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
 from qarl.kernels.int4 import CODES, SCALES, to_marlin
 from qarl.rollout.publish.graph_addresses import as_vllm_loads
 from qarl.rollout.vllm_plugin import not_loaded
@@ -37,6 +37,84 @@ Part = dict[str, torch.Tensor]
 """The tensors of one checkpoint module. A key is the last component of a tensor's name: `weight_packed`, `bias`, ..."""
 Writer = Callable[[nn.Module, list[Part]], None]
 """A function of a module and this worker's part of the tensors of its checkpoint modules, which it writes."""
+
+
+def write_plain(module: nn.Module, parts: list[Part]) -> None:
+    """Write parameters that vLLM uses unchanged, such as those of norms."""
+    (part,) = parts
+    for name, tensor in part.items():
+        module.get_parameter(name).data.copy_(tensor)
+
+
+def _write_unquantized(layer: Any, parts: list[Part]) -> None:
+    """Write BF16 weights, and let vLLM pack them again."""
+    weight = _stacked(parts, "weight")
+    if layer.weight.numel():
+        layer.weight.data[: len(weight)].copy_(weight)
+    else:
+        layer.weight = nn.Parameter(weight.clone() if len(parts) == 1 else weight, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
+    _write_bias(layer, parts)
+
+
+def _write_wna16(layer: Any, parts: list[Part]) -> None:
+    """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
+    prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
+    layer.weight_packed.data.copy_(prepared.weight)
+    layer.weight_scale.data.copy_(prepared.scales)
+    _write_bias(layer, parts)
+
+
+def write_int8(layer: Any, parts: list[Part]) -> None:
+    """Write int8 weights into a new oneDNN handler. It has the only copy of the weights, and points to the scales."""
+    from vllm import _custom_ops as ops
+
+    kernel = layer.scheme.kernel
+    weight = _stacked(parts, "weight")
+    layer.weight_scale.data.copy_(_stacked(parts, "weight_scale"))
+    if getattr(layer, "azp_adj", None) is not None:  # used only for asymmetric activations, but kept correct
+        layer.azp_adj.data.copy_(weight.sum(1, dtype=torch.float32) * layer.weight_scale.squeeze(1))
+    dtype = getattr(layer, "params_dtype", torch.bfloat16)
+    kernel.dnnl_handler = ops.create_onednn_scaled_mm(
+        weight.t(), layer.weight_scale, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=32
+    )
+    _write_bias(layer, parts)
+
+
+def _write_fp8(layer: Any, parts: list[Part]) -> None:
+    """Write e4m3 weights. The storage is [N, K]; vLLM's parameter is its [K, N] view."""
+    layer.weight.data.t().copy_(_stacked(parts, "weight"))
+    layer.weight_scale.data.copy_(_stacked(parts, "weight_scale"))
+    _write_bias(layer, parts)
+
+
+def _write_own(layer: Any, parts: list[Part]) -> None:
+    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.linears`)."""
+    layer.scheme.kernel.write(layer, {name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
+    _write_bias(layer, parts)
+
+
+DENSE_WRITERS: dict[str, Writer] = {
+    "QaRLInt4LinearKernel": _write_own,
+    "CPUWNA16LinearKernel": _write_wna16,
+    "CPUInt8ScaledMMLinearKernel": write_int8,
+    "ChannelWiseTorchFP8ScaledMMLinearKernel": _write_fp8,
+    "UnquantizedLinearMethod": _write_unquantized,
+    "UnquantizedEmbeddingMethod": _write_unquantized,
+}
+"""Name of vLLM's class -> writer. (Releases of vLLM define these classes in different modules.)"""
+
+
+def _write_bias(layer: Any, parts: list[Part]) -> None:
+    if "bias" in parts[0]:
+        layer.bias.data.copy_(_stacked(parts, "bias"))
+
+
+def _stacked(parts: list[Part], name: str) -> torch.Tensor:
+    """Concatenate a fused layer's tensors along the output dimension, which is the first in the checkpoint format."""
+    return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
+
+
 STORED = {"gate_up_proj": "w13", "down_proj": "w2"}
 """Each stack of a publish -> vLLM's name for it. The functions that write a layer rely on this order."""
 _EXPERTS = ".routed_experts"
@@ -64,32 +142,14 @@ def holds_experts(module: nn.Module) -> bool:
     return any(kind.__name__ == "RoutedExperts" for kind in type(module).__mro__)
 
 
-def stacks_of(name: str) -> list[str]:
-    """Return the names of the published stacks that the RoutedExperts module `name` contains."""
-    return [f"{name.removesuffix(_EXPERTS)}.{stack}" for stack in STORED]
-
-
 def quantized_experts(model: nn.Module) -> set[str]:
-    """Return the names of the stacks that the engine has quantized."""
-    found: set[str] = set()
-    for name, module in model.named_modules():
-        if holds_experts(module) and not _is_a(module, "UnquantizedFusedMoEMethod"):
-            found.update(stacks_of(name))
-    return found
-
-
-def check_all_there(name: str, module: nn.Module, owners: Iterable[str], count: int) -> None:
-    """Raise UserError if the published stacks of a layer (`owners`) of `count` experts are not those of the engine."""
-    layer: Any = module
-    ours, theirs = set(owners), set(stacks_of(name))
-    if ours != theirs or count != layer.global_num_experts:
-        raise UserError(
-            f"the trainer and the engine have different experts in {name}",
-            where=f"only the engine: {sorted(theirs - ours)}; only the trainer: {sorted(ours - theirs)}; "
-            f"experts: {count} in the trainer, {layer.global_num_experts} in the engine",
-            why="experts that are not written would keep the random numbers that the engine starts with",
-            fix="use a different model, and report this one: QaRL cannot publish to its family yet",
-        )
+    """Return the names of the published stacks that the engine has quantized."""
+    return {
+        f"{name.removesuffix(_EXPERTS)}.{stack}"
+        for name, module in model.named_modules()
+        if holds_experts(module) and not _is_a(module, "UnquantizedFusedMoEMethod")
+        for stack in STORED
+    }
 
 
 def cpu_writer_of(module: nn.Module, direct: bool) -> Writer | None:
@@ -107,36 +167,36 @@ def _is_a(module: nn.Module, method: str) -> bool:
     return any(kind.__name__ == method for kind in type(getattr(module, "quant_method", None)).__mro__)
 
 
-def write_low_bit(module: nn.Module, parts: list[Part]) -> None:
+def write_low_bit(layer: Any, parts: list[Part]) -> None:
     """Pass the published stacks of a layer to the layer's kernel."""
-    layer: Any = module
     layer.quant_method.write(layer, *parts)
 
 
-def write_bf16(module: nn.Module, parts: list[Part]) -> None:
+def write_bf16(layer: Any, parts: list[Part]) -> None:
     """Write BF16 weights, and let vLLM's own code pack them, as when the engine starts."""
-    layer: Any = module
     for stack, tensors in zip(STORED.values(), parts, strict=True):
         getattr(layer, f"{stack}_weight").data = tensors["weight"].clone()  # the sender's memory
     layer.quant_method.process_weights_after_loading(layer)
 
 
-def reload(module: nn.Module, parts: list[Part], cut: list[Part] | None) -> None:
-    """Load published stacks into `module`, inside vLLM's layerwise reload, which then processes them.
+def reload(layer: Any, parts: list[Part], cut: list[Part] | None) -> None:
+    """Load published stacks into `layer`, inside vLLM's layerwise reload, which then processes them.
 
     vLLM's own loader takes experts one by one, which for a large model takes longer than everything else. So if a stack
     fits its parameter, each parameter gets a loader that copies it whole. `cut`: this worker's part of `parts`, or None
     if QaRL does not know it; then, and if vLLM has padded a parameter, its own loader cuts and places each expert."""
     from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-    layer: Any = module
-    whole = {name: _oriented(getattr(layer, name), tensor) for name, tensor in by_parameter(cut or parts).items()}
+    whole = by_parameter(cut or parts)
+    for name, tensor in whole.items():
+        if getattr(getattr(layer, name), "is_transposed", False):  # as vLLM stores it before it processes it
+            whole[name] = tensor.transpose(1, 2)
     if cut is None or any(getattr(layer, name).shape != tensor.shape for name, tensor in whole.items()):
         _load_one_by_one(layer, by_parameter(parts))
         return
     for name in whole:
         getattr(layer, name).weight_loader = _copy_stack
-    initialize_online_processing(module)
+    initialize_online_processing(layer)
     for name, tensor in whole.items():
         parameter = getattr(layer, name)
         parameter.weight_loader(parameter, tensor)
@@ -146,11 +206,6 @@ def by_parameter(parts: list[Part]) -> Part:
     """Return the published stacks of a layer by the names of vLLM's parameters."""
     named = zip(STORED.values(), parts, strict=True)
     return {f"{stack}_{leaf}": tensor for stack, part in named for leaf, tensor in part.items()}
-
-
-def _oriented(parameter: nn.Parameter, stack: torch.Tensor) -> torch.Tensor:
-    """Return `stack`, or a view with its matrices transposed if vLLM stores them so before it processes them."""
-    return stack.transpose(1, 2) if getattr(parameter, "is_transposed", False) else stack
 
 
 def _copy_stack(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
@@ -200,7 +255,10 @@ def gpu_writer_of(module: nn.Module, parts: list[Part], vllm_config: Any, derive
     stored = dict(module.named_parameters(recurse=False))
     names = {name for name, parameter in stored.items() if parameter.numel() and name not in derived}
     published = by_parameter(made)
-    fits = names == published.keys() and all(_fits(stored[name], tensor) for name, tensor in published.items())
+    fits = names == published.keys() and all(
+        (stored[name].shape, stored[name].dtype) == (tensor.shape, tensor.dtype) and stored[name].is_contiguous()
+        for name, tensor in published.items()
+    )
     return writer if fits else None
 
 
@@ -227,20 +285,14 @@ def in_marlins_layout(part: Part) -> Part:
     return {"weight_packed": made[CODES], "weight_scale": made[SCALES]}
 
 
-def _fits(parameter: torch.Tensor, published: torch.Tensor) -> bool:
-    same = parameter.shape == published.shape and parameter.dtype == published.dtype
-    return same and parameter.is_contiguous()
-
-
 def copy_stacks(module: Any, parts: list[Part]) -> None:
     for name, tensor in by_parameter(parts).items():
         getattr(module, name).data.copy_(tensor)
 
 
-def _write_unchanged(module: nn.Module, parts: list[Part], vllm_config: Any) -> None:
-    layer: Any = module
-    copy_stacks(module, parts)
-    with as_vllm_loads(vllm_config, {"experts": module}):
+def _write_unchanged(layer: Any, parts: list[Part], vllm_config: Any) -> None:
+    copy_stacks(layer, parts)
+    with as_vllm_loads(vllm_config, {"experts": layer}):
         layer.quant_method.process_weights_after_loading(layer)
 
 

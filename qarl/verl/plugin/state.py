@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from qarl.checkpoint.json_file import write_json
-from qarl.checkpoint.verl_shards import load_part, refuse_code
+from qarl.checkpoint.open import load_part, refuse_code
+from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.optim.muon import local_part
 from qarl.rollout.publish.checksum import checksums

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.align import align_model
 from qarl.config import OptimConfig
-from qarl.data import load_prompts
+from qarl.data.prompts import load_prompts
 from qarl.data.rewards import arithmetic
 from qarl.kernels.logprob import log_probs_of_logits
 from qarl.quant import get_scheme, packed_state_dict, quantize_model

@@ -31,7 +31,7 @@ import yaml
 from ablation_plots import curves_of, plot_suite
 from ablation_statistics import any_difference, run_figures, table
 
-from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 

@@ -22,9 +22,7 @@ from typing import Any
 
 import yaml
 
-from qarl.checkpoint.json_file import json_safe
-from qarl.checkpoint.run_folder import METRICS_FILE
-from qarl.checkpoint.storage import write_text
+from qarl.checkpoint.storage import METRICS_FILE, json_safe, write_text
 from qarl.config import Config, load_config
 from qarl.metrics.tracker import cpu, read_metrics, write_versions
 

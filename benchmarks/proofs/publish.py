@@ -23,7 +23,7 @@ from qarl.checkpoint.export import export, read_request
 from qarl.checkpoint.folder import open_checkpoint, tensor_digest
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config
-from qarl.data import load_prompts
+from qarl.data.prompts import load_prompts
 from qarl.diagnose.diagnosis import with_quant
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, packed_state_dict

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from qarl.bench import report
 from qarl.bench.arguments import DEVICES, as_json, check_device, device_of, read
 from qarl.bench.sources import LINEARS, Source, find_model, linear_shapes
-from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.storage import write_json
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 

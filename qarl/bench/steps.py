@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from qarl.bench import report
 from qarl.bench.arguments import DEVICES, as_json, check_device, check_divides, device_of, read
 from qarl.bench.sources import Source, default_group_size, find_model, write_model
-from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.storage import write_json
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 

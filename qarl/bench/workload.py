@@ -13,7 +13,7 @@ import torch
 from qarl.bench.steps import Arguments, Case
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config, build_config
-from qarl.data import Prompt, PromptDataset, PromptSampler
+from qarl.data.prompts import Prompt, PromptDataset, PromptSampler
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer

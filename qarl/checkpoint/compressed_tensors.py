@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -54,9 +53,6 @@ class ModelFiles:
     def from_folder(cls, folder: Path, *, trust_remote_code: bool = False) -> ModelFiles:
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        for name in ("tokenizer_config.json", "generation_config.json"):
-            if (folder / name).is_dir():  # transformers would treat the file as missing
-                raise IsADirectoryError(f"{folder / name} is a folder")
         has_generation = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if has_generation else None
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -93,7 +89,7 @@ def write_model(
 ) -> None:
     """Do the same as `save_model`, but write into an existing folder.
 
-    `dtype`: the dtype to write to config.json, if it is not the model's dtype. Raises OSError if writing fails.
+    `dtype`: the dtype to write to config.json, if it is not the model's dtype.
     """
     config = copy.deepcopy(files.config)
     if dtype is not None:
@@ -104,7 +100,7 @@ def write_model(
     if files.generation_config is not None:
         # `save_pretrained` refuses settings that many public models have, such as do_sample=false with a temperature.
         files.generation_config.to_json_file(folder / "generation_config.json")
-    _save_tokenizer(files.tokenizer, folder)
+    files.tokenizer.save_pretrained(folder)
     _write_shards(folder, tensors, max_shard_bytes)
 
 
@@ -150,17 +146,6 @@ def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> I
             yield name, tensor
 
 
-def packed_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, linears: Collection[str]) -> int:
-    """Return how many bytes `packed` yields for tensors of these shapes. Unquantized tensors count as BF16."""
-    total = 0
-    for name, shape in shapes.items():
-        owner, _, leaf = name.rpartition(".")
-        low_bit = leaf == "weight" and owner in linears
-        wire = scheme.wire_tensors(*shape) if low_bit else {leaf: (torch.bfloat16, shape)}
-        total += sum(torch.Size(size).numel() * dtype.itemsize for dtype, size in wire.values())
-    return total
-
-
 def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
     """Return the names of the linears, including those of experts, that `scheme` quantizes in the model in `folder`."""
     if not scheme.quantized:
@@ -202,28 +187,10 @@ def _write_shards(folder: Path, tensors: NamedTensors, max_shard_bytes: int) -> 
 
 
 def _write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
-    try:
-        save_file(tensors, folder / _shard_name(number), metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise _as_os_error(error) from error
+    save_file(tensors, folder / _shard_name(number), metadata={"format": "pt"})
     # safetensors makes files that only their owner may read. Use the permissions of the model's other files.
     shutil.copymode(folder / "config.json", folder / _shard_name(number))
     return list(tensors)
-
-
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # tokenizers has no exception class for errors of the disk
-        if isinstance(error, OSError) or "os error" not in str(error):
-            raise
-        raise _as_os_error(error) from error
-
-
-def _as_os_error(error: Exception) -> OSError:
-    """Convert an error of a Rust library to OSError. The error number is in the text of the Rust error."""
-    number = re.search(r"os error (\d+)", str(error))
-    return OSError(int(number[1]), str(error)) if number else OSError(str(error))
 
 
 def _shard_name(number: int) -> str:

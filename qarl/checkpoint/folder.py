@@ -18,17 +18,16 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, write_model
-from qarl.checkpoint.json_file import json_safe
-from qarl.checkpoint.storage import StorageError, file_sha256, remove_folder, whole_folder
+from qarl.checkpoint.storage import file_sha256, json_safe, remove_folder, whole_folder
 from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
 
@@ -67,28 +66,11 @@ class Checkpoint:
 
     def optimizer(self, *, mmap: bool = False) -> dict[str, Any]:
         """Return the saved `MasterOptimizer.state_dict()`. With `mmap`, tensors are read from disk on first use."""
-        return self._load(OPTIMIZER_FILE, mmap=mmap)
+        return load_dict(self.folder / OPTIMIZER_FILE, mmap=mmap)
 
     def rng(self) -> dict[str, Any]:
         """Return the saved state of the random generators (`qarl.trainer.checkpoints.rng_state`)."""
-        return self._load(RNG_FILE)
-
-    def _load(self, name: str, *, mmap: bool = False) -> dict[str, Any]:
-        try:
-            return load_dict(self.folder / name, mmap=mmap)
-        except UserError as error:
-            raise damaged(self.folder, f"{name} {error.why}") from error
-
-    @contextmanager
-    def using(self, name: str) -> Iterator[None]:
-        """Turn exceptions in the `with` block into a CheckpointError that names this checkpoint and its file `name`."""
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:  # which exception torch or Python raises depends on what is wrong in the file
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-            raise damaged(self.folder, f"{name} does not contain what was saved: {why}") from error
+        return load_dict(self.folder / RNG_FILE)
 
 
 def save_checkpoint(
@@ -106,19 +88,20 @@ def save_checkpoint(
     leave `folder` unchanged.
     """
     weights = list(weights)
-    needed = sum(tensor.nbytes for _, tensor in weights) + _tensor_bytes(optimizer)
+    needed = sum(part.nbytes for part in tree_leaves([weights, optimizer]) if isinstance(part, torch.Tensor))
     with whole_folder(folder, needed_bytes=needed) as partial:
         write_model(partial, files, weights, scheme=get_scheme("bf16"))
-        _save(partial / OPTIMIZER_FILE, optimizer)
-        _save(partial / RNG_FILE, rng)
+        for name, content in ((OPTIMIZER_FILE, optimizer), (RNG_FILE, rng)):
+            with (partial / name).open("wb") as file:
+                torch.save(content, file)
         parts: dict[str, dict[str, Any]] = {
             path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
             for path in sorted(partial.rglob("*"))
             if path.is_file()
         }
-        content = json_safe({"format": FORMAT, **state, "files": parts})
-        content["digest"] = _digest(content)
-        (partial / STATE_FILE).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        whole = json_safe({"format": FORMAT, **state, "files": parts})
+        whole["digest"] = _digest(whole)
+        (partial / STATE_FILE).write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return sum(part["bytes"] for part in parts.values())
 
 
@@ -127,13 +110,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
     Raise CheckpointError if it is missing or damaged, and UserError if its format is of another version of QaRL.
     """
-    try:
-        return _open(folder)
-    except OSError as error:
-        raise damaged(folder, f"it cannot be read: {error.filename}: {error.strerror}") from error
-
-
-def _open(folder: Path) -> Checkpoint:
     state = _read_state(folder)
     for name, part in state["files"].items():
         path = folder / name
@@ -141,7 +117,11 @@ def _open(folder: Path) -> Checkpoint:
             raise damaged(folder, f"{name} is missing")
         if (size := path.stat().st_size) != part["bytes"]:
             raise damaged(folder, f"{name} has {size} bytes, but {part['bytes']} were written")
-        if file_sha256(path) != part["sha256"]:
+        try:
+            digest = file_sha256(path)
+        except OSError as error:
+            raise damaged(folder, f"{name} cannot be read: {error.strerror}") from error
+        if digest != part["sha256"]:
             raise damaged(folder, f"the bytes of {name} differ from those that were written (by SHA-256)")
     return Checkpoint(folder, state)
 
@@ -151,36 +131,24 @@ def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
     Raise UserError if the file cannot be read, has no dict, or has objects that need code to be loaded.
     """
-    why = "holds no dict"
-    cause: Exception | None = None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        if isinstance(content, dict):
-            return content
-    except pickle.UnpicklingError as error:
-        # torch's message is not shown, because it recommends loading the file anyway.
-        name = re.search(r"GLOBAL (\S+)", str(error))
-        named = f", such as {name[1].rstrip('.,')}" if name else ""
-        why = f"holds more than tensors and plain values{named}; it is not loaded because it could run any code"
-        cause = error
+        if not isinstance(content, dict):
+            raise TypeError("it holds no dict")
+        return content
     except Exception as error:  # which exception torch raises depends on where the file is damaged
-        why, cause = " ".join(f"cannot be read: {type(error).__name__}: {error}".split())[:300], error
-    fix = "copy the file again, or use a different checkpoint"
-    raise UserError(f"{path.name} cannot be used", where=str(path), why=why, fix=fix) from cause
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if isinstance(error, pickle.UnpicklingError):  # torch's message recommends loading the file anyway
+            why = "it holds more than tensors and plain values; it is not loaded, because it could run any code"
+        fix = "copy the file again, or use a different checkpoint"
+        raise UserError(f"{path.name} cannot be used", where=str(path), why=why, fix=fix) from error
 
 
 def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every `step_N` in `parent`, newest first. Do not check them."""
-    found = []
-    try:
-        paths = list(parent.iterdir()) if parent.is_dir() else []
-    except OSError as error:
-        raise UserError("the checkpoints cannot be listed", where=str(parent), why=error.strerror) from error
-    for path in paths:
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            found.append((int(match[1]), path))
-    return sorted(found, reverse=True)
+    paths = parent.iterdir() if parent.is_dir() else ()
+    named = [(match, path) for path in paths if path.is_dir() and (match := _NAME.fullmatch(path.name))]
+    return sorted(((int(match[1]), path) for match, path in named), reverse=True)
 
 
 def newest_good(parent: Path) -> tuple[Checkpoint | None, list[tuple[Path, CheckpointError]]]:
@@ -197,15 +165,7 @@ def newest_good(parent: Path) -> tuple[Checkpoint | None, list[tuple[Path, Check
 def prune(parent: Path, keep: int | None) -> None:
     """Remove all but the newest `keep` checkpoints of `parent`. If `keep` is None, remove nothing."""
     for _, folder in list_checkpoints(parent)[keep:] if keep is not None else ():
-        remove(folder)
-
-
-def remove(folder: Path) -> None:
-    """Remove the checkpoint in `folder`. Raise StorageError if that fails."""
-    try:
         remove_folder(folder)
-    except OSError as error:
-        raise StorageError(f"{folder} could not be removed", why=error.strerror) from error
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -232,10 +192,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
             fix="use a folder that a run has written: OUTPUT_DIR/NAME/checkpoints/step_N",
         )
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        digest = state.pop("digest")
-        whole = _digest(state) == digest
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        whole = state.pop("digest") == _digest(state)
+    except (OSError, ValueError, KeyError) as error:
         raise damaged(folder, f"{STATE_FILE} is cut short or not JSON") from error
     if not whole:
         raise damaged(folder, f"{STATE_FILE} has changed since it was written (its digest differs)")
@@ -244,7 +203,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
             f"the checkpoint in {folder} has format {state.get('format')}, but this version of QaRL reads {FORMAT}",
             fix="resume with the version of QaRL that wrote it; its versions are in state.json",
         )
-    return dict(state)
+    return state
 
 
 def damaged(folder: Path, why: str) -> CheckpointError:
@@ -255,22 +214,3 @@ def damaged(folder: Path, why: str) -> CheckpointError:
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _save(path: Path, content: Any) -> None:
-    """Call `torch.save`. If the disk refuses to write, raise the OSError that torch hides in a RuntimeError."""
-    with path.open("wb") as file:
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
-
-
-def _tensor_bytes(content: Any) -> int:
-    if isinstance(content, torch.Tensor):
-        return content.nbytes
-    if isinstance(content, Mapping):
-        return sum(map(_tensor_bytes, content.values()))
-    return sum(map(_tensor_bytes, content)) if isinstance(content, (list, tuple)) else 0

@@ -1,33 +1,48 @@
-"""Read a checkpoint of a local or verl run as a stream of BF16 weights or FP32 masters, for `qarl.export`."""
+"""Read a checkpoint of either backend as a stream of BF16 weights or FP32 masters, for `qarl export`.
+
+`qarl.checkpoint.folder` describes a local run's checkpoint. verl's FSDP engine writes
+`global_step_N/actor/model_world_size_W_rank_R.pt`: a state dict of DTensors, each with rank R's part of an FP32 master
+(verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger` needs memory for the whole model
+and rounds to BF16. Here the files are memory-mapped, and one tensor at a time is assembled in FP32, without verl, Ray
+or a process group. It is compared with the checksums that QaRL's engine writes beside the files.
+
+verl unpickles these files without restrictions, which could run code. So `refuse_code` checks them before verl does.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
-from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor, Shard
 
-from qarl.checkpoint.compressed_tensors import model_of, read_tensors, tensor_shapes
-from qarl.checkpoint.folder import Checkpoint, damaged, list_checkpoints, open_checkpoint
-from qarl.checkpoint.verl_shards import CONFIG_FOLDER, VerlWeights, step_of, whole_and_torn
+from qarl.checkpoint.compressed_tensors import model_of, read_tensors
+from qarl.checkpoint.folder import Checkpoint, list_checkpoints, load_dict, open_checkpoint
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
-from qarl.quant.expert_names import unstacked, unstacked_shapes
+from qarl.quant.expert_names import unstacked
+from qarl.rollout.publish.checksum import checksums
 
 Stream = Iterator[tuple[str, torch.Tensor]]
+CONFIG_FOLDER = "huggingface"
+_FOLDER = re.compile(r"global_step_(\d+)")
+_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
+    """One checkpoint: its step and folder, the run's config, and the model's tensors.
 
     `model_folder`: has config.json and the tokenizer. `bf16`: yields the weights that the forward used. `fp32`: yields
     the masters, and other tensors upcast. It raises UserError if the run has no FP32 masters.
@@ -37,7 +52,6 @@ class Source:
     folder: Path
     config: Mapping[str, Any]
     model_folder: Path
-    shapes: Mapping[str, tuple[int, ...]]
     bf16: Callable[[], Stream]
     fp32: Callable[[], Stream]
 
@@ -47,13 +61,11 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
     Raise UserError if it does not exist or is incomplete. The message lists the existing steps or the missing files.
     """
-    if not run.is_dir():
-        raise UserError(f"there is no run folder {run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
     checkpoints = run / "checkpoints"
     found, torn = dict(list_checkpoints(checkpoints)), dict[int, str]()
     if not found:
         found, torn = whole_and_torn(checkpoints)
-    wanted = max(torn, default=0) if step is None and not found else step
+    wanted = step if step is not None else max(found or torn, default=0)
     if wanted in torn:
         raise UserError(
             f"the checkpoint of step {wanted} is incomplete",
@@ -61,49 +73,27 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
             why=torn[wanted],
             fix="run qarl export on a machine that has the files of all ranks, or choose a different step",
         )
-    step_of_run = re.fullmatch(r"(?:global_)?step_(\d+)", run.name)
-    if not found and step_of_run and run.parent.name == "checkpoints":
-        fix = f"give the run and the step: run={run.parents[1]} step={step_of_run[1]}"
-        raise UserError(f"{run} is a checkpoint, not a run", fix=fix)
     if not found:
         raise UserError(
             f"the run {run} has no checkpoints",
-            why="it ended before the first was due (trainer.save_freq, trainer.save_minutes)",
+            why="it ended before the first was due (trainer.save_freq, trainer.save_minutes), or this is no run folder",
             fix="train with trainer.save_freq=N, or use the final model in the export folder of the run",
         )
-    chosen = max(found) if step is None else step
-    if step is None and max(torn, default=0) > chosen:
+    if step is None and max(torn, default=0) > wanted:
         newest = max(torn)
-        note(f"the checkpoint of step {newest} is incomplete: {torn[newest]}; step {chosen} is used instead")
-    if chosen not in found:
+        note(f"the checkpoint of step {newest} is incomplete: {torn[newest]}; step {wanted} is used instead")
+    if wanted not in found:
         there = ", ".join(f"step={step}" for step in sorted(found))
-        raise UserError(f"the run {run} has no checkpoint of step {chosen}", fix=f"choose from {there}")
-    return found[chosen]
+        raise UserError(f"the run {run} has no checkpoint of step {wanted}", fix=f"choose from {there}")
+    return found[wanted]
 
 
 def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
-    """Open the checkpoint in `folder`, and raise UserError if it is damaged or its files cannot be read.
+    """Open the checkpoint in `folder`, and raise UserError if it is damaged.
 
     The digests of a local checkpoint are checked now. The tensors of a verl checkpoint are checked when they are read.
     """
-    with reading(folder):
-        return _verl(folder, trust_remote_code) if (folder / "actor").is_dir() else _local(folder)
-
-
-@contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Turn errors in the `with` block into a UserError that names the checkpoint's `folder`.
-
-    Many exception classes are caught, because libraries raise different ones for damaged files.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        fix = "check the disk it is on, or export a different step"
-        if "trust_remote_code" in str(error):
-            fix = "read the code in the model's folder, then add trust_remote_code=true"
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        raise UserError("the checkpoint cannot be read", where=str(folder), why=why, fix=fix) from error
+    return _verl(folder, trust_remote_code) if (folder / "actor").is_dir() else _local(folder)
 
 
 def _local(folder: Path) -> Source:
@@ -113,7 +103,6 @@ def _local(folder: Path) -> Source:
         folder,
         checkpoint.config,
         folder,
-        tensor_shapes(folder),
         partial(read_tensors, folder),
         partial(_masters, checkpoint),
     )
@@ -122,9 +111,6 @@ def _local(folder: Path) -> Source:
 def _masters(checkpoint: Checkpoint) -> Stream:
     """Return the stream of FP32 masters. Tensors without a master (frozen parameters, buffers) are upcast."""
     masters = dict(unstacked(checkpoint.optimizer(mmap=True)["masters"].items()))
-    for name, shape in tensor_shapes(checkpoint.folder).items():
-        if name in masters and tuple(masters[name].shape) != shape:
-            raise damaged(checkpoint.folder, f"the master of {name} does not have the shape of its weight")
     if not masters:
         raise UserError(
             "the checkpoint has no FP32 masters",
@@ -139,30 +125,140 @@ def _fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def read_config(path: Path) -> Mapping[str, Any]:
-    """Read the config that a run wrote. Raise UserError if the file is not such a config."""
-    why = "it has no section quant"
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(config, dict) and isinstance(config.get("quant"), dict):
-            return config
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    raise UserError(
-        "the run's config cannot be read", where=str(path), why=why, fix="restore config.yaml in the run folder"
-    )
-
-
 def _verl(folder: Path, trust_remote_code: bool) -> Source:
     """Open a checkpoint of verl, which has only FP32 masters. `bf16` casts them to BF16, as verl's forward does."""
-    weights = VerlWeights.open(folder / "actor")
+    ranks = open_ranks(folder / "actor")
     model_folder = folder / "actor" / CONFIG_FOLDER
     tied = tied_names(model_of(model_folder, trust_remote_code=trust_remote_code))
-    config = read_config(folder.parents[1] / "config.yaml")
+    config = yaml.safe_load((folder.parents[1] / "config.yaml").read_text(encoding="utf-8"))
 
     def stream(dtype: torch.dtype) -> Stream:
-        return unstacked((name, tensor) for name, tensor in weights.tensors(dtype) if name not in tied)
+        whole = ((name, whole_tensor(ranks, name)) for name in ranks[0].tensors if name not in tied)
+        return unstacked((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in whole)
 
-    shapes = unstacked_shapes({name: shape for name, shape in weights.shapes().items() if name not in tied})
     bf16, fp32 = partial(stream, torch.bfloat16), partial(stream, torch.float32)
-    return Source(step_of(folder), folder, config, model_folder, shapes, bf16, fp32)
+    return Source(step_of(folder), folder, config, model_folder, bf16, fp32)
+
+
+def step_of(folder: Path) -> int:
+    """Return N of a folder global_step_N, or 0 if the folder has a different name."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else 0
+
+
+def what_is_missing(folder: Path) -> str | None:
+    """Return why `folder` is not a complete checkpoint of verl, or None if it is complete.
+
+    Files of torch.save are zip archives. The directory of an archive is written last, so a truncated file has none.
+    """
+    if not folder.is_dir() or not step_of(folder):
+        return "there is no such folder, or its name is not global_step_N"
+    if not zipfile.is_zipfile(folder / "data.pt"):
+        return "data.pt, the position in the data, is missing or cut short"
+    shards = {file: match for file in folder.glob("actor/*.pt") if (match := _SHARD.fullmatch(file.name))}
+    ranks = {int(match[2]) for match in shards.values()}
+    if not shards or len(ranks) != max(int(match[1]) for match in shards.values()):
+        return "actor/ lacks the weights of at least one rank"
+    torn = [file.name for file in shards if not zipfile.is_zipfile(file)]
+    return f"actor/{torn[0]} is cut short" if torn else None
+
+
+def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:
+    """Return two dicts by step: the folders of complete checkpoints, and what is missing in incomplete ones."""
+    folders = {step: folder for folder in checkpoints.glob("global_step_*") if (step := step_of(folder))}
+    torn = {step: problem for step, folder in folders.items() if (problem := what_is_missing(folder))}
+    return {step: folder for step, folder in folders.items() if step not in torn}, torn
+
+
+def load_part(file: Path) -> dict[str, Any]:
+    """Load one of verl's files with memory-mapped tensors, without running code in it.
+
+    Errors are those of `load_dict`.
+    """
+    log = logging.getLogger("torch.distributed.device_mesh")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns about a missing process group, but none is needed here
+    try:
+        with torch.serialization.safe_globals(_numpy_arrays()):
+            return load_dict(file, mmap=True)
+    finally:
+        log.setLevel(level)
+
+
+def _numpy_arrays() -> list[Any]:
+    """Return the array classes in a pickle of NumPy's random state, under their names in NumPy 1 and 2."""
+    make = np.ndarray((0,)).__reduce__()[0]
+    names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
+    return [*((make, name) for name in names), np.ndarray, np.dtype, np.dtypes.UInt32DType]
+
+
+def refuse_code(files: Iterable[Path]) -> None:
+    """Raise UserError for the first of verl's `files` that contains anything except tensors and plain values."""
+    for file in files:
+        try:
+            load_part(file)
+        except UserError as error:
+            raise UserError(
+                "a file of the checkpoint cannot be used, because verl would run any code in it",
+                where=str(file),
+                why=error.why,
+                fix="copy the checkpoint again from the machine that wrote it, or resume from a different one "
+                "(trainer.resume_mode=resume_path)",
+            ) from error
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's tensors and their checksums. There are no checksums if QaRL's engine did not write them."""
+
+    file: Path
+    tensors: Mapping[str, torch.Tensor]
+    record: Mapping[str, str]
+
+    @classmethod
+    def open(cls, file: Path) -> Rank:
+        record = file.with_name(file.name.replace("model_", "qarl_state_", 1)).with_suffix(".json")
+        if not record.is_file():
+            note(f"there is no {record}, so the weights of this rank are read unchecked")
+            return cls(file, load_part(file), {})
+        return cls(file, load_part(file), json.loads(record.read_text(encoding="utf-8")))
+
+    def part(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a tensor. Raise UserError if it differs from its checksum."""
+        tensor = self.tensors[name]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        saved = self.record.get(f"model.{name}")
+        if self.record and (saved is None or saved != f"{checksums([local])[0] & (2**64 - 1):016x}"):
+            raise UserError(
+                f"{name} differs from what was saved",
+                where=str(self.file),
+                why="its checksum is not the one recorded when the checkpoint was written",
+                fix="export a different step",
+            )
+        return local
+
+
+def open_ranks(folder: Path) -> list[Rank]:
+    """Memory-map the files of `folder` (`global_step_N/actor`). Raise UserError if the checkpoint is incomplete."""
+    files = {int(match[2]): file for file in folder.glob("*.pt") if (match := _SHARD.fullmatch(file.name))}
+    first = Rank.open(files[0])
+    sharded = (tensor for tensor in first.tensors.values() if isinstance(tensor, DTensor))
+    parts = next((tensor.device_mesh.shape[-1] for tensor in sharded), 1)
+    if missing := [rank for rank in range(parts) if rank not in files]:
+        raise UserError(f"the checkpoint lacks the weights of rank {missing[0]}", where=str(folder))
+    return [first, *(Rank.open(files[rank]) for rank in range(1, parts))]
+
+
+def whole_tensor(ranks: list[Rank], name: str) -> torch.Tensor:
+    """Return the whole tensor, assembled from the ranks and checked."""
+    first = ranks[0].tensors[name]
+    if not isinstance(first, DTensor) or not isinstance(placement := first.placements[-1], Shard):
+        return ranks[0].part(name)
+    whole = torch.cat([rank.part(name) for rank in ranks], dim=placement.dim)
+    if whole.shape != first.shape or any(not place.is_replicate() for place in first.placements[:-1]):
+        raise UserError(
+            f"the parts of {name} have the shape {list(whole.shape)} together, not {list(first.shape)}",
+            where=str(ranks[0].file.parent),
+            why="files of different runs are mixed, or the trainer was tensor-parallel, which is not supported",
+        )
+    return whole

@@ -1,4 +1,4 @@
-"""Write folders that appear only when they are complete, and clean up after killed processes.
+"""Write folders and files that appear only when they are complete, and clean up after killed processes.
 
 A folder is first written as `NAME.partial-PID` beside its final place. Its files are synced to disk, then it is
 renamed. So after a kill or a power cut the folder is either complete or absent. To replace or remove a folder, it is
@@ -8,26 +8,35 @@ If the disk refuses to write (full, quota, file size limit, read-only), a `Stora
 is left.
 
 Replacing a link replaces its target. Removing a link leaves its target alone.
+
+The end of the module has the files of a run folder: JSON, lines of JSON, and what happens to an earlier run.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
+import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from qarl.console import note
 from qarl.errors import UserError
 
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<kind>partial|old)-(?P<pid>\d+)")
-CHECKPOINTS = "checkpoints"
-"""Name of the folder in a run folder that holds the checkpoints."""
+METRICS_FILE = "metrics.jsonl"
+EXPORT = "export"
+"""Name of the final model's folder in the run folder."""
+_OS_ERROR = re.compile(r"os error (\d+)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -50,10 +59,13 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
-        _sync_tree(partial)
+        for path in [*partial.rglob("*"), partial]:
+            _sync(path)
         replace_folder(folder, partial)
-    except OSError as error:
-        raise _storage_error(folder, error) from error
+    except Exception as error:
+        if (cause := _os_error(error)) is None:
+            raise
+        raise _storage_error(folder, cause) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -102,13 +114,16 @@ def replace_folder(folder: Path, new: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename `folder`, then remove it. Raise OSError if a part of it cannot be removed.
+    """Rename `folder`, then remove it. Raise StorageError if that fails.
 
     If the process is killed in between, `recover` removes the rest.
     """
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    folder.rename(partial)
-    _remove(partial)
+    try:
+        folder.rename(partial)
+        _remove(partial)
+    except OSError as error:
+        raise StorageError(f"{folder} could not be removed", why=error.strerror) from error
 
 
 def _remove(path: Path) -> None:
@@ -176,17 +191,24 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _os_error(error: Exception) -> OSError | None:
+    """Return the error of the operating system in an exception of a library, or None if it has another cause.
+
+    torch raises a RuntimeError in its place. safetensors and tokenizers, written in Rust, have its number in a text."""
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error.__context__, OSError):
+        return error.__context__
+    number = _OS_ERROR.search(str(error))
+    return OSError(int(number[1]), str(error)) if number else None
 
 
 def _storage_error(folder: Path, error: OSError) -> StorageError:
@@ -196,3 +218,67 @@ def _storage_error(folder: Path, error: OSError) -> StorageError:
         why=error.strerror or str(error),
         fix="free some space, or raise the quota or the file size limit" if full else "write to another folder or disk",
     )
+
+
+def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically. Raise StorageError if the disk refuses to write it."""
+    write_text(Path(path), json.dumps(json_safe(content), indent=2, allow_nan=False) + "\n")
+
+
+def append_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Append a line of JSON for each entry. Raise StorageError if the disk refuses to write them.
+
+    If a crash or a full disk has cut off the last line, the next one begins on a new line."""
+    text = "".join(json.dumps(json_safe(entry), allow_nan=False) + "\n" for entry in entries)
+    with writing(path), path.open("a+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else f"\n{text}"
+        file.write(text.encode())
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Return the values of a file of JSON lines, or [] if it is missing. Lines that a crash has cut off are skipped."""
+    values = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            values.append(json.loads(line))
+    return values
+
+
+def json_safe(value: Any) -> Any:
+    """Convert `value` to JSON types: paths and non-finite floats to text, torch's and NumPy's scalars to numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    value = number(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number(value: Any) -> float:
+    return value.item() if hasattr(value, "item") else value
+
+
+def fresh_run_dir(run_dir: Path) -> None:
+    """Move an earlier run aside, to `NAME.1`, `NAME.2`, ..., so that two runs never share a metrics file.
+
+    A folder without metrics and checkpoints, as after a dry run or a refused run, is not moved.
+    """
+    if not holds_a_run(run_dir):
+        return
+    numbered = (run_dir.with_name(f"{run_dir.name}.{number}") for number in itertools.count(1))
+    target = next(path for path in numbered if not os.path.lexists(path))
+    with writing(target):
+        run_dir.rename(target)
+    note(f"{run_dir} contained an earlier run, which is now in {target}")
+
+
+def holds_a_run(run_dir: Path) -> bool:
+    return (run_dir / METRICS_FILE).exists() or checkpoints_dir(run_dir).exists()
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"

@@ -21,9 +21,8 @@ from qarl.checks.machine import Machine, this_machine
 from qarl.checks.model import applied_level, check_served
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config
-from qarl.data.prompts import PromptDataset, PromptSampler
+from qarl.data.prompts import PromptDataset, PromptSampler, load_train_prompts, load_val_prompts, prompt_sampler
 from qarl.data.rewards import RewardFn, get_reward_fn
-from qarl.data.run_prompts import load_train_prompts, load_val_prompts, prompt_sampler
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice, choose_linear_kernel
 from qarl.quant.convert import linear_shapes

@@ -35,9 +35,8 @@ from qarl.checks.sampling import check_sampling
 from qarl.checks.tensor_parallel import split_problems
 from qarl.config import Config
 from qarl.console import note as print_note
-from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
-from qarl.data.rewards import RewardFn, check_reward_fn
-from qarl.data.run_prompts import report_data
+from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, report_data
+from qarl.data.rewards import RewardFn, score_responses
 from qarl.errors import UserError
 from qarl.metrics.tracker import check_loggers
 from qarl.quant.scheme import Scheme
@@ -211,7 +210,8 @@ def _val_prompts(val_prompts: PromptDataset | list[Any], train_prompts: PromptDa
 
 
 def _reward(config: Config, reward_fn: RewardFn, train_prompts: PromptDataset) -> None:
-    check_reward_fn(reward_fn, train_prompts, timeout_s=config.reward.timeout_s)
+    """Call the function once, on the first prompt with an empty response, to find bugs before the training starts."""
+    score_responses(reward_fn, train_prompts[:1], [""], timeout_s=config.reward.timeout_s)
 
 
 CHECKS = (

@@ -11,15 +11,17 @@ by default, so no prompt is dropped unless the user asks for it.
 
 from __future__ import annotations
 
-import json
 import random
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
+
+from qarl.config import Config
 from qarl.config.demos import how_to_make
 from qarl.errors import UserError
 
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 
     from qarl.config.schema import DataConfig
 
-_MANY = 900
-"""A JSON value with more opening brackets is checked for depth. The number is below Python's recursion limit."""
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 Message = dict[str, str]
@@ -72,25 +72,16 @@ def load_prompts(
     `max_prompt_length`: in tokens. `limit`: stop after this number of usable prompts and ignore later rows.
 
     Raises:
-        UserError: a file, column or row is missing or invalid, the tokenizer has no chat template, a prompt is too long
+        UserError: a file, column or row is missing or invalid, the chat template refuses a row, a prompt is too long
             (unless `filter_overlong_prompts` is on), or all prompts are too long.
     """
     files = [files] if isinstance(files, str) else list(files)
-    if not files:
-        raise UserError("no data files", why="the list of files is empty", fix="give at least one .parquet or .jsonl")
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "the tokenizer has no chat template",
-            where=str(getattr(tokenizer, "name_or_path", "")) or None,
-            why="prompts are lists of messages, and a chat template is needed to turn them into text",
-            fix="use an instruction-tuned model, or put a chat_template.jinja into the model's folder",
-        )
     prompts: list[Prompt] = []
     overlong: list[tuple[str, int]] = []
     offset = 0
     for file in files:
         rows = _read(file, prompt_key)
-        for row_number, row in enumerate(_iterate(rows, file)):
+        for row_number, row in enumerate(rows):
             if limit is not None and len(prompts) >= limit:
                 break
             where = f"{file}, row {row_number}"
@@ -135,12 +126,27 @@ def check_data_file(file: str) -> None:
 
 
 def _read(file: str, prompt_key: str) -> datasets.Dataset:
+    """Return the rows of a file. Raise UserError if it cannot be read, is empty or lacks a column."""
+    import datasets
+
     check_data_file(file)
-    rows = _read_rows(file)
+    try:
+        # A temporary cache, because the user's cache would keep a copy of every version of every file.
+        with tempfile.TemporaryDirectory() as cache_dir:
+            kind = _FORMATS[Path(file).suffix]
+            rows = datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache_dir, keep_in_memory=True)
+    except Exception as error:  # which exception `datasets` raises depends on the format and its reader
+        cause = error.__cause__ or error
+        empty = isinstance(cause, StopIteration) or "corresponds to no data" in str(cause)
+        raise UserError(
+            "the data file has no rows" if empty else f"cannot read the data file {file}",
+            where=file,
+            why=f"{type(cause).__name__}: {shortened((str(cause).splitlines() or [''])[0])}",
+            fix="write it again; it may be empty or truncated, or its name may have the wrong ending",
+        ) from error
     if not len(rows):
-        raise _no_rows(file)
-    needed = ["data_source", prompt_key, "reward_model"]
-    missing = [column for column in needed if column not in rows.column_names]
+        raise UserError("the data file has no rows", where=file, fix="write at least one prompt to it")
+    missing = [column for column in ("data_source", prompt_key, "reward_model") if column not in rows.column_names]
     if missing:
         raise UserError(
             f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
@@ -151,101 +157,51 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
     return rows
 
 
-def _read_rows(file: str) -> datasets.Dataset:
-    import datasets
-    import pyarrow.parquet
-
-    try:
-        if _FORMATS[Path(file).suffix] == "json":
-            _check_json(Path(file))
-        elif not pyarrow.parquet.ParquetFile(file).metadata.num_rows:
-            raise StopIteration
-        # A temporary cache, because the user's cache would keep a copy of every version of every file.
-        with tempfile.TemporaryDirectory() as cache_dir:
-            return datasets.load_dataset(
-                _FORMATS[Path(file).suffix], data_files=file, split="train", cache_dir=cache_dir, keep_in_memory=True
-            )
-    except Exception as error:  # which exception `datasets` raises depends on the format and its reader
-        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
-            raise _no_rows(file) from error
-        raise _unreadable(file, error) from error
+def _present(value: Any) -> Any:
+    if value is None:
+        raise ValueError("it is missing, but the reward compares answers with it")
+    return value
 
 
-def _check_json(path: Path) -> None:
-    """Raise ValueError if the file does not begin with an object or a list, and RecursionError if it is deeply nested.
-
-    pyarrow's reader would crash the process if the first value is null or the nesting is deep."""
-    first = b""
-    with path.open("rb") as file:
-        for line in file:
-            first = first or line.strip()[:1]
-            _try_deep(line)
-    if first and first not in b"[{":
-        raise ValueError(f"a row must be a JSON object, {{...}}, but the file begins with {first!r}")
-    if path.suffix == ".json":  # the file holds one JSON value, which may span all lines
-        _try_deep(path.read_bytes())
+class _Message(BaseModel):
+    role: str
+    content: str
 
 
-def _try_deep(value: bytes) -> None:
-    if value.count(b"[") + value.count(b"{") > _MANY:
-        with suppress(ValueError):  # pyarrow's reader will report all other problems
-            json.loads(value)
+class _RewardModel(BaseModel):
+    ground_truth: Annotated[Any, AfterValidator(_present)]
 
 
-def _iterate(rows: datasets.Dataset, file: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows. Raise UserError for a damaged row."""
-    iterator = iter(rows)
-    while True:
-        try:
-            row = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise _unreadable(file, error) from error
-        yield row
+class _Row(BaseModel):
+    """A row in verl's schema."""
 
-
-def _no_rows(file: str) -> UserError:
-    return UserError("the data file has no rows", where=file, fix="write at least one prompt to it")
-
-
-def _unreadable(file: str, error: Exception) -> UserError:
-    cause = error.__cause__ or error
-    return UserError(
-        f"cannot read the data file {file}",
-        why=f"{type(cause).__name__}: {shortened((str(cause).splitlines() or [''])[0])}",
-        fix="write it again; it may be truncated, or its name may have the wrong ending",
-    )
+    data_source: str
+    prompt: list[_Message] = Field(min_length=1)
+    reward_model: _RewardModel
+    extra_info: dict[str, Any] | None = None
 
 
 def _to_prompt(
     row: Mapping[str, Any], index: int, where: str, tokenizer: PreTrainedTokenizerBase, prompt_key: str
 ) -> Prompt:
-    messages = _to_messages(row[prompt_key], f"{where}, {prompt_key}")
-    data_source = row["data_source"]
-    if not isinstance(data_source, str):
+    try:
+        checked = _Row.model_validate({**row, "prompt": row[prompt_key]})
+    except ValidationError as error:
+        first = error.errors()[0]
         raise UserError(
-            f"data_source is {shortened(data_source)}",
+            f"{'.'.join(map(str, first['loc']))} of a row is {shortened(first['input'])}",
             where=where,
-            why="it must be a string",
-            fix='name where the row comes from, for example "data_source": "gsm8k"',
-        )
-    reward_model = row["reward_model"]
-    ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
-    if ground_truth is None:
+            why=first["msg"],
+            fix='write rows like {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "..."}], '
+            '"reward_model": {"style": "rule", "ground_truth": "42"}}',
+        ) from error
+    messages = [message.model_dump() for message in checked.prompt]
+    if messages[-1]["role"] == "assistant":
         raise UserError(
-            "missing reward_model.ground_truth",
+            "the prompt ends with a message of the assistant",
             where=where,
-            why=f"reward_model is {shortened(reward_model)}, but the reward compares answers with its ground_truth",
-            fix='give each row a reward_model like {"style": "rule", "ground_truth": "42"}',
-        )
-    extra_info = row.get("extra_info")
-    if extra_info is not None and not isinstance(extra_info, Mapping):
-        raise UserError(
-            f"extra_info is {shortened(extra_info)}",
-            where=where,
-            why=f"it is a {type(extra_info).__name__}, but the reward function needs a dict",
-            fix='write extra_info as {"key": value}, or leave the column out',
+            why="the model would be asked to answer an answer; rows for supervised fine-tuning look like this",
+            fix="remove the answer from the prompt; reward_model.ground_truth has what the reward compares with",
         )
     try:
         token_ids: Any = tokenizer.apply_chat_template(
@@ -256,7 +212,7 @@ def _to_prompt(
             "the tokenizer's chat template refuses a prompt",
             where=where,
             why=f"{type(error).__name__}: {error}",
-            fix="correct the row's messages (roles, order), or use a different chat template",
+            fix="correct the row's messages (roles, order), or put another chat_template.jinja into the model's folder",
         ) from error
     if not len(token_ids):
         raise UserError(
@@ -265,39 +221,13 @@ def _to_prompt(
             why=f"the chat template renders {shortened(messages)} as text without a token; vLLM refuses such a prompt",
             fix="give the messages some content, or leave the row out",
         )
-    return Prompt(index, data_source, messages, list(token_ids), ground_truth, dict(extra_info or {}))
-
-
-def _to_messages(value: Any, where: str) -> list[Message]:
-    fix = 'write prompts as [{"role": "user", "content": "..."}]'
-    if not isinstance(value, list) or not value:
-        kind = "an empty list" if value == [] else type(value).__name__
-        raise UserError(f"the prompt is {kind}, not a list of messages", where=where, fix=fix)
-    for message in value:
-        role, content = (message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content"))
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise UserError(
-                "role and content of every message must be text",
-                where=where,
-                why=shortened(message),
-                fix=fix,
-            )
-    if value[-1]["role"] == "assistant":
-        raise UserError(
-            "the prompt ends with a message of the assistant",
-            where=where,
-            why="the model would be asked to answer an answer; rows for supervised fine-tuning look like this",
-            fix="remove the answer from the prompt; reward_model.ground_truth has what the reward compares with",
-        )
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    truth = checked.reward_model.ground_truth
+    return Prompt(index, checked.data_source, messages, list(token_ids), truth, checked.extra_info or {})
 
 
 def shortened(value: Any, length: int = 200) -> str:
-    """Return the start of `repr(value)`, or the type's name if a user's `__repr__` raises."""
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"a {type(value).__name__}"
+    """Return the start of `repr(value)`."""
+    text = repr(value)
     return text if len(text) <= length else text[:length] + "..."
 
 
@@ -331,18 +261,13 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max
     unused = vocab_size - len(tokenizer)
     if 0 <= unused <= max_unused:
         return unused
-    sizes = f"the tokenizer has {len(tokenizer)} entries, the model's vocab_size is {vocab_size}"
+    why = f"{unused} additional ids are masked in the rollout but not in the trainer, which shifts its log-probs"
     if unused < 0:
-        raise UserError(
-            sizes,
-            why="the model has no embedding for the last ids of the tokenizer",
-            fix="use the tokenizer that belongs to the model, or resize the model's embeddings to it",
-        )
+        why = "the model has no embedding for the last ids of the tokenizer"
     raise UserError(
-        sizes,
-        why=f"the {unused} additional ids are masked in the rollout but not in the trainer; this shifts the trainer's "
-        "log-probs and looks like a mismatch caused by quantization",
-        fix="resize the model's embeddings to the tokenizer, or add tokens to the tokenizer until both agree",
+        f"the tokenizer has {len(tokenizer)} entries, the model's vocab_size is {vocab_size}",
+        why=why,
+        fix="use the tokenizer that belongs to the model, or resize the model's embeddings to the tokenizer",
     )
 
 
@@ -379,30 +304,50 @@ class PromptSampler(Iterator[list[int]]):
         self.batches_drawn += 1
         return self._order[batch * self.batch_size : (batch + 1) * self.batch_size]
 
-    def state_dict(self) -> dict[str, int | bool]:
-        settings: dict[str, int | bool] = {key: getattr(self, key) for key in self._SETTINGS}
-        return settings | {"batches_drawn": self.batches_drawn}
+    def state_dict(self) -> dict[str, int]:
+        return {"batches_drawn": self.batches_drawn}
 
-    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue from the position in `state`.
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from the position in `state`, which is of a sampler with the same arguments."""
+        self.batches_drawn = state["batches_drawn"]
 
-        Raise UserError if `state` was saved with a different number of prompts, batch size, seed or `shuffle`, or if
-        its `batches_drawn` is not an integer of 0 or more.
-        """
-        for key in self._SETTINGS:
-            if state.get(key) != getattr(self, key):
-                raise UserError(
-                    f"the checkpoint was written with {key}={state.get(key)}, but this run has "
-                    f"{key}={getattr(self, key)}",
-                    why="the prompts would not continue in the same order",
-                    fix="resume with the same data, data.train_batch_size, data.shuffle and seed, or start a new run",
-                )
-        drawn = state.get("batches_drawn")
-        if not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0:
-            raise UserError(
-                f"the checkpoint's position in the data, batches_drawn={drawn!r}, is not a count of batches",
-                fix="use a different checkpoint",
-            )
-        self.batches_drawn = drawn
 
-    _SETTINGS = ("num_prompts", "batch_size", "seed", "shuffle")
+def load_train_prompts(config: Config, tokenizer: Any) -> PromptDataset:
+    return load_prompts(config.data.train_files, **prompt_options(config, tokenizer))
+
+
+def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any]:
+    """Load the held-out prompts, or return [] if the run never evaluates.
+
+    backend=verl always loads them, because verl always reads their files.
+    """
+    files, limit = config.data.val_files, config.trainer.val_max_prompts
+    if config.backend == "verl":
+        return load_prompts(files, **prompt_options(config, tokenizer)) if files else []
+    if not (config.trainer.val_before_train or config.trainer.test_freq > 0):
+        return []
+    return load_prompts(files, limit=limit, **prompt_options(config, tokenizer))
+
+
+def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """Return the arguments of `load_prompts` that training and evaluation share."""
+    return {
+        "tokenizer": tokenizer,
+        "prompt_key": config.data.prompt_key,
+        "max_prompt_length": config.data.max_prompt_length,
+        "filter_overlong_prompts": config.data.filter_overlong_prompts,
+    }
+
+
+def prompt_sampler(config: Config, prompts: PromptDataset) -> PromptSampler:
+    return PromptSampler(len(prompts), config.data.train_batch_size, seed=config.seed, shuffle=config.data.shuffle)
+
+
+def report_data(train_prompts: PromptDataset, val_prompts: PromptDataset | list[Any]) -> None:
+    """Print on stderr how many prompts were filtered out, and how many held-out prompts are in the training data."""
+    if train_prompts.num_filtered:
+        left_out = f"{train_prompts.num_filtered} training prompts over data.max_prompt_length are left out"
+        print(f"note: {left_out}", file=sys.stderr)
+    shared = check_disjoint(train_prompts, val_prompts)
+    if shared:
+        print(f"warning: {shared} of the held-out prompts are also in the training data", file=sys.stderr)

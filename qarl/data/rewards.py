@@ -17,6 +17,7 @@ differently.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import inspect
@@ -24,23 +25,24 @@ import math
 import os
 import pickle
 import re
+import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from difflib import get_close_matches
-from functools import lru_cache
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 from multiprocessing import get_context
-from numbers import Real
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, TypeVar
 
 from qarl.data.prompts import Prompt, shortened
-from qarl.data.time_limit import OutOfTimeError, call_within, preserved_alarm
 from qarl.errors import UserError
 
 RewardFn = Callable[..., Any]
+Result = TypeVar("Result")
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 # A minus belongs to a number only if it cannot be a subtraction: "5-3" ends in 3, "= -3" in -3.
@@ -73,16 +75,12 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
     in a separate process, as in verl.
     """
     if threading.current_thread() is threading.main_thread():
-        return _math_verify(solution_str, str(ground_truth))
-    return _process_pool().submit(_math_verify, solution_str, str(ground_truth)).result()
+        return math_verify_within(5, solution_str, str(ground_truth))
+    return _process_pool().submit(math_verify_within, 5, solution_str, str(ground_truth)).result()
 
 
 def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
-    """Do the same as `math_verify` with a time limit of `seconds`. For data preparation, in the main thread."""
-    return _math_verify(solution_str, ground_truth, seconds)
-
-
-def _math_verify(solution_str: str, ground_truth: str, seconds: int = 5) -> float:
+    """Do the same as `math_verify` with a time limit of `seconds`, in the main thread."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     def is_equal(gold: Any, answer: Any) -> bool:
@@ -96,7 +94,7 @@ def _math_verify(solution_str: str, ground_truth: str, seconds: int = 5) -> floa
     return float(any(is_equal(gold, answer) for gold in golds for answer in answers))
 
 
-@lru_cache(maxsize=1)
+@cache
 def _process_pool() -> ProcessPoolExecutor:
     # "spawn", because it is not safe to fork a process with CUDA or several threads.
     return ProcessPoolExecutor(max_workers=min(4, os.cpu_count() or 1), mp_context=get_context("spawn"))
@@ -108,100 +106,48 @@ BUILTIN: dict[str, RewardFn] = {"arithmetic": arithmetic, "math_verify": math_ve
 def get_reward_fn(spec: str) -> RewardFn:
     """Return the reward function that `spec` names.
 
-    Raise UserError if there is no such built-in name, module, file or attribute, if it is not callable, or if it does
-    not take the four arguments.
+    Raise UserError if there is no such built-in name, module, file or function.
     """
     if spec in BUILTIN:
         return BUILTIN[spec]
-    source, separator, name = spec.rpartition(":")
-    if not separator or not source or not name:
-        nearest = get_close_matches(spec, BUILTIN, n=1)
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
         raise UserError(
-            f"unknown reward function {spec!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""),
+            f"unknown reward function {spec!r}",
             where="reward.function",
             fix=f"use one of {', '.join(BUILTIN)}, package.module:function or path/to/file.py:function",
         )
-    module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-    try:
-        fn = getattr(module, name)
-    except AttributeError:
+    module = _load(source)
+    fn: RewardFn | None = getattr(module, name, None)
+    if not callable(fn):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
-        nearest = get_close_matches(name, functions, n=1)
         raise UserError(
-            f"{source} has no {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""),
+            f"{source} has no function {name!r}",
             where=f"reward.function={spec}",
             why=f"its functions: {', '.join(functions) or 'none'}",
             fix=f"write reward.function={source}:NAME with the name of a function",
-        ) from None
-    _check_signature(fn, spec)
+        )
     return fn
 
 
-def _load_module(name: str) -> ModuleType:
+def _load(source: str) -> ModuleType:
+    """Import a module by its name or by the path of its file."""
     try:
-        return importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the user's module runs on import and may raise anything, even SystemExit
+        if not source.endswith(".py"):
+            return importlib.import_module(source)
+        spec = importlib.util.spec_from_file_location(f"qarl_reward_{Path(source).stem}", source)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except (Exception, SystemExit) as error:  # the user's code runs and may raise anything
         raise UserError(
-            f"cannot import the module {name!r}",
+            f"cannot load {source}",
             where="reward.function",
-            why=_in_words(error),
-            fix="install the module, or start the run in the module's folder; if the function is in a file, write "
-            "reward.function=path/to/file.py:function",
+            why=f"{type(error).__name__}: {error}",
+            fix="correct the file or its path, which is relative to the folder that the run starts in; or install the "
+            "package",
         ) from error
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(
-            f"no such file: {path}",
-            where="reward.function",
-            why=f"looked in {path.absolute().parent}",
-            fix="correct the path; it is relative to the folder that the run starts in",
-        )
-    name = f"qarl_reward_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None and module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        sys.modules.pop(name, None)
-        raise UserError(
-            f"cannot load {path}",
-            where="reward.function",
-            why=_in_words(error),
-            fix="correct the file, or install the packages that it imports",
-        ) from error
-    return module
-
-
-def _check_signature(fn: Any, spec: str) -> None:
-    where = f"reward.function={spec}"
-    if not callable(fn):
-        raise UserError(
-            "the reward function is not callable",
-            where=where,
-            why=f"it is a {type(fn).__name__}",
-            fix="set reward.function to the name of a function",
-        )
-    try:
-        signature = inspect.signature(fn)
-    except ValueError:  # a function in C has no signature; the first call will show whether it works
-        return
-    try:
-        signature.bind(**dict.fromkeys(_ARGUMENTS))
-    except TypeError as error:
-        raise UserError(
-            f"the reward function has the wrong signature {signature}",
-            where=where,
-            why=f"it is called with the keyword arguments {', '.join(_ARGUMENTS)}: {error}",
-            fix=f"define it as def {getattr(fn, '__name__', 'reward')}({', '.join(_ARGUMENTS)}) -> float",
-        ) from None
 
 
 def score_responses(
@@ -215,18 +161,14 @@ def score_responses(
         UserError: `fn` raised (its exception is chained), took longer than `timeout_s`, or did not return a finite
             number (alone or under "score").
     """
-    return [_score(fn, prompt, response, timeout_s) for prompt, response in zip(prompts, responses, strict=True)]
-
-
-def _score(fn: RewardFn, prompt: Prompt, response: str, timeout_s: float | None) -> float:
-    arguments = {
-        "data_source": prompt.data_source,
-        "solution_str": response,
-        "ground_truth": prompt.ground_truth,
-        "extra_info": prompt.extra_info,
-    }
-    result = call_reward(fn, arguments, timeout_s=timeout_s, where=f"row {prompt.index}, ")
-    return score_of(fn, result, arguments, where=f"row {prompt.index}, ")
+    scores = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        where = f"row {prompt.index}, "
+        values = (prompt.data_source, response, prompt.ground_truth, prompt.extra_info)
+        arguments = dict(zip(_ARGUMENTS, values, strict=True))
+        result = call_reward(fn, arguments, timeout_s=timeout_s, where=where)
+        scores.append(score_of(fn, result, arguments, where=where))
+    return scores
 
 
 def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float | None, where: str = "") -> Any:
@@ -237,11 +179,9 @@ def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float 
     """
     name, place = _name(fn), f"{where}data_source {arguments['data_source']!r}"
     response = shortened(arguments["solution_str"])
-    before = {key: _content(arguments.get(key)) for key in _ARGUMENTS}
+    before = _content(arguments)
     try:
         result = call_within(timeout_s, lambda: fn(**arguments))
-    except KeyboardInterrupt:
-        raise
     except OutOfTimeError as error:
         raise UserError(
             f"the reward function {name} took longer than reward.timeout_s={timeout_s:g} seconds",
@@ -249,42 +189,37 @@ def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float 
             why=f"a response without a score cannot be used, and a score of 0 would be wrong (response: {response})",
             fix="make it faster, let it limit its own time, or raise reward.timeout_s (null means no limit)",
         ) from error
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"the reward function {name} raised {type(error).__name__}",
             where=place,
-            why=f"{_in_words(error).partition(': ')[2]} (response: {response})",
+            why=f"{error} (response: {response})",
             fix="make it return a score for every response, even an empty or garbled one",
         ) from error
-    changed = [key for key, content in before.items() if content != _content(arguments.get(key))]
-    if changed:
+    if before != _content(arguments):
         raise UserError(
-            f"the reward function {name} changed its argument {changed[0]}",
+            f"the reward function {name} changed ground_truth or extra_info",
             where=place,
             why="all responses to a prompt are scored with the same objects, so the change would affect the next score",
-            fix=f"change a copy instead: copy.deepcopy({changed[0]})",
+            fix="change a copy instead: copy.deepcopy(extra_info)",
         )
     return result
 
 
-def _content(value: Any) -> bytes | None:
-    """Return bytes that differ if `value` was changed, or None if it cannot be pickled and so cannot be compared."""
-    if value is None or isinstance(value, str | int | float):
-        return None
+def _content(arguments: Mapping[str, Any]) -> bytes | None:
+    """Return bytes that differ if an argument was changed, or None if one cannot be pickled and so not compared."""
     try:
-        return pickle.dumps(value)
+        return pickle.dumps((arguments["ground_truth"], arguments.get("extra_info")))
     except Exception:  # objects of the user's data may raise anything
         return None
 
 
 def score_of(fn: RewardFn, result: Any, arguments: Mapping[str, Any], *, where: str = "") -> float:
     """Return the number in the `result` of a reward function. Raise UserError if there is no finite number."""
+    score: Any = result.get("score") if isinstance(result, Mapping) else result
     try:
-        score: Any = result.get("score") if isinstance(result, Mapping) else result
-        if not isinstance(score, Real) and hasattr(score, "item"):  # a scalar of PyTorch
-            score = score.item()
-        number = float(score) if isinstance(score, Real) else math.nan
-    except Exception:  # not a finite number, for example a tensor of several elements, or a huge integer
+        number = math.nan if isinstance(score, str) else float(score)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
         response = shortened(arguments["solution_str"])
@@ -301,17 +236,85 @@ def _name(fn: RewardFn) -> str:
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
-def _in_words(error: BaseException) -> str:
-    """Return class and message of an exception. If its `__str__` raises, the message is empty."""
+class OutOfTimeError(Exception):
+    """The function took longer than its limit."""
+
+
+class _Stop(BaseException):
+    """Raised inside the function to end it. `except Exception` in the function does not catch it."""
+
+
+def call_within(seconds: float | None, function: Callable[[], Result]) -> Result:
+    """Return `function()`, but stop it after `seconds` (None: no limit). Exceptions of the function are not caught.
+    Raise OutOfTimeError if the function was stopped or returned too late.
+
+    In the main thread, a timer signal raises an exception inside the function. This interrupts endless loops, sleeps,
+    waiting for a socket, and slow regular expressions. The timer fires every second, in case the function catches the
+    exception. If the function sets an alarm itself (`signal.alarm`), the time is checked only when it returns.
+
+    Python delivers signals only to the main thread, but verl calls rewards in other threads. There the function runs
+    in a new thread, which is stopped at its next line of Python. If that thread is inside a C function, it continues as
+    a daemon, which does not keep the process alive."""
+    if seconds is None:
+        return function()
+    if threading.current_thread() is not threading.main_thread():
+        return _in_a_thread(seconds, function)
+    started = time.monotonic()
     try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return f"{type(error).__name__}: "
+        with _alarm(seconds):
+            result = function()
+    except _Stop:
+        raise OutOfTimeError from None
+    if time.monotonic() - started > seconds:
+        raise OutOfTimeError
+    return result
 
 
-def check_reward_fn(fn: RewardFn, prompts: Sequence[Prompt], *, timeout_s: float | None = None) -> None:
-    """Call `fn` once, on the first prompt with an empty response, to find bugs before the training starts.
+@contextmanager
+def preserved_alarm() -> Iterator[None]:
+    """Let the code inside use the alarm signal. Afterwards restore the caller's timer, less the time that has passed.
 
-    Raises UserError for the same reasons as `score_responses`.
+    Use this only in the main thread. If the caller's timer was due during the block, it fires right after the block.
     """
-    score_responses(fn, prompts[:1], [""], timeout_s=timeout_s)
+    remaining, interval = signal.getitimer(signal.ITIMER_REAL)
+    handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:
+            left = max(remaining - (time.monotonic() - started), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise _Stop
+
+    with preserved_alarm():
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _in_a_thread(seconds: float, function: Callable[[], Result]) -> Result:
+    outcome: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if outcome.done():
+        return outcome.result()
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stop))
+    raise OutOfTimeError

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.storage import write_json
 from qarl.config import Config
 from qarl.console import say
 from qarl.diagnose.calibration_memory import LEVELS, check_memory

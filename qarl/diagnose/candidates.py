@@ -15,7 +15,7 @@ import torch
 
 from qarl.config import Config
 from qarl.config.objectives import Level, RolloutCorrectionConfig
-from qarl.metrics.bands import bands_in_force
+from qarl.metrics.warning_log import bands_in_force
 from qarl.objectives.loss import correction_weights
 from qarl.objectives.settings import Settings, objective_settings
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.storage import write_json
 from qarl.checks.sampling import truncation
 from qarl.config import Config
 from qarl.metrics.mismatch import mismatch_metrics

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qarl.config import Config
-from qarl.objectives.loss import batch_weights, objective_loss
+from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.settings import Settings
 from qarl.trainer.batch import Batch, micro_batches
 from qarl.trainer.policy import Policy
@@ -46,7 +46,9 @@ def objective_gradients(
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     mask = batch.response_mask[start:]
     whole = {"responses": int(mask.any(1).sum()), "tokens": int(mask.sum())}
-    weight = [batch_weights(old, batch.rollout_log_probs, batch.response_mask, one) for one in objectives]
+    weight = [
+        correction_weights(old, batch.rollout_log_probs, batch.response_mask, one.correction) for one in objectives
+    ]
     total = torch.zeros(len(objectives), sum(p.numel() for p in parameters))
     slopes = torch.zeros(len(objectives), *batch.response_mask.shape)
     for rows in micro_batches(batch, config.actor, start=start):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from qarl.checkpoint import run_folder
+from qarl.checkpoint import storage
 from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.checks.memory_terms import GIB, ranks
@@ -20,7 +20,7 @@ from qarl.checks.registry import Check, Findings, NotCheckedError, error, note, 
 from qarl.config import Config
 from qarl.config.bounds import unusual_values
 from qarl.errors import UserError
-from qarl.metrics.bands import PAPER, bands_in_force, how_to_set, scaled
+from qarl.metrics.warning_log import PAPER, bands_in_force, how_to_set, scaled
 from qarl.process import package_versions
 from qarl.quant.scheme import Scheme
 from qarl.trainer.resume import check_free, find_start
@@ -41,7 +41,7 @@ def values(config: Config) -> Findings:
 
 
 def bands(config: Config) -> Findings:
-    """Say whether TBPO's bands are wide enough for the length of the responses (`qarl.metrics.bands`)."""
+    """Say whether TBPO's bands are wide enough for the length of the responses (`qarl.metrics.warning_log`)."""
     actor, length = config.actor, config.data.max_response_length
     if actor.loss != "tbpo":
         return
@@ -262,9 +262,9 @@ def start(config: Config) -> Findings:
             yield note(text, fix="nothing to do, if that is what you want")
     if step:
         yield ok(f"the run resumes from step {step} ({origin})")
-    elif not run_folder.holds_a_run(run_dir):
+    elif not storage.holds_a_run(run_dir):
         yield ok("the run starts fresh")
-    if not stays and run_folder.holds_a_run(run_dir):
+    if not stays and storage.holds_a_run(run_dir):
         yield note(
             f"{run_dir} contains an earlier run, which will be moved to {run_dir}.1 or the next free number",
             fix="nothing to do, or choose a different name=...",

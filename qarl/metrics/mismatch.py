@@ -49,9 +49,8 @@ def mismatch_metrics(
       verl. It is NaN if one of the two is constant
 
     All three arguments are [batch, response_length]. The mask is bool or 0/1. Values outside the mask are ignored.
-    Raises ValueError for unequal shapes and for an empty mask.
     """
-    mask = _checked_mask(response_mask, old_log_prob, rollout_log_prob)
+    mask = response_mask.bool()
     return token_mismatch(old_log_prob.detach()[mask], rollout_log_prob.detach()[mask], mask.sum(-1))
 
 
@@ -136,23 +135,11 @@ def _order_statistics(magnitude: torch.Tensor, tokens: int, reduce: Reduce) -> d
     }
 
 
-def _checked_mask(response_mask: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """Return the mask as bool. Raise ValueError unless all shapes are equal and the mask selects at least one token."""
-    shapes = [tuple(tensor.shape) for tensor in (response_mask, *others)]
-    if len(set(shapes)) != 1:
-        raise ValueError(f"response_mask and the tensors it masks differ in shape: {shapes}")
-    mask = response_mask.bool()
-    if not mask.any():
-        raise ValueError("response_mask selects no token")
-    return mask
-
-
 def response_metrics(
     scores: Sequence[float] | torch.Tensor,
     response_lengths: Sequence[int] | torch.Tensor,
     max_response_length: int,
     *,
-    prompt_lengths: Sequence[int] | torch.Tensor | None = None,
     finish_reasons: Sequence[str | None] | None = None,
 ) -> dict[str, float]:
     """Return metrics of scores and lengths of one batch of responses, under verl's names. Lengths are in tokens.
@@ -164,22 +151,17 @@ def response_metrics(
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)
-    if score.shape != length.shape or length.ndim != 1 or length.size == 0:
-        raise ValueError(f"need one score per response, and at least one response: {score.shape}, {length.shape}")
     present = score[length > 0]
     clipped = length == max_response_length
     if finish_reasons is not None:
         clipped = np.asarray([reason == "length" for reason in finish_reasons])
-    metrics = {
+    return {
         **_mean_max_min("critic/score", present),
         "critic/score/std": float(present.std()) if present.size else float("nan"),
         **_mean_max_min("response_length", length),
         "response_length/clip_ratio": float(clipped.mean()),
         "response/aborted_ratio": float((length == 0).mean()),
     }
-    if prompt_lengths is not None:
-        metrics |= _mean_max_min("prompt_length", np.asarray(prompt_lengths, dtype=np.float64))
-    return metrics
 
 
 def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:

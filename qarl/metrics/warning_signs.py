@@ -44,8 +44,14 @@ LARGE_K3 = 4e-4
 """A k3, in nats per token, below which a mismatch counts as harmless. It is a choice: that of BF16 rollouts is 4e-5,
 and the runs that collapsed because of it had 1e-2 or more."""
 
+_EARLY_WORDS = f"in the first {EARLY} steps"
+
 Point = tuple[int, float]
 """A training step and the value of a metric."""
+Series = Mapping[str, Sequence[Point]]
+Seen = tuple[int, str] | None
+"""The first step that shows a sign, and what was seen. None: nothing."""
+Rule = Callable[[Series], Seen]
 
 
 @dataclass(frozen=True)
@@ -69,16 +75,6 @@ class WarningSign:
         return f"warning sign {self.sign}, since step {self.since_step}: {self.text}\n  try: {self.remedy}"
 
 
-@dataclass(frozen=True)
-class Change:
-    """Two medians of a metric, the first step of the change, and `than`, words that describe the median `before`."""
-
-    before: float
-    now: float
-    since_step: int
-    than: str
-
-
 class SignFinder:
     """Finds warning signs in a run's metrics, step by step."""
 
@@ -97,11 +93,9 @@ class SignFinder:
                 points.append((step, float(value)))
         found = []
         for sign, (rule, remedy) in SIGNS.items():
-            seen = None if sign in self._found else rule(self._series)
-            if seen is not None:
+            if sign not in self._found and (seen := rule(self._series)):
                 self._found.add(sign)
-                since, text = seen
-                found.append(WarningSign(sign, step, since, text, remedy))
+                found.append(WarningSign(sign, step, *seen, remedy))
         return found
 
 
@@ -127,8 +121,7 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     update, ratio = (metrics.get(f"actor/{name}_size", math.nan) for name in ("update", "ratio"))
     k3 = metrics.get("mismatch/k3")
     mismatched = isinstance(k3, float) and k3 >= LARGE_K3
-    recomputed = metrics.get("old_log_probs/recomputed")  # for runs of before `from_rollout` was logged
-    from_rollout = metrics.get("old_log_probs/from_rollout", recomputed == 0) == 1
+    from_rollout = metrics.get("old_log_probs/from_rollout") == 1
     if not (mismatched and from_rollout):
         found["update/size"] = update
     if mismatched and (from_rollout or ratio != update):
@@ -155,38 +148,6 @@ def _error(values: Sequence[float]) -> float:
     return 1.2533 * _spread(values) / math.sqrt(len(values))
 
 
-def jump(points: Sequence[Point], factor: float, *, recent: int = RECENT) -> Change | None:
-    """Return the change if the recent median differs from the usual one by at least `factor`. Otherwise return None.
-
-    If `factor` is below 1, look for a fall. Logarithms are compared, so values of 0 or below are left out. The
-    difference of the logarithms must also exceed `JUMP_DEVIATIONS` times the usual spread."""
-    positive = [(step, math.log(value)) for step, value in points if value > 0]
-    found = usual([value for _, value in positive], recent)
-    if found is None:
-        return None
-    now, middle, spread = found
-    up = 1.0 if factor > 1 else -1.0
-    far = abs(math.log(factor))
-    if up * (now - middle) < max(far, JUMP_DEVIATIONS * spread):
-        return None
-    since = _since(positive, lambda value: up * (value - middle) >= far)
-    return Change(math.exp(middle), math.exp(now), since, "usual")
-
-
-def trend(points: Sequence[Point], factor: float, *, least: float) -> Change | None:
-    """Return the change if the median of the last `TREND` values is at least `least` and at least `factor` times the
-    early median, and the rise exceeds `DEVIATIONS` times the early spread. Otherwise return None."""
-    if len(points) < EARLY + TREND:
-        return None
-    early = [value for _, value in points[:EARLY]]
-    middle = max(median(early), least / factor)
-    now = median(value for _, value in points[-TREND:])
-    if now < factor * middle or now <= middle + DEVIATIONS * _spread(early):
-        return None
-    limit = factor * middle
-    return Change(median(early), now, _since(points, lambda value: value >= limit), f"in the first {EARLY} steps")
-
-
 def _since(points: Sequence[Point], shows: Callable[[float], bool]) -> int:
     """Return the first step of the latest run of values for which `shows` is true. A single exception is tolerated."""
     since = points[-1][0]
@@ -201,21 +162,43 @@ def _since(points: Sequence[Point], shows: Callable[[float], bool]) -> int:
     return since
 
 
-Series = Mapping[str, Sequence[Point]]
-Seen = tuple[int, str] | None
+def jumps(*rows: tuple[str, float], recent: int = RECENT) -> Rule:
+    """Return a rule that looks for metrics whose recent median differs from the usual one by at least a factor.
+
+    A factor below 1 is a fall. Logarithms are compared, so values of 0 or below are left out. The difference of the
+    logarithms must also exceed `JUMP_DEVIATIONS` times the usual spread."""
+
+    def rule(series: Series) -> Seen:
+        for name, factor in rows:
+            positive = [(step, math.log(value)) for step, value in series[name] if value > 0]
+            if (found := usual([value for _, value in positive], recent)) is None:
+                continue
+            now, middle, spread = found
+            up, far = math.copysign(1, math.log(factor)), abs(math.log(factor))
+            if up * (now - middle) >= max(far, JUMP_DEVIATIONS * spread):
+                since = _since(positive, lambda value, up=up, far=far, middle=middle: up * (value - middle) >= far)  # type: ignore[misc]  # mypy infers no type for defaults
+                return since, _words(name, "rose" if up > 0 else "fell", math.exp(middle), math.exp(now))
+        return None
+
+    return rule
 
 
-def _entropy(series: Series) -> Seen:
-    for name in ("rollout/entropy", "actor/entropy"):
-        for factor, verb in ((2.0, "rose"), (1 / 3, "fell")):
-            if change := jump(series[name], factor):
-                return _words(name, verb, change)
-    return None
+def trend(name: str, factor: float, *, least: float) -> Rule:
+    """Return a rule for a median of the last `TREND` values that is at least `least` and at least `factor` times the
+    early median, if the rise exceeds `DEVIATIONS` times the early spread."""
 
+    def rule(series: Series) -> Seen:
+        points = series[name]
+        if len(points) < EARLY + TREND:
+            return None
+        early = [value for _, value in points[:EARLY]]
+        middle, now = max(median(early), least / factor), median(value for _, value in points[-TREND:])
+        if now < factor * middle or now <= middle + DEVIATIONS * _spread(early):
+            return None
+        since = _since(points, lambda value: value >= factor * middle)
+        return since, _words(name, "grew", median(early), now, _EARLY_WORDS)
 
-def _grad_norm(series: Series) -> Seen:
-    change = jump(series["actor/grad_norm"], 5.0)
-    return None if change is None else _words("actor/grad_norm", "rose", change)
+    return rule
 
 
 def _large(name: str, points: Sequence[Point]) -> Seen:
@@ -229,7 +212,7 @@ def _large(name: str, points: Sequence[Point]) -> Seen:
 
 def _ratio_mismatch(series: Series) -> Seen:
     seen = _large("actor/ratio_size", series["ratio/mismatched"])
-    return None if seen is None else (seen[0], f"the ratios of the loss contain the mismatch: {seen[1]}")
+    return seen and (seen[0], f"the ratios of the loss contain the mismatch: {seen[1]}")
 
 
 def _update_size(series: Series) -> Seen:
@@ -243,17 +226,7 @@ def _update_size(series: Series) -> Seen:
     if now < max(2 * before, GROWN_UPDATE):
         return None
     since = _since(points, lambda value: value >= 2 * before)
-    return _words("actor/update_size", "grew", Change(before, now, since, f"in the first {EARLY} steps"))
-
-
-def _delta_tail(series: Series) -> Seen:
-    change = trend(series["mismatch/abs_p999"], 3.0, least=0.05)
-    return None if change is None else _words("mismatch/abs_p999", "grew", change)
-
-
-def _k3(series: Series) -> Seen:
-    change = trend(series["mismatch/k3"], 4.0, least=LARGE_K3)
-    return None if change is None else _words("mismatch/k3", "grew", change)
+    return since, _words("actor/update_size", "grew", before, now, _EARLY_WORDS)
 
 
 def _skew(series: Series) -> Seen:
@@ -275,24 +248,15 @@ def _skew(series: Series) -> Seen:
     return since, text
 
 
-def _length(series: Series) -> Seen:
-    for factor, verb in ((1.5, "rose"), (1 / 1.5, "fell")):
-        if change := jump(series["response_length/mean"], factor, recent=5):
-            return _words("response_length/mean", verb, change)
-    return None
-
-
 def _repetition(series: Series) -> Seen:
     for name in ("error_tokens/repetitive_frac", "error_tokens/garbled_frac"):
-        points = series[name]
-        found = usual([value for _, value in points], 5)
-        if found is None:
+        if (found := usual([value for _, value in series[name]], 5)) is None:
             continue
         now, middle, spread = found
         limit = middle + max(0.1, DEVIATIONS * spread)
         if now > limit:
-            since = _since(points, lambda value, limit=limit: value > limit)  # type: ignore[misc]  # mypy infers no type for `limit`
-            return _words(name, "rose", Change(middle, now, since, "usual"))
+            since = _since(series[name], lambda value, limit=limit: value > limit)  # type: ignore[misc]  # mypy infers no type for `limit`
+            return since, _words(name, "rose", middle, now)
     return None
 
 
@@ -307,22 +271,22 @@ def _equal_rewards(series: Series) -> Seen:
     )
 
 
-def _words(name: str, verb: str, change: Change) -> tuple[int, str]:
-    return change.since_step, f"{name} {verb} from {change.before:.3g} ({change.than}) to {change.now:.3g}"
+def _words(name: str, verb: str, before: float, now: float, than: str = "usual") -> str:
+    return f"{name} {verb} from {before:.3g} ({than}) to {now:.3g}"
 
 
 _MISMATCH = (
     "raise quant.align (off < linears < model < exact); if it is model or exact already, `python -m qarl.diagnose` "
     "says which tokens differ"
 )
-SIGNS: dict[str, tuple[Callable[[Series], Seen], str]] = {
+SIGNS: dict[str, tuple[Rule, str]] = {
     "entropy": (
-        _entropy,
+        jumps(*((f"{side}/entropy", factor) for side in ("rollout", "actor") for factor in (2.0, 1 / 3))),
         "lower optim.lr or add optim.lr_warmup_steps; if entropy rose, look at error_tokens/* and mismatch/*; if it "
         "fell, responses become alike: raise rollout.temperature",
     ),
     "grad_norm": (
-        _grad_norm,
+        jumps(("actor/grad_norm", 5.0)),
         "lower optim.lr; lower actor.grad_clip to the usual norm; narrow actor.neg_seq_clip_ratio_high",
     ),
     "update_size": (
@@ -335,15 +299,15 @@ SIGNS: dict[str, tuple[Callable[[Series], Seen], str]] = {
         "set actor.old_log_probs=recompute, and rollout_correction.bypass_mode=false; or raise quant.align to model or "
         "exact",
     ),
-    "delta_tail": (_delta_tail, _MISMATCH),
-    "k3": (_k3, _MISMATCH),
+    "delta_tail": (trend("mismatch/abs_p999", 3.0, least=0.05), _MISMATCH),
+    "k3": (trend("mismatch/k3", 4.0, least=LARGE_K3), _MISMATCH),
     "skew": (
         _skew,
         "raise quant.align to model or exact; lower actor.seq_tis_imp_ratio_cap, or set "
         "actor.mismatch_outside_cap=drop",
     ),
     "length": (
-        _length,
+        jumps(("response_length/mean", 1.5), ("response_length/mean", 1 / 1.5), recent=5),
         "read the responses: the reward may favour long ones, or responses may not end; lower optim.lr",
     ),
     "repetition": (

@@ -89,17 +89,19 @@ def objective_loss(
         rollout_log_prob: [B, T], the log-probs that the sampling engine reported.
         advantages: [B], or [B, T] constant over the tokens of a row.
         response_mask: [B, T], bool or 0/1. Values at other positions are ignored, even NaN.
-        weight: [B, T], the correction's weights, if `batch_weights` computed them. If None, they are computed here.
+        weight: [B, T], the correction's weights, if `correction_weights` computed them for the whole batch. If None,
+            they are computed here.
         responses, tokens: number of non-empty responses in the whole mini-batch before any rejection, and number of
             their tokens.
 
     Raise ValueError as `tbpo_loss` does. Raise UserError if the loss needs verl, but verl is not installed.
     """
-    correction = settings.correction
+    correction, mask = settings.correction, response_mask != 0
     accepted = response_mask
     if correction.rejects:
-        accepted = accepted_tokens(log_prob, old_log_prob, rollout_log_prob, response_mask != 0, correction)
+        accepted = accepted_tokens(log_prob, old_log_prob, rollout_log_prob, mask, correction)
     if settings.loss == "tbpo":
+        weight = None  # TBPO has its own
         loss, statistics = tbpo_loss(
             log_prob,
             old_log_prob,
@@ -109,48 +111,33 @@ def objective_loss(
             settings.tbpo,
             global_batch_size=max(responses, 1),
         )
-        weight = None  # TBPO has its own
     else:
         if settings.loss == "mis_gspo":
-            mask, cap = response_mask != 0, settings.mis_imp_ratio_cap
-            weight = sequence_mis_weights(old_log_prob, rollout_log_prob, mask, cap)
+            # Sequence-level MIS of "When Speed Kills Stability" (Liu et al. 2025, https://richardli.xyz/rl-collapse)
+            cap = settings.mis_imp_ratio_cap
+            mis = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=cap)
+            weight = correction_weights(old_log_prob, rollout_log_prob, mask, mis)
         elif weight is None:
-            weight = correction_weights(old_log_prob, rollout_log_prob, response_mask != 0, correction)
-        loss, statistics = _verl_loss(
-            log_prob,
-            old_log_prob,
-            rollout_log_prob,
-            advantages,
-            accepted != 0,
-            settings,
-            weight,
-            responses=responses,
-            tokens=tokens,
-        )
+            weight = correction_weights(old_log_prob, rollout_log_prob, mask, correction)
+        log_probs = (log_prob, old_log_prob.detach(), rollout_log_prob.detach())
+        loss, statistics = _verl_loss(log_probs, advantages, accepted != 0, settings, weight, (responses, tokens))
     if correction.rejects or weight is not None:
-        statistics |= correction_statistics(response_mask != 0, accepted != 0, weight)
+        statistics |= correction_statistics(mask, accepted != 0, weight)
     return loss, statistics
 
 
 def _verl_loss(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    rollout_log_prob: torch.Tensor,
+    log_probs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     advantages: torch.Tensor,
     accepted: torch.Tensor,
     settings: Settings,
     weight: torch.Tensor | None,
-    *,
-    responses: int,
-    tokens: int,
+    whole: tuple[int, int],
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the loss and the statistics of an objective that is verl's function. `accepted`: bool [B, T].
 
-    verl's functions read every position, so those outside of `accepted` become 0."""
-    new, old, rollout = (
-        torch.where(accepted, values, 0.0).float()
-        for values in (log_prob, old_log_prob.detach(), rollout_log_prob.detach())
-    )
+    `log_probs`: new, old, rollout. verl's functions read every position, so those outside of `accepted` become 0."""
+    new, old, rollout = (torch.where(accepted, values, 0.0).float() for values in log_probs)
     per_token = advantages.detach().float() if advantages.dim() == 2 else advantages.detach().float()[:, None]
     per_token = torch.where(accepted, per_token, 0.0)
     against = rollout if settings.correction.bypass_mode else old
@@ -158,8 +145,8 @@ def _verl_loss(
     loss, verl_metrics = verl_losses.policy_loss(
         _VERL_NAMES[settings.loss],
         settings,
-        responses=responses,
-        tokens=tokens,
+        responses=whole[0],
+        tokens=whole[1],
         log_prob=new,
         advantages=per_token.clamp(min=0.0) if settings.loss == "positive_only" else per_token,
         response_mask=accepted,
@@ -169,13 +156,6 @@ def _verl_loss(
     advantage = per_token.gather(1, accepted.int().argmax(dim=-1, keepdim=True)).squeeze(1)
     statistics = loss_statistics(new, old, against, rollout, advantage, accepted, verl_metrics, uses_ratio=uses_ratio)
     return loss, statistics
-
-
-def batch_weights(
-    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, settings: Settings
-) -> torch.Tensor | None:
-    """Return the correction's weights for the whole batch of a step, FP32 [B, T], or None if none is configured."""
-    return correction_weights(old_log_prob, rollout_log_prob, response_mask != 0, settings.correction)
 
 
 def correction_weights(
@@ -196,16 +176,6 @@ def correction_weights(
     if correction.rollout_is_batch_normalize:
         weight = weight / _mean(weight, mask, per_token=correction.rollout_is == "token").clamp(min=1e-8)
     return weight
-
-
-def sequence_mis_weights(
-    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor, cap: float
-) -> torch.Tensor | None:
-    """Return masked importance weights, [B, T]: the product of r_corr over the response, or 0 if it is above `cap`.
-
-    Source: "When Speed Kills Stability" (Liu et al. 2025, https://richardli.xyz/rl-collapse), sequence-level MIS."""
-    mis = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=cap)
-    return correction_weights(old_log_prob, rollout_log_prob, mask, mis)
 
 
 def accepted_tokens(

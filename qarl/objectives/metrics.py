@@ -1,7 +1,7 @@
 """Statistics of each call of an objective, and the metrics of a step that are computed from them.
 
 A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`. The prefix says how to combine the values of micro-batches
-and ranks. `qarl.tbpo.loss` uses the same keys, and `qarl.tbpo.reduce_metrics` combines its statistics.
+and ranks. `qarl.tbpo.metrics` uses the same keys, and `qarl.tbpo.reduce_metrics` combines its statistics.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ from typing import Any
 import torch
 
 from qarl import tbpo
-from qarl.tbpo.loss import combine, means, response_metrics, response_statistics
-from qarl.tbpo.ratios import largest_update, ratio_deviation, sequence_log_ratio
-from qarl.tbpo.tokens import token_metrics, token_statistics
+from qarl.tbpo.loss import ratio_deviation, sequence_log_ratio
+from qarl.tbpo.metrics import (
+    as_numbers,
+    combine,
+    largest_update,
+    means,
+    response_metrics,
+    response_statistics,
+    token_metrics,
+    token_statistics,
+)
 
 _VERL = {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "clipped_lower", "actor/ppo_kl": "ppo_kl"}
 """Maps verl's metrics of a call, which are means over its tokens, to the names of our sums."""
@@ -53,7 +61,7 @@ def correction_statistics(mask: torch.Tensor, keep: torch.Tensor, weight: torch.
             "min/weight": on_kept.masked_fill(~keep, math.inf).amin(),
             "max/weight": on_kept.amax(),
         }
-    return _as_numbers(values)
+    return as_numbers(values)
 
 
 def loss_statistics(
@@ -76,9 +84,8 @@ def loss_statistics(
     with torch.no_grad():
         nonempty, tokens = keep.any(dim=-1), keep.sum()
         deviation = ratio_deviation(sequence_log_ratio(log_prob, against, keep))
-        values = response_statistics(
-            deviation, sequence_log_ratio(log_prob, rollout_log_prob, keep), advantage, nonempty
-        )
+        to_rollout = ratio_deviation(sequence_log_ratio(log_prob, rollout_log_prob, keep))
+        values = response_statistics(deviation, to_rollout, advantage, nonempty)
         values["sum/kept_tokens"] = tokens.double()
         lengths = keep.sum(dim=-1)
         if uses_ratio:
@@ -86,7 +93,7 @@ def loss_statistics(
         update = ratio_deviation(sequence_log_ratio(log_prob, old_log_prob, keep))
         values["max/update"] = largest_update(update, lengths)
         values |= {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
-    return _as_numbers(values) | token_statistics(log_prob, old_log_prob, advantage, keep)
+    return as_numbers(values) | token_statistics(log_prob, old_log_prob, advantage, keep)
 
 
 def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -123,7 +130,7 @@ def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float
     """Return the metrics of later mini-batches, with `_after_first` appended to their names.
 
     For TBPO, `qarl.tbpo.after_first_metrics` defines them. For other losses, these are `pg_clipfrac*` of
-    `reduce_metrics` and (under their own names) the metrics of `qarl.tbpo.tokens.token_metrics`.
+    `reduce_metrics` and (under their own names) the metrics of `qarl.tbpo.metrics.token_metrics`.
 
     `statistics`: from all mini-batches of a step except the first, in which every ratio is 1 by construction."""
     later = list(statistics)
@@ -144,9 +151,3 @@ def update_metrics(mini_batches: Sequence[Sequence[dict[str, float]]]) -> dict[s
         if name in every[0]:
             metrics[metric] = sum(statistics[name] for statistics in every) / len(mini_batches)
     return metrics
-
-
-def _as_numbers(values: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return all values with one transfer from the device to the CPU."""
-    stacked = torch.stack([value.detach().double() for value in values.values()])
-    return dict(zip(values, stacked.tolist(), strict=True))

@@ -83,11 +83,9 @@ def shard_axis(tensor: torch.Tensor) -> int | None:
     axes = [axis for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
     if len(axes) > 1 or any(not isinstance(tensor.placements[axis], Shard) for axis in axes):
         raise UserError(
-            f"QaRL's optimizer cannot update a parameter of shape {list(tensor.shape)} that is spread over ranks in "
-            "several ways",
+            f"QaRL's optimizer cannot update a parameter with the placements {tensor.placements}",
             where="actor_rollout_ref.actor: strategy, fsdp_config",
-            why=f"it supports only parameters that FSDP2 has cut once, and this one has the placements "
-            f"{tensor.placements} (torch.distributed.tensor)",
+            why="it supports only parameters that FSDP2 has cut once",
             fix="set actor_rollout_ref.actor.strategy=fsdp2, and train without tensor, sequence or expert parallelism",
         )
     return axes[0] if axes and tensor.device_mesh.size(axes[0]) > 1 else None
@@ -128,13 +126,9 @@ def updates(
     Args:
         parameters: plain tensors or DTensors, [N, K] or [experts, N, K].
         directions: a function from a parameter to its direction (`direction`) on this rank.
-
-    Raises:
-        UserError: a parameter is sharded along a dimension other than the first.
     """
     spread = [p for p in parameters if p.ndim == 2 and shard_axis(p) is not None]
     for parameter in parameters:
-        _check_rows(parameter)
         if parameter.ndim != 2 or shard_axis(parameter) is None:
             yield parameter, orthogonalized(directions(parameter))
     groups: dict[Any, list[torch.nn.Parameter]] = {}
@@ -150,19 +144,6 @@ def _group(parameter: torch.Tensor) -> Any:
     axis = shard_axis(parameter)
     assert isinstance(parameter, DTensor)
     return parameter.device_mesh.get_group(axis)
-
-
-def _check_rows(parameter: torch.Tensor) -> None:
-    found = region(parameter)
-    if found.dim != 0:
-        raise UserError(
-            f"Muon cannot update a parameter of shape {list(parameter.shape)} that is sharded along dimension "
-            f"{found.dim}",
-            where="optim.name=muon",
-            why="it needs whole matrices: it gathers the rows of a matrix, which FSDP2 cuts along dimension 0, and "
-            "takes each expert of a stack as it is",
-            fix="do not change the dimension that FSDP2 cuts (its default is 0), or set optim.name=adamw",
-        )
 
 
 def _exchange(matrices: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from muon import adam_update
 
-from qarl.errors import UserError
 from qarl.optim.muon import direction, local_part, region, updates, use_muon
 from qarl.optim.rounding import rounding_key, stochastic_round
 
@@ -108,21 +107,7 @@ class MuonAdamW(torch.optim.Optimizer):
             write(weight, stochastic_round(working, key, region(parameter)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a `state_dict()`. Unlike torch, keep the state of BF16 parameters in FP32.
-
-        Raises:
-            UserError: the state is that of another optimizer.
-        """
-        for ours, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            if missing := ours.keys() - saved.keys() - {"initial_lr"}:
-                raise UserError(
-                    "the checkpoint's optimizer state was written by another optimizer than this run's",
-                    where="optim.name",
-                    why=f"this run uses QaRL's Muon and AdamW, whose state has {', '.join(sorted(missing))} in each "
-                    "parameter group; the checkpoint's state lacks that",
-                    fix="give this run the same section optim as the run that wrote the checkpoint (its config.yaml), "
-                    "or start a new run from the exported model",
-                )
+        """Restore a `state_dict()`. Unlike torch, keep the state of BF16 parameters in FP32."""
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, saved in state_dict["state"].items():

@@ -3,6 +3,13 @@
 The contents are a block of JSON that the script reads. Sampled text cannot become markup: every `<` in the block is
 escaped, and the script writes text only as text, never as HTML. The page's Content-Security-Policy allows only this
 script and this style, by their hashes. It allows no requests.
+
+Every file of the run folder except `metrics.jsonl` may be missing. The report stays under 5 MB for a run of any length:
+
+- Numbers are rounded to four digits.
+- A series of more than `MOST_POINTS` steps is divided into groups of steps. Each group keeps its lowest and its highest
+  value, so no spike is lost.
+- If the samples have more than `SAMPLE_CHARACTERS` characters, every second logged step is removed, until they fit.
 """
 
 from __future__ import annotations
@@ -11,14 +18,32 @@ import base64
 import hashlib
 import html
 import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint.storage import write_text
-from qarl.report.contents import contents
+import yaml
+
+from qarl.checkpoint.storage import read_lines, write_text
+from qarl.config import Config
+from qarl.console import say
+from qarl.errors import UserError
+from qarl.metrics.plots import CHARTS, phases_of
+from qarl.metrics.tracker import read_metrics
+from qarl.metrics.warning_log import WARNINGS_FILE
+from qarl.report.samples import is_logged, loads, read_samples
 
 REPORT_FILE = "report.html"
+MOST_POINTS = 1000
+SAMPLE_CHARACTERS = 2_000_000
+TEXT_CHARACTERS = 200_000
+"""Largest number of characters that the report quotes from the config, and from the versions."""
+
+Series = dict[str, list[Any]]
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -28,6 +53,17 @@ def write_report(run_dir: str | Path) -> Path:
     path = Path(run_dir) / REPORT_FILE
     write_text(path, page(contents(run_dir)))
     return path
+
+
+def update_report(config: Config, step: int) -> None:
+    """Write the report after `step` if `is_logged` chooses this step. If that fails, the run continues, because
+    `qarl report` can write it later."""
+    if not config.trainer.report or not is_logged(step):
+        return
+    try:
+        write_report(config.run_dir)
+    except (UserError, OSError) as error:
+        say(f"warning: the report was not written after step {step}: {error}")
 
 
 def page(found: dict[str, Any]) -> str:
@@ -53,3 +89,71 @@ def _hash(text: str) -> str:
 
 def _packaged(name: str) -> str:
     return files("qarl.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def contents(run_dir: str | Path) -> dict[str, Any]:
+    """Return everything that `page.js` draws, as JSON types. Raise UserError if the folder has no metrics file."""
+    run_dir = Path(run_dir)
+    entries = read_metrics(run_dir)
+    names = sorted({name for entry in entries for name in entry} - {"step"})
+    config, summary = _text(run_dir / "config.yaml"), run_dir / "summary.json"
+    resolved = yaml.safe_load(config) or {}
+    return {
+        "name": run_dir.resolve().name,
+        "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "step": entries[-1]["step"] if entries else 0,
+        "total": resolved.get("trainer", {}).get("total_training_steps"),
+        "summary": loads(_text(summary)) if summary.is_file() else None,
+        "series": {name: series for name in names if (series := series_of(entries, name))},
+        "charts": [asdict(chart) | {"lines": list(chart.lines.items())} for chart in CHARTS],
+        "phases": phases_of(entries),
+        "warnings": sorted(read_lines(run_dir / WARNINGS_FILE), key=lambda warning: warning["since_step"]),
+        "samples": fitting_samples(read_samples(run_dir)),
+        "config": config,
+        "versions": _text(run_dir / "versions.json"),
+    }
+
+
+def series_of(entries: Sequence[Mapping[str, Any]], name: str) -> Series | None:
+    """Return the steps `s` and the values `v` of a metric, or None if it has no number.
+
+    NaN and infinities are the strings "nan", "inf" and "-inf", because JSON has no such numbers."""
+    points = [(entry["step"], entry[name]) for entry in entries if _is_number(entry.get(name))]
+    if len(points) > MOST_POINTS:
+        points = _extremes(points, MOST_POINTS // 2)
+    return {"s": [step for step, _ in points], "v": [_short(value) for _, value in points]} if points else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _extremes(points: Sequence[tuple[int, float]], groups: int) -> list[tuple[int, float]]:
+    """Return the lowest and the highest point of each of `groups` groups. A value that is not finite is the highest."""
+    found = []
+    for group in range(groups):
+        part = points[group * len(points) // groups : (group + 1) * len(points) // groups]
+        order = sorted(range(len(part)), key=lambda place: (not math.isfinite(part[place][1]), part[place][1]))
+        found += [part[place] for place in sorted({order[0], order[-1]})]
+    return found
+
+
+def _short(value: float) -> float | str:
+    if not math.isfinite(value):
+        return str(float(value))
+    short = float(f"{value:.4g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def fitting_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Remove every second logged step, but keep the last one, until the samples fit into `SAMPLE_CHARACTERS`."""
+    while samples and sum(len(json.dumps(sample)) for sample in samples) > SAMPLE_CHARACTERS:
+        steps = sorted({sample["step"] for sample in samples})
+        kept = set(steps[::-2]) if len(steps) > 1 else set()
+        samples = [sample for sample in samples if sample["step"] in kept]
+    return samples
+
+
+def _text(path: Path) -> str:
+    """Return a file's text, or "" if it is missing."""
+    return path.read_text(encoding="utf-8", errors="replace")[:TEXT_CHARACTERS] if path.is_file() else ""

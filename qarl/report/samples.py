@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint.json_file import append_lines
+from qarl.checkpoint.storage import append_lines, read_lines
 
 SAMPLES_FILE = "samples.jsonl"
 ENDS = 256
@@ -95,21 +95,10 @@ def loads(text: str) -> Any:
 def read_samples(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the samples in order of `step`. If a resumed run repeated a step, only its newer samples are returned.
 
-    Lines that are not samples are skipped. If the file is missing, return an empty list."""
-    path = Path(run_dir) / SAMPLES_FILE
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    found: list[dict[str, Any]] = []
-    for line in lines:
-        try:
-            sample = loads(line)
-            step, fits = int(sample["step"]), len(sample["tokens"]) == len(sample["delta"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if fits:
-            if found and step < found[-1]["step"]:
-                found = [earlier for earlier in found if earlier["step"] < step]
-            found.append(sample)
-    return found
+    If the file is missing, return an empty list."""
+    samples: list[dict[str, Any]] = []
+    for sample in read_lines(Path(run_dir) / SAMPLES_FILE):
+        if samples and sample["step"] < samples[-1]["step"]:
+            samples = [earlier for earlier in samples if earlier["step"] < sample["step"]]
+        samples.append(sample)
+    return samples

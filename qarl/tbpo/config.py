@@ -6,7 +6,6 @@ other part of QaRL. The meaning of each key is in docs/config_reference.md.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -49,17 +48,12 @@ class TBPOConfig:
     loss_agg_mode: str = "seq-mean-token-mean"
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value, bounds = getattr(self, one.name), one.metadata
-            if one.name in _NAMES and value not in get_args(_NAMES[one.name]):
-                raise ValueError(f"{one.name} must be one of {', '.join(get_args(_NAMES[one.name]))}; got {value!r}")
-            if not bounds:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{one.name} must be a finite number, got {value!r}")
-            low = bounds.get("ge", bounds.get("gt", 0))
-            if not low <= value <= bounds["le"] or value <= 0:
-                raise ValueError(f"{one.name} must be positive and in [{low:g}, {bounds['le']:g}]; got {value}")
+        for key in fields(self):
+            value, bounds = getattr(self, key.name), key.metadata
+            if key.name in _NAMES and value not in get_args(_NAMES[key.name]):
+                raise ValueError(f"{key.name} must be one of {', '.join(get_args(_NAMES[key.name]))}; got {value!r}")
+            if bounds and not (bounds.get("gt", -1) < value <= bounds["le"] and value >= bounds.get("ge", 0)):
+                raise ValueError(f"{key.name} must be within {dict(bounds)}; got {value!r}")
         if self.loss_agg_mode != "seq-mean-token-mean":
             raise ValueError(
                 f"loss_agg_mode must be 'seq-mean-token-mean', because TBPO has one ratio per response; "
@@ -72,5 +66,10 @@ class TBPOConfig:
         return cls(**{name: getattr(keys, name) for name in KEYS if hasattr(keys, name)}, **others)
 
 
-KEYS = tuple(one.name for one in fields(TBPOConfig) if one.name != "loss_agg_mode")
+KEYS = tuple(key.name for key in fields(TBPOConfig) if key.name != "loss_agg_mode")
 """The keys of TBPO in the section `actor` of a run's config. `loss_agg_mode` is a key of every loss."""
+BINS = (1e-3, 1e-2, 1e-1)
+"""Edges between classes of tokens, as probabilities under the old policy, for `qarl.tbpo.metrics.token_statistics`."""
+CLASSES = ("tail", "rare", "unlikely", "likely")
+SIGNS = ("pos", "neg")
+"""Signs of the advantage."""

@@ -31,21 +31,51 @@ band is too narrow for short responses and has no effect on long ones. With the 
 edges from 1 are multiplied by sqrt(band_reference_length / T_i). The default reference, 16384, is the paper's longest
 response.
 
+A ratio is the geometric mean of a response's token ratios, as in GSPO (arXiv 2507.18071). The code stores r - 1, the
+deviation of a ratio r from 1, because the paper's bands are only 3e-4 to 7e-4 wide. FP32's relative error is 1e-7. So r
+has an error of 1e-7, but a deviation of 3e-4 has an error of only 3e-11.
+
 Legend: B responses, T token positions (response_length).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from qarl.tbpo.config import TBPOConfig
-from qarl.tbpo.ratios import clip_to_band, inside, largest_update, ratio_deviation, sequence_log_ratio
-from qarl.tbpo.tokens import token_metrics, token_statistics
+from qarl.tbpo.metrics import tbpo_statistics, token_statistics
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are clipped to this maximum, so that no ratio exceeds e^20 = 4.9e8. There is no minimum, because the
+exponential of a negative number cannot overflow."""
+
+
+def sequence_log_ratio(log_prob: torch.Tensor, reference_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return mean_t(log_prob - reference_log_prob) over each response's valid tokens: FP32 [B].
+
+    An empty response gives 0. Both inputs, [B, T], are upcast to FP32 first. In BF16 the difference of two log-probs
+    near -1 would have steps of 4e-3, ten times the width of a band. A NaN where `mask` is false has no
+    effect on the mean or its gradient.
+    """
+    log_ratio = log_prob.float() - reference_log_prob.float()
+    return torch.where(mask, log_ratio, 0.0).sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
+
+
+def ratio_deviation(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return exp(log_ratio) - 1 in the same shape. `MAX_LOG_RATIO` keeps it finite."""
+    return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO))
+
+
+def clip_to_band(ratio: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, learns: torch.Tensor) -> torch.Tensor:
+    """Return each ratio unchanged if its `learns` is true. Otherwise detach it and clip it to [1 + lower, 1 + upper].
+
+    The gradient of a clipped ratio is exactly +0, because `torch.where` is used instead of `clamp`.
+    """
+    return torch.where(learns, ratio, ratio.detach().clamp(1 + lower, 1 + upper))
 
 
 def tbpo_loss(
@@ -79,17 +109,20 @@ def tbpo_loss(
     Raises ValueError if `rollout_log_prob` is missing, shapes differ, the mask is not 0/1, a valid position has NaN or
     Inf, advantages vary within a response, or `global_batch_size` is less than the number of responses in this call.
     """
-    _check_shapes(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask)
+    before = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
+    _check_shapes(log_prob, advantages, before | {"response_mask": response_mask})
     valid = response_mask != 0
     advantage = _advantage_per_response(advantages, valid)
-    count = _check_values(log_prob, old_log_prob, rollout_log_prob, advantages, advantage, response_mask, valid)
-    denominator = _denominator(count, global_batch_size)
+    count = _check_values({"log_prob": log_prob} | before, advantages, advantage, response_mask, valid)
+    if global_batch_size is not None and global_batch_size < count:
+        raise ValueError(f"global_batch_size is {global_batch_size} but this call alone has {count} responses")
+    denominator = max(count if global_batch_size is None else global_batch_size, 1)
 
     log_ratio = sequence_log_ratio(log_prob, old_log_prob.detach(), valid)
     deviation = ratio_deviation(log_ratio)
     lengths = valid.sum(dim=-1)
     lower, upper = _band(advantage, lengths, config)
-    in_band = inside(deviation.detach(), lower, upper)
+    in_band = (deviation.detach() >= lower) & (deviation.detach() <= upper)
 
     log_mismatch = sequence_log_ratio(old_log_prob.detach(), rollout_log_prob.detach(), valid)
     cap = config.seq_tis_imp_ratio_cap
@@ -104,115 +137,12 @@ def tbpo_loss(
     loss = response_loss.sum() / denominator
 
     with torch.no_grad():
-        statistics: dict[str, Any] = _statistics(
-            deviation, log_ratio + log_mismatch, mismatch, weight, advantage, in_band, lengths
+        to_rollout = ratio_deviation(log_ratio + log_mismatch)
+        statistics = tbpo_statistics(
+            deviation, to_rollout, mismatch, weight, advantage, (lower, upper), in_band, lengths, config
         )
-        statistics |= _distances(deviation, lower, upper, lengths, advantage, config)
         statistics |= token_statistics(log_prob, old_log_prob, advantage, valid)
     return loss, statistics
-
-
-def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics of a step from the statistics of all its `tbpo_loss` calls (micro-batches and ranks).
-
-    A statistic's key is `sum/NAME`, `min/NAME`, `max/NAME` or `all/NAME`. The prefix says how to combine the values. A
-    value of `all/NAME` is a list, and lists are concatenated. Metrics over no response (such as neg_outside_band_frac
-    without negative samples) are left out.
-
-    All metrics are over responses, not tokens:
-        actor/pos_outside_band_frac, actor/neg_outside_band_frac: share of the responses with A > 0 (A < 0) that are
-            outside their band. If the share is near 1, the policy learns almost nothing
-        actor/inside_band_frac: share of the responses with A != 0 that are inside their band
-        actor/zero_advantage_frac: share of all responses that have A = 0
-        actor/seq_ratio_mean, _min, _max: r; actor/seq_ratio_abs_dev_max: the largest |r - 1|
-        actor/update_size: the largest |r - 1| * sqrt(T), T the tokens of the response
-        actor/seq_tis_imp_ratio_mean, _max: w before the cap
-        actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: share of all responses with w > C (w < 1/C)
-        actor/zero_centred_loss_pos, _neg: -(r - 1) A, summed over the responses with A > 0 (A < 0) and divided by the
-            number of all responses. Both are near 0 while the policy is near the old one (arXiv 2605.14220, eq. 5)
-        actor/rollout_zero_centred_loss_pos, _neg: the same with r * w, the ratio to the rollout policy, instead of r
-        actor/band_p95: 95% quantile of |r - 1| * sqrt(T / band_reference_length), over the responses with A != 0. Bands
-            of this width, with `band_scaling="length"`, would leave 5% of them outside
-        actor/band_factor_p95: the current bands, multiplied by this number, would leave 5% of them outside
-    """
-    total = combine(statistics)
-    metrics = response_metrics(total)
-    if not metrics:
-        return {}
-    metrics |= means(total, _MEANS)
-    metrics["actor/seq_tis_imp_ratio_max"] = total["max/mismatch"]
-    for name, key in (("band_p95", "all/scaled_distance"), ("band_factor_p95", "all/bands_away")):
-        if total.get(key):
-            metrics[f"actor/{name}"] = _quantile(total[key], 0.95)
-    return metrics
-
-
-def combine(statistics: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the statistics of several calls into one dict, as the prefixes of their keys say."""
-    how: dict[str, Callable[[list[Any]], Any]] = {
-        "sum": sum,
-        "min": min,
-        "max": max,
-        "all": lambda lists: list(chain.from_iterable(lists)),
-    }
-    collected: dict[str, list[Any]] = {}
-    for one in statistics:
-        for key, value in one.items():
-            collected.setdefault(key, []).append(value)
-    return {key: how[key.split("/")[0]](values) for key, values in collected.items()}
-
-
-def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Return metrics about bands from `reduce_metrics`, with `_after_first` appended to their names. Also return the
-    metrics of `qarl.tbpo.tokens.token_metrics`.
-
-    `statistics`: from all mini-batches of a step except the first. In the first mini-batch r is 1 by construction, so
-    only later mini-batches show whether the bands fit and how far updates move tokens."""
-    later = list(statistics)
-    metrics = reduce_metrics(later)
-    about_bands = ("_band_frac", "/band_p95", "/band_factor_p95")
-    found = {f"{name}_after_first": value for name, value in metrics.items() if name.endswith(about_bands)}
-    return found | token_metrics(combine(later))
-
-
-def response_metrics(total: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of combined `response_statistics`, or {} if there was no response."""
-    if not total.get("sum/responses"):
-        return {}
-    low, high = total["min/deviation"], total["max/deviation"]
-    return means(total, {f"actor/{name}": (key, "responses") for name, key in _RESPONSE_MEANS.items()}) | {
-        "actor/seq_ratio_min": 1 + low,
-        "actor/seq_ratio_max": 1 + high,
-        "actor/seq_ratio_abs_dev_max": max(abs(low), abs(high)),
-        "actor/update_size": total["max/update"],
-    }
-
-
-def means(total: Mapping[str, Any], names: Mapping[str, tuple[str, str]]) -> dict[str, float]:
-    """Return sum/NUMERATOR divided by sum/DENOMINATOR for each name in `names`, without those over nothing."""
-    return {
-        name: total[f"sum/{numerator}"] / total[f"sum/{denominator}"]
-        for name, (numerator, denominator) in names.items()
-        if f"sum/{numerator}" in total and total[f"sum/{denominator}"]
-    }
-
-
-_RESPONSE_MEANS = {
-    "zero_advantage_frac": "zero",
-    "seq_ratio_mean": "ratio",
-    "zero_centred_loss_pos": "centred_pos",
-    "zero_centred_loss_neg": "centred_neg",
-    "rollout_zero_centred_loss_pos": "rollout_centred_pos",
-    "rollout_zero_centred_loss_neg": "rollout_centred_neg",
-}
-_MEANS = {
-    "actor/pos_outside_band_frac": ("pos_outside", "pos"),
-    "actor/neg_outside_band_frac": ("neg_outside", "neg"),
-    "actor/inside_band_frac": ("inside", "nonzero"),
-    "actor/seq_tis_imp_ratio_mean": ("mismatch", "responses"),
-    "actor/seq_tis_above_cap_frac": ("above_cap", "responses"),
-    "actor/seq_tis_below_cap_frac": ("below_cap", "responses"),
-}
 
 
 def _band(advantage: torch.Tensor, lengths: torch.Tensor, config: TBPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,92 +157,6 @@ def _band(advantage: torch.Tensor, lengths: torch.Tensor, config: TBPOConfig) ->
     return lower * scale, upper * scale
 
 
-def _distances(
-    deviation: torch.Tensor,
-    lower: torch.Tensor,
-    upper: torch.Tensor,
-    lengths: torch.Tensor,
-    advantage: torch.Tensor,
-    config: TBPOConfig,
-) -> dict[str, list[float]]:
-    """Return two numbers for each response with A != 0, both [number of such responses]:
-
-    all/scaled_distance   |r - 1| * sqrt(T / band_reference_length)
-    all/bands_away        r - 1 divided by the band's edge of the same sign, so 1 is on the edge; 0 without such an edge
-    """
-    scaled = deviation.abs() * (lengths / config.band_reference_length).sqrt()
-    away = deviation / torch.where(deviation < 0, lower, upper)
-    found = torch.stack([scaled, away])[:, advantage != 0].double().tolist()
-    return {"all/scaled_distance": found[0], "all/bands_away": found[1]}
-
-
-def _quantile(values: list[float], share: float) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(share))
-
-
-def _statistics(
-    deviation: torch.Tensor,
-    log_rollout_ratio: torch.Tensor,
-    mismatch: torch.Tensor,
-    weight: torch.Tensor,
-    advantage: torch.Tensor,
-    in_band: torch.Tensor,
-    lengths: torch.Tensor,
-) -> dict[str, float]:
-    """Return sums and extremes over the non-empty responses, with one transfer from the device to the CPU."""
-    nonempty = lengths > 0
-    pos, neg = advantage > 0, advantage < 0
-    sums = {
-        "pos": pos,
-        "neg": neg,
-        "nonzero": pos | neg,
-        "pos_outside": pos & ~in_band,
-        "neg_outside": neg & ~in_band,
-        "inside": (pos | neg) & in_band,
-        "above_cap": nonempty & (mismatch > weight),
-        "below_cap": nonempty & (mismatch < weight),
-        "mismatch": torch.where(nonempty, mismatch, 0.0),
-    }
-    values = response_statistics(deviation, log_rollout_ratio, advantage, nonempty)
-    values |= {f"sum/{name}": value.double().sum() for name, value in sums.items()}
-    values["max/update"] = largest_update(deviation, lengths)
-    values["max/mismatch"] = mismatch.double().masked_fill(~nonempty, -math.inf).amax()
-    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
-
-
-def response_statistics(
-    deviation: torch.Tensor, log_rollout_ratio: torch.Tensor, advantage: torch.Tensor, nonempty: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return the statistics that every loss has, FP64 scalars. `deviation`: r - 1. `log_rollout_ratio`: the log-ratio
-    to the rollout. `nonempty`: which responses count. All are [B]."""
-    pos, neg = nonempty & (advantage > 0), nonempty & (advantage < 0)
-    centred, rollout_centred = -deviation * advantage, -ratio_deviation(log_rollout_ratio) * advantage
-    sums = {
-        "responses": nonempty,
-        "zero": nonempty & (advantage == 0),
-        "ratio": torch.where(nonempty, 1 + deviation, 0.0),
-        "centred_pos": torch.where(pos, centred, 0.0),
-        "centred_neg": torch.where(neg, centred, 0.0),
-        "rollout_centred_pos": torch.where(pos, rollout_centred, 0.0),
-        "rollout_centred_neg": torch.where(neg, rollout_centred, 0.0),
-    }
-    values = {f"sum/{name}": value.double().sum() for name, value in sums.items()}
-    values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
-    values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
-    return values
-
-
-def _denominator(count: int, global_batch_size: int | None) -> int:
-    if global_batch_size is None:
-        global_batch_size = count
-    if global_batch_size < count:
-        raise ValueError(
-            f"global_batch_size is {global_batch_size} but this call alone has {count} non-empty responses; "
-            "global_batch_size must be the number of non-empty responses in the whole mini-batch"
-        )
-    return max(global_batch_size, 1)
-
-
 def _advantage_per_response(advantages: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Return the advantage at each response's first valid token: [B], FP32, 0 for an empty response."""
     if advantages.dim() == 2:
@@ -322,36 +166,24 @@ def _advantage_per_response(advantages: torch.Tensor, valid: torch.Tensor) -> to
 
 
 def _check_shapes(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    rollout_log_prob: torch.Tensor | None,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_prob: torch.Tensor, advantages: torch.Tensor, like_log_prob: Mapping[str, torch.Tensor | None]
 ) -> None:
-    if rollout_log_prob is None:
+    if like_log_prob["rollout_log_prob"] is None:
         raise ValueError(
             "rollout_log_prob is missing. TBPO weights each response by the mismatch of old_log_prob and the rollout's "
             "log-probs. A weight of 1 would hide the mismatch. Let the rollout return its log-probs (in verl: "
             "actor_rollout_ref.rollout.calculate_log_probs=True)"
         )
-    if log_prob.dim() != 2 or not log_prob.numel():
-        raise ValueError(f"log_prob must be a non-empty [batch, response_length], got shape {tuple(log_prob.shape)}")
-    shape, per_response = tuple(log_prob.shape), (log_prob.shape[0],)
-    for name, tensor in (
-        ("old_log_prob", old_log_prob),
-        ("rollout_log_prob", rollout_log_prob),
-        ("response_mask", response_mask),
-    ):
-        if tensor.shape != shape:
+    shape = tuple(log_prob.shape)
+    for name, tensor in like_log_prob.items():
+        if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_prob {shape}: they must be equal")
-    if advantages.shape not in (shape, per_response):
-        raise ValueError(f"advantages has shape {tuple(advantages.shape)}, expected {shape} or {per_response}")
+    if advantages.shape not in (shape, shape[:1]):
+        raise ValueError(f"advantages has shape {tuple(advantages.shape)}, expected {shape} or {shape[:1]}")
 
 
 def _check_values(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    rollout_log_prob: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
     advantages: torch.Tensor,
     advantage: torch.Tensor,
     response_mask: torch.Tensor,
@@ -361,12 +193,7 @@ def _check_values(
 
     If all values are valid, this makes only one transfer from the device to the CPU."""
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
-    named = {
-        "log_prob": log_prob,
-        "old_log_prob": old_log_prob,
-        "rollout_log_prob": rollout_log_prob,
-        "advantages": per_token.expand_as(valid),
-    }
+    named = tensors | {"advantages": per_token.expand_as(valid)}
     bad = {f"{name} is NaN or Inf": valid & ~tensor.detach().isfinite() for name, tensor in named.items()}
     bad["response_mask is neither 0 nor 1"] = (response_mask != 0) & (response_mask != 1)
     varies = valid & (per_token.float() != advantage.unsqueeze(-1))

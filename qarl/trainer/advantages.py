@@ -13,7 +13,6 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from qarl.config import Config
-from qarl.errors import UserError
 from qarl.objectives import verl_losses
 
 
@@ -25,16 +24,14 @@ def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int
         dr_grpo   GRPO's without the division by the standard deviation (arXiv 2503.20783)
         rloo      verl's function
     With actor.loss=reinforce, verl's function whitens rewards over the tokens of the batch instead.
-
-    Raise UserError for a reward of NaN or Inf."""
+    """
     algorithm, group_ids = config.algorithm, [i // config.rollout.n for i in range(len(lengths))]
     norm = algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator == "grpo"
-    found = grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm)
     if config.actor.loss == "reinforce":
         return verl_losses.outcome_advantages("reinforce_plus_plus", rewards, group_ids, torch.tensor(lengths))
     if algorithm.adv_estimator == "rloo":
         return verl_losses.outcome_advantages("rloo", rewards, group_ids, torch.tensor(lengths))
-    return found
+    return grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm)
 
 
 def grpo_advantages(
@@ -53,23 +50,11 @@ def grpo_advantages(
         epsilon: added to the standard deviation, in units of reward. The deviation is unbiased (over n - 1).
 
     Returns [batch] FP32 on the device of `rewards`. A group of one response has no baseline, so its advantage is the
-    reward itself (divided by 1 + epsilon), as in verl. Raises ValueError for unequal shapes and UserError for a reward
-    of NaN or Inf."""
-    ids = group_ids.tolist() if isinstance(group_ids, torch.Tensor) else list(group_ids)
-    if rewards.dim() != 1 or len(ids) != rewards.shape[0]:
-        raise ValueError(f"rewards must be [batch] with a group id each, got {tuple(rewards.shape)} and {len(ids)} ids")
+    reward itself (divided by 1 + epsilon), as in verl."""
+    ids = group_ids.tolist() if isinstance(group_ids, torch.Tensor) else group_ids
     rewards = rewards.detach().float()
-    if not rewards.isfinite().all():
-        index = int((~rewards.isfinite()).nonzero()[0])
-        raise UserError(
-            f"the reward of response {index} is {rewards[index].item()}",
-            where="reward.function",
-            why="a NaN or Inf makes the mean and all advantages of its group useless",
-            fix="return a finite number for every response, for instance 0.0 if it cannot be scored",
-        )
-
     members: dict[Hashable, list[int]] = {}
-    for index, group_id in enumerate(ids):
+    for index, group_id in zip(range(len(rewards)), ids, strict=True):
         members.setdefault(group_id, []).append(index)
     advantages = torch.empty_like(rewards)
     for indices in members.values():

@@ -26,23 +26,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors
+from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors, tensor_shapes
 from qarl.checkpoint.folder import (
-    OPTIMIZER_FILE,
-    RNG_FILE,
-    STATE_FILE,
     Checkpoint,
     damaged,
     prune,
-    remove,
     save_checkpoint,
     tensor_digest,
     tensors_digest,
 )
-from qarl.checkpoint.run_folder import METRICS_FILE, checkpoints_dir
-from qarl.checkpoint.storage import StorageError
+from qarl.checkpoint.storage import StorageError, checkpoints_dir, remove_folder
 from qarl.console import stage
-from qarl.data import Prompt
+from qarl.data.prompts import Prompt
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker, read_metrics
 from qarl.quant.convert import tied_names
@@ -89,17 +84,16 @@ class Checkpoints:
         differ = differing_tensors(checkpoint.state["published"], trainer.policy)
         self._resume_metrics = {"resume/step": trainer.step, "resume/published_equal": float(not differ)}
         tracker.message(f"resumes from {checkpoint.folder}, step {trainer.step}: weights equal by digest")
-        changed = changed_keys(checkpoint.config, trainer.config)
-        if changed:
+        if changed := changed_keys(checkpoint.config, trainer.config):
             tracker.message("changed: " + "; ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items()))
-        for text in _version_changes(checkpoint.state["versions"], _versions(trainer)):
-            tracker.message(f"changed since the checkpoint, bits may differ: {text}")
+        for key, before in checkpoint.state["versions"].items():
+            if (now := _versions(trainer).get(key, before)) != before:
+                tracker.message(f"changed since the checkpoint, bits may differ: {key} {before} -> {now}")
         if differ:
             tracker.message(f"warning: {len(differ)} published tensors differ from the checkpoint's: {differ[:4]}")
-        if not any(entry["step"] == trainer.step for entry in _logged(trainer)):
+        if not any(entry["step"] == trainer.step for entry in read_metrics(trainer.config.run_dir)):
             tracker.log(checkpoint.metrics, step=trainer.step)
-        with checkpoint.using(RNG_FILE):
-            set_rng_state(checkpoint.rng())
+        set_rng_state(checkpoint.rng())
 
     def after_step(self, metrics: dict[str, float], tracker: Tracker, *, stopped: bool) -> dict[str, float]:
         """Write a checkpoint if one is due. Return its metrics, and `resume/*` in the first step after a resume.
@@ -146,7 +140,7 @@ class Checkpoints:
         passing, self._passing = self._passing, self._passes(folder, trainer.step, settings.model_dump())
         try:
             if settings.max_ckpt_to_keep is None and passing not in (None, folder):
-                remove(passing)
+                remove_folder(passing)
             prune(self.folder, settings.max_ckpt_to_keep)
         except StorageError as error:
             tracker.message(f"warning: an old checkpoint stays, training continues: {error}")
@@ -206,44 +200,30 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
             fix="restore the old files, tokenizer and chat template, or start fresh with a new name=...",
         )
     _load_weights(trainer.policy, checkpoint)
-    with checkpoint.using(OPTIMIZER_FILE):
-        saved = checkpoint.optimizer()
-        trainer.optimizer.load_state_dict(saved)
-        if differing := saved["masters"].keys() ^ trainer.optimizer.state_dict()["masters"].keys():
-            raise damaged(checkpoint.folder, f"{OPTIMIZER_FILE} lacks the masters of some weights: {min(differing)}")
+    trainer.optimizer.load_state_dict(checkpoint.optimizer())
     if tensors_digest(forward_weights(trainer.policy)) != state["weights"]:
         raise damaged(checkpoint.folder, "the restored weights differ from the saved ones")
-    with checkpoint.using(f"{STATE_FILE}, sampler,"):
-        trainer.parts.sampler.load_state_dict(state["sampler"])
+    trainer.parts.sampler.load_state_dict(state["sampler"])
     if trainer.optimizer.loss_scale.active:
-        with checkpoint.using(f"{STATE_FILE}, loss_scale,"):
-            trainer.optimizer.loss_scale.load_state_dict(state["loss_scale"])
+        trainer.optimizer.loss_scale.load_state_dict(state["loss_scale"])
     if trainer.config.actor.old_log_probs == "auto" and _AUTO in state:
-        with checkpoint.using(f"{STATE_FILE}, {_AUTO},"):
-            trainer.source.skipping.load_state_dict(state[_AUTO])
+        trainer.source.skipping.load_state_dict(state[_AUTO])
     trainer.step = checkpoint.step
 
 
 @torch.no_grad()
 def _load_weights(policy: Policy, checkpoint: Checkpoint) -> None:
-    ours = dict(forward_weights(policy))
-    with checkpoint.using("a file of weights"):
-        for name, tensor in read_tensors(checkpoint.folder):
-            target = ours.pop(name, None)
-            if target is None or target.shape != tensor.shape:
-                raise _other_model(checkpoint, name)
-            target.copy_(tensor)
-    if ours:
-        raise _other_model(checkpoint, next(iter(ours)))
-
-
-def _other_model(checkpoint: Checkpoint, name: str) -> UserError:
-    return UserError(
-        "the checkpoint belongs to a different model",
-        where=f"{checkpoint.folder}: {name}",
-        why="this tensor is only in the checkpoint, or only in the model, or has different shapes",
-        fix="set model.path to the model that the run started with",
-    )
+    ours, shapes = dict(forward_weights(policy)), tensor_shapes(checkpoint.folder)
+    differing = {name: tuple(tensor.shape) for name, tensor in ours.items()}.items() ^ shapes.items()
+    if differing:
+        raise UserError(
+            "the checkpoint belongs to a different model",
+            where=f"{checkpoint.folder}: {min(differing)[0]}",
+            why="this tensor is only in the checkpoint, or only in the model, or has different shapes",
+            fix="set model.path to the model that the run started with",
+        )
+    for name, tensor in read_tensors(checkpoint.folder):
+        ours[name].copy_(tensor)
 
 
 def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
@@ -292,12 +272,3 @@ def _versions(trainer: LocalTrainer) -> dict[str, Any]:
     path = trainer.config.run_dir / "versions.json"
     versions: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return versions
-
-
-def _version_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]
-
-
-def _logged(trainer: LocalTrainer) -> list[dict[str, Any]]:
-    run_dir = trainer.config.run_dir
-    return read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []

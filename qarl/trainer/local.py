@@ -26,12 +26,12 @@ import torch
 from qarl.checks.sampling import sampling_config, truncation
 from qarl.config import Config
 from qarl.console import stage
-from qarl.data import Prompt
+from qarl.data.prompts import Prompt
 from qarl.data.rewards import score_responses
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.mismatch import PhaseTimer, response_metrics
 from qarl.objectives import verl_losses
-from qarl.objectives.loss import batch_weights, objective_loss
+from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.metrics import update_metrics
 from qarl.objectives.settings import objective_settings
 from qarl.process import keep_freed_memory
@@ -41,11 +41,10 @@ from qarl.rollout.engine import EngineRecovery, RolloutBatch, RolloutEngine, Sam
 from qarl.rollout.publish.wire import PublishReport
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches, request_seed
-from qarl.trainer.mismatch_watch import check_batch, watch
+from qarl.trainer.mismatch_watch import check_batch, log_samples, watch
 from qarl.trainer.old_log_probs import OldLogProbs
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
-from qarl.trainer.sample_log import log_samples
 from qarl.trainer.setup import RunParts, engine_config
 
 SAMPLED_ROWS = -1
@@ -171,7 +170,8 @@ class LocalTrainer:
         gradient is not finite is skipped."""
         actor = self.config.actor
         size = actor.ppo_mini_batch_size * self.config.rollout.n
-        batch.weights = batch_weights(old_log_probs, batch.rollout_log_probs, batch.response_mask, self.objective)
+        correction = self.objective.correction
+        batch.weights = correction_weights(old_log_probs, batch.rollout_log_probs, batch.response_mask, correction)
         mini_batches: list[list[Statistics]] = []
         norms: list[float] = []
         for _ in range(actor.ppo_epochs):
@@ -226,9 +226,7 @@ class LocalTrainer:
         return loss + self.objective.kl_loss_coef * kl, statistics | {"sum/kl_loss": kl.item()}
 
     def optimizer_step(self) -> float:
-        """Update the weights and quantize them again. Return the gradient's norm.
-
-        If the norm is not finite, the weights do not change."""
+        """Update the weights and quantize them again, if the gradient's norm is finite. Return the norm."""
         with self.timer.phase("optimizer"):
             norm = self.optimizer.clip_and_step(self.config.actor.grad_clip)
         if math.isfinite(norm):

@@ -10,29 +10,24 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from qarl.checkpoint.folder import Checkpoint
-from qarl.checkpoint.run_folder import EXPORT
-from qarl.checkpoint.storage import check_room
+from qarl.checkpoint.folder import Checkpoint, list_checkpoints
+from qarl.checkpoint.storage import EXPORT, StorageError, check_room, checkpoints_dir, writing
 from qarl.config import Config, write_resolved
 from qarl.console import stage
 from qarl.errors import UserError
-from qarl.metrics.tracker import Tracker, read_metrics, write_versions
+from qarl.metrics.plots import plot_run
+from qarl.metrics.tracker import Ending, Tracker, read_metrics, write_summary, write_versions
+from qarl.report.page import update_report, write_report
 from qarl.trainer.checkpoints import Checkpoints
-from qarl.trainer.finish import finish_run
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.mismatch_watch import probe
 from qarl.trainer.resume import check_free, open_run
-from qarl.trainer.sample_log import update_report
 from qarl.trainer.setup import RunParts, prepare_run
 
-_BANDS_TOO_NARROW = (
-    "after the first mini-batch, over 80% of the responses are outside their band and teach nothing; "
-    "widen actor.seq_clip_ratio_high and actor.neg_seq_clip_ratio_* (short responses need wider bands than the "
-    "paper's), or lower optim.lr"
-)
 _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"
 _OVERFLOWED = "because the gradient overflowed in FP16; the loss scale is now {actor/loss_scale:.0f}"
 
@@ -121,8 +116,7 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
         # The export holds the same bytes as a publish. If the disk has no room for them, training would be wasted.
         check_room(run_dir / EXPORT, report.bytes)
     total, start_step = config.trainer.total_training_steps, trainer.step
-    config_dict = config.model_dump()
-    with Tracker(run_dir, config.trainer.logger, total, config_dict, start_step=start_step) as tracker:
+    with Tracker(run_dir, config.trainer.logger, total, config.model_dump(), start_step=start_step) as tracker:
         tracker.message(trainer.policy.report)
         checkpoints.resumed(tracker)
         try:
@@ -134,11 +128,7 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
             failure = error
     interrupted = isinstance(failure, KeyboardInterrupt)
     stop.work = None if interrupted else "the training has ended, and its last files are being written"
-    try:
-        history = read_metrics(run_dir)
-    except UserError as error:
-        history, failure = [], failure or error
-    summary = summarize(history) | {
+    summary = summarize(read_metrics(run_dir)) | {
         "quant_scheme": config.quant.scheme,
         "quant_kernels": config.quant.kernels,
         "quant_align": trainer.policy.align,
@@ -146,19 +136,63 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
         "quantized_ratio": report.quantized_ratio,
         "seconds": time.perf_counter() - start,
     }
-    return finish_run(
-        run_dir,
-        summary,
-        failure,
-        tracker.problem,
-        step=trainer.step,
-        total=total,
-        save=(lambda folder: trainer.policy.save(folder, trainer.tokenizer))
-        if config.trainer.save_final and not interrupted
-        else None,
-        plots=config.trainer.plots and not interrupted,
-        report=config.trainer.report and not interrupted,
-    )
+    return finish_run(trainer, summary, Ending(failure), tracker.problem)
+
+
+def finish_run(
+    trainer: LocalTrainer, summary: dict[str, Any], ending: Ending, problem: UserError | None
+) -> dict[str, Any]:
+    """Write summary, export, the summary again, plots and report, in this order. Return the summary.
+
+    A failure of one does not stop the next. At the end, the first error of the run is raised: that of `ending`, one of
+    this function, or `problem`, that of a logger. A run is finished once it has made all its steps and its export. If
+    only plots or the report failed, the exit code reports the failure, but a resume does not train again. After a
+    KeyboardInterrupt only the summary is written."""
+    settings, run_dir = trainer.config.trainer, trainer.config.run_dir
+    interrupted = isinstance(ending.failure, KeyboardInterrupt)
+
+    def write(*, finished: bool) -> None:
+        summary.update(finished=finished, failed=ending.in_words())
+        with ending.attempt():
+            write_summary(run_dir, summary)
+
+    write(finished=False)
+    if settings.save_final and not interrupted:
+        with ending.attempt():
+            summary["checkpoint"] = str(_export(trainer))
+    finished = ending.failure is None and trainer.step >= settings.total_training_steps
+    write(finished=finished)
+    if settings.plots and not interrupted:
+        with ending.attempt(), writing(run_dir / "plots"):
+            plot_run(run_dir)
+    if settings.report and not interrupted:
+        with ending.attempt():
+            write_report(run_dir)
+    if problem is not None:
+        with ending.attempt():
+            raise problem
+    summary["failed"] = ending.in_words()
+    if ending.failure is not None:
+        with suppress(StorageError):  # write the summary again, because the file may lack the last error
+            write_summary(run_dir, summary)
+        raise ending.failure
+    return summary
+
+
+def _export(trainer: LocalTrainer) -> Path:
+    run_dir = trainer.config.run_dir
+    try:
+        return trainer.policy.save(run_dir / EXPORT, trainer.tokenizer)
+    except StorageError as error:
+        there, again = "there is no checkpoint, so the weights are lost", "train again, with trainer.save_freq=N"
+        if saved := list_checkpoints(checkpoints_dir(run_dir)):
+            there, again = f"the newest checkpoint is {saved[0][1]}", "the same command then resumes and exports"
+        raise StorageError(
+            f"the model after step {trainer.step} could not be exported",
+            where=error.where,
+            why=f"{error.what}: {error.why}; {there}; metrics and summary are in {run_dir}",
+            fix=f"{error.fix}; {again}",
+        ) from error
 
 
 def run_steps(trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: Stop, start: float) -> None:
@@ -185,8 +219,6 @@ def run_steps(trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker,
         update_report(trainer.config, trainer.step)
         for text in trainer.warnings:
             tracker.message(f"step {trainer.step}: {text}")
-        if metrics.get("actor/inside_band_frac_after_first", 1.0) < 0.2:
-            tracker.message(f"step {trainer.step}: {_BANDS_TOO_NARROW}")
         if metrics["actor/skipped_steps"]:
             why = _OVERFLOWED.format(**metrics) if "actor/loss_scale" in metrics else _SKIPPED
             tracker.message(f"step {trainer.step}: {metrics['actor/skipped_steps']:.0f} updates skipped, {why}")

@@ -4,13 +4,15 @@ Two limits apply to the probe (`qarl.metrics.mismatch_limit`): that of the align
 model's own rounding noise. The second takes three forwards of the probe's tokens: one with the published tensors, and
 `qarl.align.noise.DRAWS`. Steps have only the first limit. Before the first update, a mismatch over it ends the run.
 Later it is a warning.
+
+`log_samples` writes the tokens of a few responses with their differences, for the report.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,14 +21,19 @@ from qarl.align.noise import Roots
 from qarl.align.router_replay import known_routing
 from qarl.checks.sampling import sampling_config
 from qarl.config import Config
+from qarl.console import say
+from qarl.errors import UserError
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
 from qarl.quant.convert import published_forward
 from qarl.quant.expert_names import stacked_experts
-from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.report.samples import append_samples, choose_rows, is_logged, make_sample
 from qarl.trainer.batch import Batch, make_batch, request_seed
+from qarl.trainer.old_log_probs import Measured
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import RunParts
+
+if TYPE_CHECKING:
+    from qarl.trainer.local import LocalTrainer
 
 PROBE_RESPONSES = 16
 PROBE_TOKENS = 64
@@ -34,19 +41,6 @@ PROBE_TOKENS = 64
 `quant.align=off`, where a single token can differ by several nats."""
 PROBE_STEP = -1
 """Training step in the seeds of the probe's requests. No real step has this number."""
-
-
-class Trainer(Protocol):
-    """What the probe uses of a `qarl.trainer.local.LocalTrainer`."""
-
-    config: Config
-    policy: Policy
-    parts: RunParts
-    engine: RolloutEngine
-
-    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> RolloutBatch: ...
-
-    def old_log_probs(self, batch: Batch) -> torch.Tensor: ...
 
 
 @dataclasses.dataclass
@@ -65,7 +59,7 @@ class Comparison:
     tokens: float
 
 
-def probe(trainer: Trainer) -> str:
+def probe(trainer: LocalTrainer) -> str:
     """Sample responses to a few training prompts, and compare the log-probs of trainer and engine. Return one line.
 
     The state of the global random generators is restored. Raises MismatchError if |δ| is over one of its limits."""
@@ -78,7 +72,7 @@ def probe(trainer: Trainer) -> str:
     return f"{line}; with the published weights, {ratio}"
 
 
-def check(trainer: Trainer, comparison: Comparison) -> None:
+def check(trainer: LocalTrainer, comparison: Comparison) -> None:
     """Raise MismatchError if the |δ| of a comparison is over one of its limits."""
     level, batch, metrics = trainer.policy.limit_level, comparison.batch, comparison.metrics
     check_batch(trainer.config, level, batch, metrics, before_first_update=True)
@@ -86,7 +80,7 @@ def check(trainer: Trainer, comparison: Comparison) -> None:
         check_noise(comparison.times, level=comparison.level, tokens=comparison.tokens)
 
 
-def compare(trainer: Trainer) -> Comparison:
+def compare(trainer: LocalTrainer) -> Comparison:
     """Sample responses to a few training prompts, and compare the log-probs of trainer and engine.
 
     The noise is measured unless `quant.mismatch_limit` is set, which replaces its limit, or the level has none."""
@@ -179,3 +173,38 @@ def watch(
             f"the KV cache is too small: raise rollout.{key} or lower rollout.max_num_seqs"
         )
     return watched, warnings
+
+
+def log_samples(config: Config, step: int, batch: Batch, measured: Measured, tokenizer: Any) -> None:
+    """Append some responses of `step` to samples.jsonl, if `is_logged` chooses this step.
+
+    `measured`: the trainer's log-probs before the update. Responses that have none are not chosen."""
+    if not config.trainer.report or not is_logged(step, config.trainer.total_training_steps):
+        return
+    lengths = batch.response_mask.sum(1).tolist()
+    differences = (measured.log_probs - batch.rollout_log_probs).cpu()
+    deltas = [
+        row[:length].tolist() if known else []
+        for row, length, known in zip(differences, lengths, measured.known.tolist(), strict=True)
+    ]
+    advantages = batch.advantages.tolist()
+    samples = []
+    for row in choose_rows(deltas, advantages):
+        prompt = batch.input_ids[row, : int(batch.prompt_lengths[row])].tolist()
+        samples.append(
+            make_sample(
+                step,
+                tokenizer.decode(prompt),
+                batch.responses[row, : lengths[row]].tolist(),
+                deltas[row],
+                tokenizer.decode,
+                advantage=advantages[row],
+                reward=float(batch.rewards[row]),
+                finish_reason=None if batch.finish_reasons is None else batch.finish_reasons[row],
+            )
+        )
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        append_samples(config.run_dir, samples)
+    except (UserError, OSError) as error:
+        say(f"warning: the samples of step {step} were not written: {error}")

@@ -10,7 +10,7 @@ bit. Before a skipped step changes any weight, it makes two checks:
 - The forwards of the first mini-batch use the weights that sampled, so they compute its true old log-probs. These are
   compared with the rollout's. This check needs no extra forward.
 - The old log-probs of a random sample of the other rows are computed. If d of M rows differ, a sample of k rows
-  contains at least one of them with probability 1 - C(M-d, k) / C(M, k) (`find_probability`).
+  contains at least one of them with probability 1 - C(M-d, k) / C(M, k), which is k / M for d = 1.
 
 If they differ, the step drops its gradients, recomputes all old log-probs, and starts the update again. This is a
 fallback. After each fallback, `auto` requires twice as many recomputed steps without a difference before it skips
@@ -18,7 +18,7 @@ again, but at most `MOST_PATIENCE`. So even a run with frequent differences wast
 after a resume, always recomputes. A checkpoint keeps both counts, so a resumed run is as patient as before.
 
 verl's `bypass_mode` also uses the rollout's log-probs. It makes no checks and always drops the weight for mismatch.
-The verl backend uses `Skipping`, `sample_size` and `find_probability` of this module.
+The verl backend uses `Skipping` and `sample_size` of this module.
 """
 
 from __future__ import annotations
@@ -38,13 +38,6 @@ MOST_PATIENCE = 32
 
 Compute = Callable[[Batch, torch.Tensor | None], torch.Tensor]
 """A function that returns the trainer's log-probs, FP32 [B, R], of the given rows (int64). None means all rows."""
-
-
-def find_probability(rows: int, sampled: int, differing: int = 1) -> float:
-    """Return the probability that a sample contains at least one of the `differing` rows.
-
-    `sampled` of `rows` rows are drawn without replacement."""
-    return 1.0 - math.comb(rows - differing, sampled) / math.comb(rows, sampled)
 
 
 def sample_size(rows: int, fraction: float) -> int:
@@ -193,7 +186,7 @@ class OldLogProbs:
         own = self.compute(batch, rows)
         batch.other_experts = None  # only these rows have been counted
         self.measured.log_probs[rows], self.measured.known[rows] = own[rows], True
-        self.values["old_log_probs/find_prob"] = find_probability(len(others), count)
+        self.values["old_log_probs/find_prob"] = count / len(others)
         return self._differs(batch, rows)
 
     def _differs(self, batch: Batch, rows: Rows) -> bool:

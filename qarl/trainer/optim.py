@@ -25,12 +25,56 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qarl.errors import UserError
-from qarl.optim.loss_scale import LossScale
 from qarl.optim.optimizer import MuonAdamW, write
 
 if TYPE_CHECKING:
     from qarl.config import OptimConfig
+
+
+FIRST = 2.0**16
+"""The first scale, as in torch.amp.GradScaler."""
+INTERVAL = 100
+"""Number of updates without an overflow after which the scale is doubled. torch uses 2000, more than most runs have."""
+LARGEST, SMALLEST = 2.0**24, 1.0
+
+
+class LossScale:
+    """Dynamic loss scaling for gradients in FP16.
+
+    FP16's smallest positive number is 6e-8, and gradients of a mean over many tokens are often smaller. So the loss is
+    multiplied by a scale before its backward, and the FP32 sums of the gradients are divided by this scale. If a
+    gradient overflows, the update is skipped and the scale is halved. After `INTERVAL` updates without an overflow the
+    scale is doubled. Scales are powers of two, so scaling causes no rounding errors unless a number overflows or
+    becomes subnormal.
+
+    `torch.amp.GradScaler` has the same rule. QaRL does not use it, because it divides each parameter's `.grad` in FP16,
+    while QaRL sums the gradients of micro-batches in FP32.
+
+    `scale`: the factor of the loss. `good`: number of updates without an overflow since the scale last changed.
+    `overflows`: number of all skipped updates. If `active` is false, the scale stays 1."""
+
+    def __init__(self, *, active: bool) -> None:
+        self.active = active
+        self.scale = FIRST if active else 1.0
+        self.good = self.overflows = 0
+
+    def updated(self, *, overflow: bool) -> None:
+        """Adapt the scale. `overflow`: true if the update was skipped because of an overflow, false after an update."""
+        if not self.active:
+            return
+        if overflow:
+            self.overflows, self.good = self.overflows + 1, 0
+            self.scale = max(self.scale / 2, SMALLEST)
+            return
+        self.good += 1
+        if self.good == INTERVAL:
+            self.scale, self.good = min(self.scale * 2, LARGEST), 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "good": self.good, "overflows": self.overflows}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale, self.good, self.overflows = state["scale"], int(state["good"]), int(state["overflows"])
 
 
 def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps: int) -> float:
@@ -64,18 +108,14 @@ class MasterOptimizer:
         """Store the trainable parameters. They must be on one device. With `master_dtype=bf16` they must be BF16.
 
         `seed`: for stochastic rounding. `total_training_steps`: length of the cosine schedule. `scale_loss`: whether
-        the losses need a factor, as in FP16 (`qarl.optim.loss_scale`).
+        the losses need a factor, as in FP16 (`LossScale`).
         """
         self.config = optim_config
         self.total_training_steps = total_training_steps
         self.training_step = 0
         self.loss_scale = LossScale(active=scale_loss)
-        named = list(named_parameters)
-        if any(isinstance(entry, torch.Tensor) for entry in named):
-            raise UserError("the parameters have no names", fix="give model.named_parameters(), not model.parameters()")
-        self._parameters = {name: p for name, p in named if p.requires_grad}
+        self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
         self._keep_masters = optim_config.master_dtype == "fp32"
-        self._check_parameters()
         self.gradients: dict[str, torch.Tensor] = {}
         self._updated = self._parameters
         if self._keep_masters:
@@ -84,17 +124,6 @@ class MasterOptimizer:
             }
         self._inner = self._build_inner(seed)
         self._apply_schedule()
-
-    def _check_parameters(self) -> None:
-        if not self._parameters:
-            raise UserError("the model has no trainable parameter", fix="unfreeze at least one parameter")
-        for name, parameter in self._parameters.items():
-            if not self._keep_masters and parameter.dtype != torch.bfloat16:
-                raise UserError(
-                    f"optim.master_dtype=bf16 needs BF16 parameters, but {name} is {parameter.dtype}",
-                    why="stochastic rounding is implemented only from FP32 to BF16",
-                    fix="load the model in bfloat16, or set optim.master_dtype=fp32",
-                )
 
     def _build_inner(self, seed: int) -> torch.optim.Optimizer:
         config = self.config
@@ -189,10 +218,7 @@ class MasterOptimizer:
         """Update the parameters with the accumulated gradients, then drop the gradients.
 
         AdamW skips a parameter without a gradient. Muon treats a missing gradient as zero, so weight decay still acts.
-        Raises RuntimeError if nothing was accumulated.
         """
-        if not self.gradients:
-            raise RuntimeError("step() without gradients: call accumulate() after each backward()")
         for name, parameter in self._updated.items():
             parameter.grad_dtype = None  # so that a BF16 parameter accepts its FP32 sum
             parameter.grad = self.gradients.get(name)
@@ -215,14 +241,9 @@ class MasterOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return all state that a bitwise resume needs, except the parameters. The tensors are not copied.
 
-        `torch.load(weights_only=True)` can read it. Raises RuntimeError between `accumulate()` and `step()`.
+        `torch.load(weights_only=True)` can read it.
         """
-        if self.gradients:
-            raise RuntimeError("state_dict() between accumulate() and step(): gradient sums are not saved")
         return {
-            "name": self.config.name,
-            "master_dtype": self.config.master_dtype,
-            "parameter_names": list(self._parameters),
             "training_step": self.training_step,
             "inner": self._inner.state_dict(),
             "masters": {n: master.detach() for n, master in self._updated.items()} if self._keep_masters else {},
@@ -230,24 +251,8 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict()`. If it has FP32 masters, the parameters are set from them, too. Learning rates come
-        from this run's config.
-
-        Raise UserError if the optimizer, `master_dtype` or the set of parameters is different in this run.
-        """
-        for key, ours in (
-            ("name", self.config.name),
-            ("master_dtype", self.config.master_dtype),
-            ("parameter_names", list(self._parameters)),
-        ):
-            if state[key] != ours:
-                raise UserError(
-                    f"the checkpoint's optimizer state was saved with a different {key}",
-                    where=f"optimizer state, {key}",
-                    why=f"the checkpoint has {_abridged(state[key], ours)}, but this run has "
-                    f"{_abridged(ours, state[key])}",
-                    fix="resume with the model and the optim section of the run that wrote the checkpoint",
-                )
+        """Restore a `state_dict()` of a run with the same model and the same section optim. If it has FP32 masters, the
+        parameters are set from them, too. Learning rates come from this run's config."""
         self.zero_grad()
         self._inner.load_state_dict(state["inner"])
         self.training_step = state["training_step"]
@@ -255,11 +260,3 @@ class MasterOptimizer:
         for name, master in state["masters"].items():
             self._updated[name].copy_(master)
             self._write_back(name)
-
-
-def _abridged(value: str | list[str], other: str | list[str]) -> str:
-    """Shorten `value` for an error message. A list becomes its length and up to three names that `other` lacks."""
-    if isinstance(value, str):
-        return value
-    only_here = [name for name in value if name not in set(other)]
-    return f"{len(value)} parameters" + (f", only here {', '.join(only_here[:3])}" if only_here else "")

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.folder import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
-from qarl.checkpoint.run_folder import checkpoints_dir, fresh_run_dir, holds_a_run
-from qarl.checkpoint.storage import recover, set_aside
+from qarl.checkpoint.storage import checkpoints_dir, fresh_run_dir, holds_a_run, recover, set_aside
 from qarl.config import Config
 from qarl.config.errors import show
 from qarl.config.schema import default_values
@@ -31,38 +30,33 @@ from qarl.config.unread import unread
 from qarl.console import note, say
 from qarl.errors import UserError
 
-# Keys that a resume may change without a note, because they only set the length and the output of the run.
-_FREE = frozenset(
-    f"trainer.{key}"
-    for key in (
-        *("total_training_steps", "test_freq", "val_before_train", "val_max_prompts", "logger", "plots", "report"),
-        *("save_final", "save_freq", "save_minutes", "max_ckpt_to_keep", "resume_mode", "resume_from_path"),
-    )
-) | {
-    *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure", "publish.delta"),
-    # Keys that error messages of a run tell the user to change.
-    *("quant.mismatch_limit", "reward.timeout_s", "model.trust_remote_code"),
-}
+
+def _keys(**sections: str) -> frozenset[str]:
+    return frozenset(f"{section}.{key}" for section, keys in sections.items() for key in keys.split())
+
+
 _LENGTH = "trainer.total_training_steps"
-# Keys that limit memory or set threads. If they change, the training is the same, but the rounding differs.
-_ROUNDING = frozenset(
-    {
-        "trainer.num_threads",
-        "model.gradient_checkpointing",
-        "actor.ppo_micro_batch_size_per_gpu",
-        "actor.log_prob_micro_batch_size_per_gpu",
-        "actor.use_dynamic_bsz",
-        "actor.ppo_max_token_len_per_gpu",
-        "actor.log_prob_max_token_len_per_gpu",
-        "model.use_remove_padding",
-        "rollout.max_num_seqs",
-        "rollout.max_num_batched_tokens",
-        "rollout.gpu_memory_utilization",
-        "rollout.cpu_kvcache_space_gib",
-        "rollout.enforce_eager",
-        "rollout.free_cache_engine",
-    }
+_FREE = {"name", "output_dir", "dry_run"} | _keys(
+    trainer="total_training_steps test_freq val_before_train val_max_prompts logger plots report save_final save_freq "
+    "save_minutes max_ckpt_to_keep resume_mode resume_from_path",
+    data="val_files",
+    rollout="rebuild_on_failure",
+    publish="delta",
+    quant="mismatch_limit",
+    reward="timeout_s",
+    model="trust_remote_code",
 )
+"""Keys that a resume may change without a note. They only set the length and the output of the run, or error messages
+of a run tell the user to change them."""
+_ROUNDING = _keys(
+    trainer="num_threads",
+    model="gradient_checkpointing use_remove_padding",
+    actor="ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu "
+    "log_prob_max_token_len_per_gpu",
+    rollout="max_num_seqs max_num_batched_tokens gpu_memory_utilization cpu_kvcache_space_gib enforce_eager "
+    "free_cache_engine",
+)
+"""Keys that limit memory or set threads. If they change, the training is the same, but the rounding differs."""
 
 
 @dataclass(frozen=True)
@@ -178,11 +172,8 @@ def check_free(run_dir: Path) -> None:
 
 def is_finished(run_dir: Path) -> bool:
     """Return whether the summary in `run_dir` says that the run is finished."""
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        return bool(summary["finished"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+    path = run_dir / "summary.json"
+    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8"))["finished"])
 
 
 def _within(folder: Path, run_dir: Path) -> bool:

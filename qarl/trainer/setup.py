@@ -16,7 +16,7 @@ from qarl.checks.run import check_run
 from qarl.checks.sampling import check_sampling
 from qarl.config import Config
 from qarl.console import stage
-from qarl.data import PromptDataset, PromptSampler
+from qarl.data.prompts import PromptDataset, PromptSampler
 from qarl.data.rewards import RewardFn
 from qarl.objectives import verl_losses
 from qarl.objectives.settings import objective_settings

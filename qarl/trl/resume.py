@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.trainer_utils import get_last_checkpoint
 
-from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.trl.config import RUN_KEYS, QaRLConfig
 

@@ -40,11 +40,8 @@ from typing import Any
 import torch
 import yaml
 
-from qarl.checkpoint.folder import remove
-from qarl.checkpoint.json_file import write_json
-from qarl.checkpoint.run_folder import fresh_run_dir
-from qarl.checkpoint.storage import StorageError
-from qarl.checkpoint.verl_shards import load_part, refuse_code, step_of, what_is_missing
+from qarl.checkpoint.open import load_part, refuse_code, step_of, what_is_missing
+from qarl.checkpoint.storage import StorageError, fresh_run_dir, remove_folder, write_json
 from qarl.config import Config
 from qarl.console import note, say
 from qarl.errors import UserError
@@ -211,7 +208,7 @@ class Saving:
             for other in self._passing():
                 if step_of(other) < step_of(folder):
                     try:
-                        remove(other)
+                        remove_folder(other)
                     except StorageError as error:
                         _log.warning("an old checkpoint stays, training continues: %s", error)
 

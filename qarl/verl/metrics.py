@@ -21,10 +21,8 @@ from qarl.checkpoint.storage import StorageError, writing
 from qarl.config import Config
 from qarl.console import say
 from qarl.metrics.plots import plot_run
-from qarl.metrics.tracker import Tracker, read_metrics, write_summary
-from qarl.report.page import write_report
-from qarl.trainer.finish import Ending
-from qarl.trainer.sample_log import update_report
+from qarl.metrics.tracker import Ending, Tracker, read_metrics, write_summary
+from qarl.report.page import update_report, write_report
 
 RENAMED = {
     "timing_s/gen": "timing_s/rollout",

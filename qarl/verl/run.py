@@ -19,15 +19,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from qarl.checkpoint.run_folder import checkpoints_dir
-from qarl.checkpoint.verl_shards import whole_and_torn
+from qarl.checkpoint.open import whole_and_torn
+from qarl.checkpoint.storage import checkpoints_dir
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.run import check_run
 from qarl.config import Config, write_resolved
 from qarl.console import note, stage
 from qarl.errors import UserError
+from qarl.metrics.tracker import Ending
 from qarl.process import runs_on_cpu
-from qarl.trainer.finish import Ending
 from qarl.verl import checks
 from qarl.verl.checkpoint import open_verl_run
 from qarl.verl.keys import (
@@ -95,7 +95,7 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     Raise UserError if the disk is full or the files of some ranks are not on this machine. The checkpoint is kept.
     """
     from qarl.checkpoint.export import ExportRequest, export
-    from qarl.checkpoint.run_folder import EXPORT
+    from qarl.checkpoint.storage import EXPORT
     from qarl.metrics.tracker import write_summary
 
     output = config.run_dir / EXPORT

@@ -13,7 +13,7 @@ from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 
-from qarl.data import load_prompts
+from qarl.data.prompts import load_prompts
 from qarl.quant import Scheme, get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch

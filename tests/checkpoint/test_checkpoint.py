@@ -18,7 +18,6 @@ import pytest
 import torch
 from checkout import ROOT
 from checkpoint_state import save
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.folder import (
@@ -31,7 +30,7 @@ from qarl.checkpoint.folder import (
     tensor_digest,
     tensors_digest,
 )
-from qarl.checkpoint.storage import StorageError, check_room, recover, replace_folder, whole_folder
+from qarl.checkpoint.storage import StorageError, check_room, recover, whole_folder
 from qarl.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -60,14 +59,6 @@ def test_what_was_saved_comes_back(pristine_model, tmp_path):
         assert all(torch.equal(masters[name].to(torch.bfloat16), weights[name]) for name in masters)
     assert torch.equal(checkpoint.rng()["torch"], torch.get_rng_state())
     assert checkpoint.rng()["python"] == random.getstate()
-
-
-def test_transformers_loads_the_folder_as_it_is(pristine_model, tmp_path):
-    weights = save(pristine_model, tmp_path / "step_3")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "step_3")
-    assert model.dtype == torch.bfloat16
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "step_3")) == 64
 
 
 def damage(folder: Path, kind: str) -> None:
@@ -117,14 +108,6 @@ def test_another_format_is_an_error_and_no_damage(pristine_model, tmp_path):
     with pytest.raises(UserError, match="has format 9") as caught:
         newest_good(tmp_path)
     assert not isinstance(caught.value, CheckpointError)
-
-
-def test_a_folder_that_is_no_checkpoint_says_so(pristine_model, tmp_path):
-    with pytest.raises(CheckpointError, match=r"no state\.json"):
-        open_checkpoint(pristine_model)
-    with pytest.raises(CheckpointError, match="no such folder"):
-        open_checkpoint(tmp_path / "step_9")
-    assert newest_good(tmp_path / "none") == (None, [])
 
 
 def test_only_the_newest_are_kept_by_number(tmp_path):
@@ -204,14 +187,6 @@ def test_what_killed_processes_left_is_put_in_order(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c", f"d.partial-{running}"]
     assert len(recover(tmp_path, alone=True)) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c"]
-
-
-def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "old").touch()
-    with pytest.raises(FileNotFoundError):
-        replace_folder(tmp_path / "model", tmp_path / "nothing")
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["model", "model/old"]
 
 
 def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path):

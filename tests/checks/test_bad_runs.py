@@ -35,7 +35,7 @@ from doctor_rig import cut_the_weights, examine, said
 from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
-from qarl.checkpoint.run_folder import fresh_run_dir
+from qarl.checkpoint.storage import fresh_run_dir
 from qarl.checks import machine
 from qarl.doctor.__main__ import main as doctor
 from qarl.train import main
@@ -253,8 +253,12 @@ FAULTS: dict[str, tuple[Spoil, list[str], list[str]]] = {
         f"row with {name}": (last_row_is(bad), [], ["train.jsonl, row 5", *words])
         for name, bad, words in (
             ("no ground truth", row(ground_truth=None), ["reward_model.ground_truth"]),
-            ("no messages", row() | {"prompt": []}, ["empty list"]),
-            ("no content", row() | {"prompt": [{"role": "user", "content": None}]}, ["of every message must be text"]),
+            ("no messages", row() | {"prompt": []}, ["at least 1 item"]),
+            (
+                "no content",
+                row() | {"prompt": [{"role": "user", "content": None}]},
+                ["prompt.0.content", "valid string"],
+            ),
             (
                 "an answer",
                 row() | {"prompt": [*row()["prompt"], {"role": "assistant", "content": "t1"}]},

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.long, pytest.mark.verl]
 
 LOCAL = {
     "config/schema.py": "name output_dir",
-    "data/run_prompts.py": "data.train_files data.val_files data.train_batch_size data.max_prompt_length data.shuffle "
+    "data/prompts.py": "data.train_files data.val_files data.train_batch_size data.max_prompt_length data.shuffle "
     "data.prompt_key data.filter_overlong_prompts trainer.val_max_prompts seed",
     "objectives/corrections.py": "rollout_correction.rollout_is rollout_correction.rollout_is_mode "
     "rollout_correction.rollout_is_threshold rollout_correction.rollout_is_batch_normalize "

@@ -13,7 +13,7 @@ from datasets import load_dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from qarl.data import check_disjoint, check_vocabulary, load_prompts
+from qarl.data.prompts import check_disjoint, check_vocabulary, load_prompts
 from qarl.data.rewards import arithmetic
 from qarl.demo import column_addition, tiny_model
 

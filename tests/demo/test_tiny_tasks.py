@@ -11,7 +11,7 @@ import pytest
 from checkout import ROOT
 
 from qarl.config import load_config
-from qarl.data import load_prompts
+from qarl.data.prompts import load_prompts
 from qarl.data.rewards import get_reward_fn
 from qarl.demo import tiny_model
 

@@ -124,23 +124,3 @@ def test_metrics_by_hand_over_two_micro_batches() -> None:
             "rollout/entropy": 0.25 + 8 * 8 / 160,
         }
     )
-
-
-def test_advantages_per_token_give_the_same() -> None:
-    tokens, mask = rows([5] * 40, list(range(20)))
-    mask[1, 0] = False
-    one = torch.tensor([-1.0, 2.0])
-    per_token = torch.where(mask, one[:, None], 0.0)
-    log_prob = torch.zeros(mask.shape)
-    assert text_statistics(tokens, log_prob, one, mask) == text_statistics(tokens, log_prob, per_token, mask)
-
-
-def test_the_entropy_is_that_of_the_distribution() -> None:
-    logits = torch.randn(30, generator=torch.Generator().manual_seed(0))
-    log_probs = logits.log_softmax(0)
-    sampled = torch.multinomial(log_probs.exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(1))
-    statistics = text_statistics(
-        sampled.view(1000, 200), log_probs[sampled].view(1000, 200), torch.zeros(1000), torch.ones(1000, 200)
-    )
-    expected = float(-(log_probs.exp() * log_probs).sum())
-    assert text_metrics([statistics])["rollout/entropy"] == pytest.approx(expected, rel=0.01)

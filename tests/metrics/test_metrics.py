@@ -6,12 +6,10 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl.metrics.mismatch import PhaseTimer, mismatch_metrics, response_metrics, token_mismatch
 
@@ -43,28 +41,6 @@ def test_definitions_are_verls(spread: float) -> None:
     assert ours["mismatch/pearson"] == pytest.approx(
         pearson_correlation_coefficient(old.exp(), rollout.exp(), mask), rel=1e-5
     )
-
-
-def test_absolute_statistics_are_numpys() -> None:
-    old, rollout, mask = make_batch(0.1)
-    metrics = mismatch_metrics(old, rollout, mask)
-    magnitude = (old - rollout).abs()[mask].double().numpy()
-    assert metrics["mismatch/abs_mean"] == pytest.approx(magnitude.mean(), rel=1e-12)
-    assert metrics["mismatch/abs_max"] == magnitude.max()
-    for label, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999)):
-        assert metrics[f"mismatch/abs_{label}"] == pytest.approx(np.quantile(magnitude, q), rel=1e-12)
-
-
-def test_by_hand() -> None:
-    """Two tokens of one response, δ = ±ln 2; weights 2 and 1/2; the third position is padding."""
-    rollout = torch.tensor([[-1.0, -2.0, 9.0]])
-    old = rollout + torch.tensor([[math.log(2), -math.log(2), 1.0]])
-    metrics = mismatch_metrics(old, rollout, torch.tensor([[1, 1, 0]]))
-    assert metrics["mismatch/k1"] == pytest.approx(0.0, abs=1e-7)
-    assert metrics["mismatch/k3"] == pytest.approx((2 + 0.5) / 2 - 1, rel=1e-6)
-    assert metrics["mismatch/ess"] == pytest.approx(1.25**2 / ((4 + 0.25) / 2), rel=1e-6)
-    assert metrics["mismatch/abs_max"] == pytest.approx(math.log(2), rel=1e-6)
-    assert metrics["mismatch/ppl_ratio"] == pytest.approx(1.0, rel=1e-6)
 
 
 def test_equal_policies_give_zero_and_small_differences_keep_their_digits() -> None:
@@ -136,32 +112,6 @@ def test_ranks_with_different_responses_find_the_figures_of_the_whole_batch(rank
             assert found == pytest.approx(in_float64(old, rollout, mask), rel=1e-9, abs=1e-15)
 
 
-class _Largest(TorchDispatchMode):
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **kwargs or {})
-        if isinstance(found, torch.Tensor) and found.dtype == torch.float64:
-            self.numbers = max(self.numbers, found.numel())
-        return found
-
-
-def test_padding_costs_nothing() -> None:
-    old, rollout = -torch.rand(64, 4096), -torch.rand(64, 4096)
-    mask = torch.arange(4096) < torch.tensor([4096, *[7] * 63])[:, None]
-    with _Largest() as largest:
-        mismatch_metrics(old, rollout, mask)
-    assert largest.numbers <= int(mask.sum())
-
-
-def test_unequal_shapes_and_empty_masks_are_errors() -> None:
-    old, rollout, mask = make_batch(0.1)
-    with pytest.raises(ValueError, match="shape"):
-        mismatch_metrics(old, rollout[:, :-1], mask)
-    with pytest.raises(ValueError, match="no token"):
-        mismatch_metrics(old, rollout, torch.zeros_like(mask))
-
-
 @pytest.mark.verl
 def test_response_metrics_are_verls() -> None:
     from verl import DataProto
@@ -184,9 +134,9 @@ def test_response_metrics_are_verls() -> None:
         "returns": token_scores,
     }
     theirs = compute_data_metrics(DataProto.from_dict(tensors), use_critic=False)
-    ours = response_metrics(scores, lengths, width, prompt_lengths=prompt_lengths)
+    ours = response_metrics(scores, lengths, width)
     assert ours.pop("critic/score/std") == pytest.approx(np.std([1.0, 0.0, 0.5]))
-    assert len(ours) == 11
+    assert len(ours) == 8
     for name, value in ours.items():
         assert value == pytest.approx(theirs[name], rel=1e-6), name
 
@@ -194,11 +144,6 @@ def test_response_metrics_are_verls() -> None:
 def test_clip_ratio_follows_the_finish_reason() -> None:
     assert response_metrics([0, 0], [8, 8], 8)["response_length/clip_ratio"] == 1.0
     assert response_metrics([0, 0], [8, 8], 8, finish_reasons=["stop", "length"])["response_length/clip_ratio"] == 0.5
-
-
-def test_response_metrics_need_matching_lengths() -> None:
-    with pytest.raises(ValueError, match="one score per response"):
-        response_metrics([1.0], [1, 2], 8)
 
 
 def test_phase_timer_accumulates_and_starts_anew() -> None:
@@ -214,13 +159,3 @@ def test_phase_timer_accumulates_and_starts_anew() -> None:
     assert set(seconds) == {"timing_s/rollout", "timing_s/update", "timing_s/step"}
     assert 0.02 <= seconds["timing_s/rollout"] < 5
     assert timer.pop() == {"timing_s/step": 0.0}
-
-
-def test_step_time_counts_nested_phases_once_and_leaves_out_evaluation() -> None:
-    timer = PhaseTimer()
-    with timer.phase("update"), timer.phase("quantize"):
-        time.sleep(0.01)
-    with timer.phase("eval"), timer.phase("rollout"):
-        time.sleep(0.01)
-    seconds = timer.pop()
-    assert seconds["timing_s/step"] == seconds["timing_s/update"] >= seconds["timing_s/quantize"] >= 0.01

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from qarl.metrics.bands import how_to_set, scaled
 from qarl.metrics.tracker import Tracker, read_metrics
-from qarl.metrics.warning_log import WarningLog
-from qarl.metrics.warning_signs import METRICS, SIGNS, WarningSign, find
-from qarl.report.contents import read_warnings
+from qarl.metrics.warning_log import how_to_set, scaled
+from qarl.metrics.warning_signs import SIGNS, find
 
 Metrics = dict[str, float]
 
@@ -113,38 +111,6 @@ def test_healthy_runs_give_no_warning(seed: int) -> None:
     assert find(a_run(lambda step, metrics: None, steps=150, seed=seed)) == []
 
 
-def test_an_aligned_run_whose_mismatch_begins_to_differ_from_zero() -> None:
-    def aligned(now: int, metrics: Metrics) -> None:
-        for name in ("mismatch/k3", "mismatch/abs_p999"):
-            metrics[name] = 0.0 if now < 50 else 1e-6
-        for sign in ("pos", "neg"):
-            metrics[f"actor/rollout_zero_centred_loss_{sign}"] = metrics[f"actor/zero_centred_loss_{sign}"]
-
-    assert find(a_run(aligned)) == []
-
-    def lost(now: int, metrics: Metrics) -> None:
-        aligned(now, metrics)
-        if now >= 50:
-            metrics["mismatch/k3"], metrics["mismatch/abs_p999"] = 8e-3, 0.4
-
-    assert {warning.sign for warning in find(a_run(lost))} == {"k3", "delta_tail"}
-
-
-def test_the_sentence_says_what_changed_since_when_and_what_to_try() -> None:
-    def change(now: int, metrics: Metrics) -> None:
-        metrics.clear()
-        metrics["actor/grad_norm"] = 0.25 if now < 40 else 2.0
-
-    (warning,) = find(a_run(change))
-    assert warning == WarningSign(
-        "grad_norm", 41, 40, "actor/grad_norm rose from 0.25 (usual) to 2", SIGNS["grad_norm"][1]
-    )
-    assert str(warning) == (
-        "warning sign grad_norm, since step 40: actor/grad_norm rose from 0.25 (usual) to 2\n"
-        f"  try: {SIGNS['grad_norm'][1]}"
-    )
-
-
 @pytest.mark.parametrize(
     ("sizes", "seen"),
     [
@@ -168,8 +134,6 @@ def test_the_size_of_updates_by_hand(sizes: list[float], seen: str | None) -> No
     ("from_rollout", "k3", "ratio", "signs"),
     [
         (0.0, 1e-2, 0.4, ["update_size"]),
-        (None, 1e-2, 0.4, ["update_size"]),
-        (None, 1e-2, None, ["update_size"]),
         (1.0, 0.0, 0.4, ["update_size"]),
         (1.0, 3e-4, 0.4, ["update_size"]),
         (1.0, None, 0.4, ["update_size"]),
@@ -190,11 +154,6 @@ def test_a_mismatch_is_not_taken_for_an_update(
     assert [warning.sign for warning in find([{"step": step, **metrics} for step in range(1, 10)])] == signs
 
 
-def test_runs_of_before_from_rollout_was_logged() -> None:
-    metrics = {"actor/update_size": 1.1, "mismatch/k3": 1e-2, "old_log_probs/recomputed": 0.0}
-    assert find([{"step": step, **metrics} for step in range(1, 10)]) == []
-
-
 def test_updates_of_a_constant_size_are_seldom_taken_for_large_ones() -> None:
     """Without a trend, with the noise of the quickstart's runs: what docs/troubleshooting.md says of false warnings."""
     warned = 0
@@ -203,40 +162,6 @@ def test_updates_of_a_constant_size_are_seldom_taken_for_large_ones() -> None:
         sizes = [0.09 * min(1.0, step / 10) * math.exp(rng.gauss(0, 0.44)) for step in range(1, 151)]
         warned += bool(find([{"step": step, "actor/update_size": size} for step, size in enumerate(sizes, 1)]))
     assert 0 < warned <= 10, "5% of 200 runs"
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, None, "nan"])
-def test_single_steps_and_bad_values_do_not_matter(bad: Any) -> None:
-    def change(now: int, metrics: dict[str, Any]) -> None:
-        metrics["actor/zero_advantage_frac"] = 0.5
-        if now == 60:
-            metrics.update(dict.fromkeys([name for name in METRICS if name in metrics], 100.0))
-        if now == 70:
-            metrics.update(dict.fromkeys(metrics, bad))
-
-    assert find(a_run(change)) == []
-
-
-def test_one_odd_step_does_not_hide_a_jump() -> None:
-    def change(now: int, metrics: Metrics) -> None:
-        metrics.clear()
-        metrics["actor/grad_norm"] = 1e6 if now == 30 else 0.25 if now < 50 else 2.0
-
-    assert [(one.sign, one.step) for one in find(a_run(change))] == [("grad_norm", 51)]
-
-
-def test_too_short_a_history_says_nothing() -> None:
-    history = a_run(after(8, "actor/grad_norm", 100), steps=9)
-    assert find(history) == []
-
-
-def test_every_rule_reads_only_the_listed_metrics() -> None:
-    assert find([{"step": step} for step in range(100)]) == []
-    for rule, _ in SIGNS.values():
-        assert rule({name: [] for name in METRICS}) is None
-
-
-# ------------------------------------------------------------------ the run folder
 
 
 def write(run_dir: Path, history: list[dict[str, Any]], capsys: Any, *, start_step: int = 0) -> str:
@@ -256,15 +181,6 @@ def two_signs(now: int, metrics: Metrics) -> None:
     after(60, "rollout/entropy", 3)(now, metrics)
 
 
-def test_the_run_folder_and_the_console_have_them(tmp_path: Path, capsys: Any) -> None:
-    out = write(tmp_path, a_run(two_signs), capsys)
-    found = warnings_of(tmp_path)
-    assert [one["sign"] for one in found] == ["grad_norm", "entropy"]
-    assert set(found[0]) == {"sign", "step", "since_step", "text", "remedy"}
-    for one in found:
-        assert out.count(f"step {one['step']}: warning sign {one['sign']}, since step {one['since_step']}: ") == 1
-
-
 @pytest.mark.parametrize("resumed_after", [20, 45, 80])
 def test_a_resumed_run_says_the_same(tmp_path: Path, capsys: Any, resumed_after: int) -> None:
     """It was interrupted at step 90, its checkpoint is of an earlier step, and the steps since are run again."""
@@ -276,12 +192,6 @@ def test_a_resumed_run_says_the_same(tmp_path: Path, capsys: Any, resumed_after:
     again = [one["sign"] for one in warnings_of(tmp_path / "whole") if one["step"] > resumed_after]
     assert out.count("warning sign") == len(again)
     assert read_metrics(tmp_path / "resumed") == read_metrics(tmp_path / "whole")
-
-
-def test_a_fresh_run_in_a_used_folder_forgets_the_old_warnings(tmp_path: Path) -> None:
-    (tmp_path / "warnings.jsonl").write_text('{"sign": "entropy"}\n')
-    WarningLog(tmp_path)
-    assert not (tmp_path / "warnings.jsonl").exists()
 
 
 BAND = {
@@ -316,7 +226,6 @@ def test_bands_that_are_too_narrow_are_a_warning_that_names_the_keys(tmp_path: P
     assert warning["remedy"].startswith(keys) and "actor.band_scaling=length with bands of 4.0e-04" in warning["remedy"]
     assert how_to_set({}, scaled(1.0, 64)).startswith(keys)
     assert "band_scaling" not in how_to_set({"band_scaling": "length"}, 2.0)
-    assert [one["remedy"] for one in read_warnings(tmp_path / "warnings.jsonl")] == [warning["remedy"]]
     write(tmp_path / "resumed", history[:6], capsys)
     assert "bands:" not in write(tmp_path / "resumed", history[6:], capsys, start_step=6)
     assert warnings_of(tmp_path / "resumed") == [warning]

@@ -9,9 +9,8 @@ from papers_losses import paper_loss, resolved_keys
 
 from qarl.config import ConfigError
 from qarl.config.objectives import LOSSES
-from qarl.objectives.metrics import after_first_metrics, reduce_metrics
+from qarl.objectives.metrics import reduce_metrics
 from qarl.objectives.settings import objective_settings
-from qarl.tbpo.token_classes import CLASSES
 
 pytestmark = pytest.mark.verl
 
@@ -114,46 +113,6 @@ def test_the_size_of_an_update_is_to_the_old_policy_whatever_the_ratio(rows, los
         assert "actor/ratio_size" not in metrics
     else:
         assert (metrics["actor/ratio_size"] != metrics["actor/update_size"]) == bypass
-
-
-def test_all_losses_report_how_far_tokens_move_and_tbpo_all_that_is_its_own(rows):
-    from qarl import tbpo
-
-    for loss in LOSSES:
-        _, _, statistics = call(rows, run_config(loss, {}), parts(5))
-        found = after_first_metrics(statistics)
-        assert {name for name in found if name.startswith("tokens/")} and reduce_metrics(statistics)
-        if loss == "tbpo":
-            assert found == tbpo.after_first_metrics(statistics)
-            assert reduce_metrics(statistics) == tbpo.reduce_metrics(statistics)
-        elif loss != "reinforce":
-            assert "actor/pg_clipfrac_after_first" in found
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_tokens_by_probability_and_the_advised_bands_are_reported_after_the_first_mini_batch(rows, loss):
-    """How far tokens move, of every loss; how wide bands would have to be, of TBPO."""
-    _, _, statistics = call(rows, run_config(loss, {}), parts(5))
-    found = after_first_metrics(statistics)
-    mask, advantage = rows["response_mask"], rows["advantages"]
-    one = advantage if advantage.dim() == 1 else torch.where(mask, advantage, 0.0).sum(1)
-    chosen = mask & (one < 0)[:, None]
-    if loss != "positive_only":
-        moved = (rows["log_prob"] - rows["old_log_prob"]).abs()[chosen]
-        assert max(found[f"tokens/neg_{c}_moved_max"] for c in CLASSES if f"tokens/neg_{c}_moved_max" in found) == (
-            pytest.approx(float(moved.max()), rel=1e-5)
-        )
-    assert sum(found[f"tokens/pos_{c}_frac"] for c in CLASSES) == pytest.approx(1)
-    assert ("actor/band_factor_p95_after_first" in found) == (loss == "tbpo")
-
-
-def test_losses_differ_from_each_other(rows):
-    """Otherwise a table of them would compare a thing with itself."""
-    gradients = {loss: call(rows, run_config(loss, {}), parts(1))[1] for loss in LOSSES if loss != "dual_clip"}
-    names = list(gradients)
-    for i, one in enumerate(names):
-        for other in names[i + 1 :]:
-            assert not torch.allclose(gradients[one], gradients[other], rtol=1e-2), (one, other)
 
 
 def test_values_outside_the_mask_do_not_count(rows):

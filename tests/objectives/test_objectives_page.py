@@ -95,19 +95,6 @@ def test_what_contradicts_itself_is_refused(loss: str, correction: dict[str, obj
     assert all(problem.reason and problem.fix for problem in caught.value.problems)
 
 
-@pytest.mark.parametrize(
-    ("loss", "estimator", "accepted"),
-    [("grpo", "grpo", True), ("grpo", "dr_grpo", True), ("grpo", "rloo", False), ("reinforce", "grpo", False)],
-)
-def test_a_normalisation_that_the_advantages_do_not_have(loss: str, estimator: str, accepted: bool) -> None:
-    keys = {"adv_estimator": estimator, "norm_adv_by_std_in_grpo": False}
-    if accepted:
-        assert run_config(loss, {}, algorithm=keys)
-        return
-    with pytest.raises(ConfigError, match="norm_adv_by_std_in_grpo"):
-        run_config(loss, {}, algorithm=keys)
-
-
 def test_a_veto_needs_the_trainers_log_probs() -> None:
     veto = {"veto_threshold": 1e-4}
     with pytest.raises(ConfigError, match="veto_threshold"):
@@ -129,11 +116,3 @@ def test_a_mismatch_that_is_not_seen_is_not_corrected() -> None:
             run_config("grpo", correction, old_log_probs="rollout")
         assert run_config("grpo", correction, old_log_probs="auto")
     assert run_config("grpo", rejection | {"rollout_rs_ratio": "ppo"}, old_log_probs="rollout")
-
-
-@pytest.mark.parametrize("given", [{"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 0.5}, {"rollout_rs": []}])
-def test_single_values_are_checked_beside_another_bad_key(given: dict[str, object]) -> None:
-    """Then the values are checked as they were given."""
-    with pytest.raises(ConfigError) as caught:
-        run_config("grpo", given | {"veto_threshold": 2.0})
-    assert [problem.key for problem in caught.value.problems] == ["rollout_correction.veto_threshold"]

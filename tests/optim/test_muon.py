@@ -48,7 +48,3 @@ def test_an_update_is_as_large_as_the_docs_say(rows: int, columns: int) -> None:
     assert 0.75 < update.square().mean().sqrt() * columns**0.5 < 1
     if (rows, columns) == (384, 128):
         assert float(torch.linalg.matrix_norm(update, 2)) == pytest.approx(1.97, abs=0.05)
-
-
-def test_no_experts_have_an_empty_update() -> None:
-    assert orthogonalized(torch.zeros(0, 4, 8)).shape == (0, 4, 8)

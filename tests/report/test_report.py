@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +16,7 @@ import pytest
 import torch
 from checkout import ROOT
 
-from qarl.report.__main__ import main
-from qarl.report.contents import MOST_POINTS, SAMPLE_CHARACTERS, contents, fitting_samples, read_warnings, series_of
-from qarl.report.page import write_report
+from qarl.report.page import MOST_POINTS, SAMPLE_CHARACTERS, contents, fitting_samples, series_of, write_report
 from qarl.report.samples import ENDS, append_samples, choose_rows, is_logged, make_sample, read_samples
 
 STEPS = 500
@@ -190,27 +187,12 @@ def test_samples_that_do_not_fit_lose_steps_evenly_but_not_the_last() -> None:
     assert fitting_samples([{"step": 1, "tokens": ["x" * 3 * SAMPLE_CHARACTERS]}]) == []
 
 
-def test_missing_and_broken_files_leave_their_part_empty(tmp_path: Path) -> None:
+def test_missing_files_leave_their_part_empty(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mismatch/k3": "inf"}\n{"step": 2, "mism')
     found = contents(tmp_path)
     assert (found["step"], found["total"], found["summary"], found["samples"]) == (1, None, None, [])
-    for name in ("config.yaml", "versions.json", "summary.json", "warnings.jsonl", "samples.jsonl"):
-        (tmp_path / name).write_bytes(b'{"step": NaN, [\xff\n[]\nnull\n{"since_step": {}}\n')
-    write_report(tmp_path)
     (tmp_path / "summary.json").write_text('{"seconds": NaN, "finished": true}')
     assert embedded(write_report(tmp_path).read_text())["summary"] == {"seconds": "NaN", "finished": True}
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert contents(tmp_path)["series"] == {}
-
-
-def test_warnings_come_in_order_of_their_step(tmp_path: Path) -> None:
-    lines = [{"sign": "b", "since_step": 9, "text": "t", "remedy": "r"}, {"sign": "a", "since_step": 3}]
-    path = tmp_path / "warnings.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    assert [(one["since_step"], one["sign"], one["remedy"]) for one in read_warnings(path)] == [
-        (3, "a", ""),
-        (9, "b", "r"),
-    ]
 
 
 def test_the_chosen_rows() -> None:
@@ -247,28 +229,12 @@ def test_a_resumed_run_replaces_the_samples_of_repeated_steps(tmp_path: Path) ->
     assert read_samples(tmp_path)[0]["delta"] == ["nan"]
 
 
-def test_when_it_is_written() -> None:
-    assert [step for step in range(1, 26) if is_logged(step, 25)] == [1, 10, 20, 25]
-    assert [step for step in range(480, 601) if is_logged(step)] == [480, 490, 500, 550, 600]
-
-
-def test_the_command_writes_reports_and_names_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path / "run", 5)
-    assert main([str(run)]) == 0
-    assert (run / "report.html").is_file()
-    assert main([str(tmp_path / "none")]) == 2
-    assert "no metrics to read" in capsys.readouterr().err
-    assert main([]) == 2
-
-
 def test_samples_of_a_batch(tmp_path: Path) -> None:
     """δ and tokens belong together, padding is left out, and the settings decide whether anything is written."""
     from qarl.rollout.engine import RolloutBatch
     from qarl.trainer.batch import make_batch
+    from qarl.trainer.mismatch_watch import log_samples
     from qarl.trainer.old_log_probs import Measured
-    from qarl.trainer.sample_log import log_samples
 
     rollout = RolloutBatch(
         [[7, 8], [9]], [[1, 2, 3], [4]], [[-1.0, -2.0, -3.0], [-0.5]], ["length", "stop"], weight_version=0
@@ -298,21 +264,6 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
 
 
 needs_browser = pytest.mark.skipif(chromium.find_browser() is None, reason="no Chromium opens the report")
-
-
-def test_the_browsers_pipe_is_three_and_four(tmp_path: Path) -> None:
-    """A program in Chromium's place: it answers a command with its arguments."""
-    program = tmp_path / "program"
-    program.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        "message = json.loads(os.read(3, 1000).rstrip(bytes(1)))\n"
-        "os.write(4, json.dumps({'id': message['id'], 'result': {'argv': sys.argv[1:]}}).encode() + bytes(1))\n"
-        "os.read(3, 1)\n"
-    )
-    program.chmod(0o755)
-    with chromium.Browser(str(program), width=300, height=200) as browser:
-        found = browser.call("Any.command")["argv"]
-    assert "--remote-debugging-pipe" in found and found[-1] == "--window-size=300,200"
 
 
 @needs_browser
@@ -352,14 +303,3 @@ def test_a_browser_opens_it_from_disk(run: Path, report: str, scheme: str) -> No
         browser.evaluate("document.getElementById('theme').click()")
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") != ground
         assert browser.requests == [path.as_uri()] and browser.errors == []
-
-
-@needs_browser
-def test_the_browser_would_tell(tmp_path: Path) -> None:
-    """Otherwise the test above could pass because it does not listen."""
-    page = tmp_path / "bad.html"
-    page.write_text("<title>x</title><script>console.error('said')</script><img src='http://127.0.0.1:9/x.png'>")
-    with chromium.Browser(chromium.find_browser()) as browser:
-        browser.open(page)
-        assert "http://127.0.0.1:9/x.png" in browser.requests
-        assert len(browser.errors) == 2 and "said" in str(browser.errors)

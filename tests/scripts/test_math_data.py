@@ -15,7 +15,7 @@ import pytest
 from checkout import ROOT
 from random_models import save_random_model
 
-from qarl.data import load_prompts
+from qarl.data.prompts import load_prompts
 from qarl.data.rewards import math_verify
 from qarl.errors import UserError
 

@@ -113,14 +113,14 @@ REWARD_FAULTS = {
         "def score(data_source, solution_str, ground_truth, extra_info): return 1 / 0",
         ["score", "ZeroDivisionError", "row 0"],
     ),
-    "wrong signature": ("def score(answer): return 1.0", ["reward.function", "wrong signature (answer)", "def score("]),
+    "wrong signature": ("def score(answer): return 1.0", ["raised TypeError", "data_source"]),
     "not a number": (
         "def score(data_source, solution_str, ground_truth, extra_info): return 'good'",
         ["score", "'good'", "finite number"],
     ),
-    "no such function": ("def scores(**kwargs): return 1.0", ["rewards.py", "did you mean 'scores'?"]),
+    "no such function": ("def scores(**kwargs): return 1.0", ["rewards.py", "its functions: scores"]),
     "broken file": ("import no_such_package", ["rewards.py", "no_such_package"]),
-    "not callable": ("score = 1.0", ["not callable", "float"]),
+    "not callable": ("score = 1.0", ["has no function 'score'"]),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from qarl.config import Config, build_config
-from qarl.objectives.loss import batch_weights, objective_loss
+from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.settings import objective_settings
 
 T = 9
@@ -164,7 +164,7 @@ def call(
     """Loss, gradient and statistics of a mini-batch, as the local backend sums them over its micro-batches."""
     settings = objective_settings(config)
     mask = rows["response_mask"]
-    weight = batch_weights(rows["old_log_prob"], rows["rollout_log_prob"], mask, settings)
+    weight = correction_weights(rows["old_log_prob"], rows["rollout_log_prob"], mask, settings.correction)
     total, gradient, found = 0.0, torch.zeros(mask.shape), []
     for part in micro_batches:
         given: dict[str, Any] = {name: tensor[part] for name, tensor in rows.items()}

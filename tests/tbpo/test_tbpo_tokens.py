@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from qarl.tbpo import TBPOConfig, after_first_metrics, tbpo_loss
-from qarl.tbpo.loss import combine
-from qarl.tbpo.token_classes import CLASSES
-from qarl.tbpo.tokens import token_metrics, token_statistics
+from qarl.tbpo.config import CLASSES
+from qarl.tbpo.metrics import combine, token_metrics, token_statistics
 
 OLD = torch.tensor([[0.5, 0.05, 0.005, 0.0005], [0.0005, 0.0005, 0.9, 0.9], [0.5, 0.5, 0.5, 0.5]]).log()
 MOVED = torch.tensor([[0.1, -0.2, 0.3, -0.4], [1.0, -3.0, 0.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
@@ -42,20 +38,8 @@ def test_by_hand_in_one_part_and_in_three(parts: list[slice]) -> None:
     assert token_metrics(combine(found)) == pytest.approx(EXPECTED, rel=1e-5, abs=1e-6)
 
 
-def test_every_run_has_them_after_the_first_mini_batch() -> None:
-    _, statistics = tbpo_loss(OLD + MOVED, OLD, OLD, ADVANTAGE, VALID, TBPOConfig())
-    found = after_first_metrics([statistics])
-    assert {key: found[key] for key in EXPECTED} == pytest.approx(EXPECTED, rel=1e-5, abs=1e-6)
-
-
 def test_the_edges_of_the_classes() -> None:
     probabilities = torch.tensor([[0.9e-3, 1.1e-3, 0.9e-2, 1.1e-2, 0.09, 0.11, 1.0]])
     old = probabilities.log()
     metrics = token_metrics(token_statistics(old, old, torch.ones(1), torch.ones(old.shape, dtype=torch.bool)))
     assert [round(7 * metrics[f"tokens/pos_{label}_frac"]) for label in CLASSES] == [1, 2, 2, 2]
-
-
-def test_no_token() -> None:
-    none = torch.zeros(1, 2, dtype=torch.bool)
-    old = torch.full((1, 2), math.nan)
-    assert token_metrics(token_statistics(old, old, torch.ones(1), none)) == {}

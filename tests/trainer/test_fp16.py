@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +13,11 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from updating_trainer import FOUR, four_responses, updating_trainer
 
-from qarl.checkpoint.folder import Checkpoint
 from qarl.config import ConfigError
 from qarl.errors import UserError
-from qarl.optim.loss_scale import FIRST, INTERVAL, LARGEST, LossScale
 from qarl.trainer.batch import Batch
-from qarl.trainer.checkpoints import restore, training_state
 from qarl.trainer.loop import train
+from qarl.trainer.optim import FIRST, INTERVAL, LARGEST, LossScale
 from qarl.trainer.policy import check_finite
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
@@ -49,13 +46,6 @@ def test_how_the_scale_moves(events, scale):
     restored = LossScale(active=True)
     restored.load_state_dict(state.state_dict())
     assert vars(restored) == vars(state)
-
-
-def test_in_bf16_the_loss_is_not_scaled():
-    state = LossScale(active=False)
-    for overflow in (True, False) * INTERVAL:
-        state.updated(overflow=overflow)
-    assert state.scale == 1.0
 
 
 @pytest.fixture(scope="module")
@@ -112,25 +102,6 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(folder, tmp_path):
     assert metrics["actor/grad_norm"] > 0
     assert any(not torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
     assert all(bool(p.isfinite().all()) and p.dtype == torch.float16 for p in trainer.policy.model.parameters())
-
-
-def test_a_resume_keeps_the_scale(folder, tmp_path, monkeypatch):
-    from qarl.trainer import checkpoints
-
-    trainer: Any = trainer_for(folder, tmp_path)
-    trainer.step, trainer.engine = 3, SimpleNamespace(weight_version=3)
-    trainer.parts = SimpleNamespace(train_prompts=[], sampler=SimpleNamespace(state_dict=dict, load_state_dict=print))
-    trainer.optimizer.loss_scale.load_state_dict({"scale": 512.0, "good": 7, "overflows": 9})
-    state = training_state(trainer, {})
-    other: Any = trainer_for(folder, tmp_path)
-    other.parts = trainer.parts
-    monkeypatch.setattr(checkpoints, "_load_weights", lambda policy, checkpoint: None)
-    saved = Checkpoint.__new__(Checkpoint)
-    for name, value in {"folder": tmp_path, "state": state}.items():
-        object.__setattr__(saved, name, value)
-    monkeypatch.setattr(Checkpoint, "optimizer", lambda self: trainer.optimizer.state_dict())
-    restore(other, saved)
-    assert other.step == 3 and vars(other.optimizer.loss_scale) == vars(trainer.optimizer.loss_scale)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,13 @@ import pytest
 from engine_helpers import config
 from idle_trainer import Checkpoints, Trainer
 
-from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.checkpoint.storage import StorageError
 from qarl.errors import UserError
 from qarl.metrics import tracker as tracking
-from qarl.trainer import finish
+from qarl.trainer import loop
 from qarl.trainer.loop import Stop, run_and_keep
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe", "git_takes_no_lock")
-
-OVERRIDES = ["trainer.total_training_steps=3", "trainer.logger=[]", "trainer.plots=false", "trainer.test_freq=2"]
 
 
 class Saving(Trainer):
@@ -54,16 +49,6 @@ def full(*arguments: Any, **keys: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def run(trainer: Trainer) -> None:
     run_and_keep(trainer, Checkpoints(), Stop(), 0.0)
 
@@ -73,27 +58,11 @@ def summary_of(settings: Any) -> dict[str, Any]:
     return summary
 
 
-def test_a_disk_that_stays_full_reports_the_metrics_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = config(tmp_path, *OVERRIDES)
-    run_dir = settings.run_dir
-    run_dir.mkdir(parents=True)
-    (run_dir / METRICS_FILE).symlink_to("/dev/full")
-    trainer = Saving(settings)
-    with (
-        file_size_limit(10),
-        pytest.raises(StorageError, match=r"metrics.jsonl could not be written[\s\S]*No space left"),
-    ):
-        run(trainer)
-    assert trainer.saved == 1
-    assert "summary.json could not be written" in capsys.readouterr().err
-    assert [path.name for path in run_dir.iterdir()] == [METRICS_FILE]
-
-
 # Name of the write -> what to patch, the loggers, whether the run is finished all the same.
 SITES: dict[str, tuple[list[tuple[Any, str]], list[str], bool]] = {
     "metrics, a line": ([(tracking, "append_lines")], [], False),
     "summary": ([(tracking, "write_json")], [], False),
-    "plots": ([(finish, "plot_run")], [], True),
+    "plots": ([(loop, "plot_run")], [], True),
     "tensorboard": ([(tracking._TensorBoard, "log")], ["tensorboard"], True),
     "tensorboard, at the end": ([(tracking._TensorBoard, "close")], ["tensorboard"], True),
     "console": ([(tracking._Console, "log")], ["console"], True),

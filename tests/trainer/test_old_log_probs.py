@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +25,9 @@ from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.checkpoints import forward_weights, restore, training_state
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.old_log_probs import (
-    MOST_PATIENCE,
     OldLogProbs,
     Skipping,
     differing_tokens,
-    find_probability,
-    sample_size,
 )
 from qarl.trainer.policy import Policy
 
@@ -42,22 +38,6 @@ KEYS = (
     "actor.ppo_micro_batch_size_per_gpu=2", "actor.log_prob_micro_batch_size_per_gpu=8", "quant.align=linears",
     "quant.mismatch_limit=5", "trainer.report=false",
 )  # fmt: skip
-
-
-@pytest.mark.parametrize("rows", [1, 4, 7])
-def test_the_stated_probability_is_the_share_of_samples_that_find_one(rows):
-    """Against every sample there is."""
-    for differing, sampled in itertools.product(range(rows + 1), range(rows + 1)):
-        samples = list(itertools.combinations(range(rows), sampled))
-        hits = sum(any(row < differing for row in sample) for sample in samples)
-        assert find_probability(rows, sampled, differing) == pytest.approx(hits / len(samples), abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("rows", "fraction", "count"), [(48, 0.125, 6), (48, 0.13, 7), (3, 0.125, 1), (5, 1.0, 5), (5, 0.0, 0), (0, 1.0, 0)]
-)
-def test_the_size_of_the_sample(rows, fraction, count):
-    assert sample_size(rows, fraction) == count
 
 
 STEPS = [
@@ -80,13 +60,6 @@ def test_when_the_next_step_skips(events, skips):
     for event in events:
         state.fell_back() if event == "fell back" else state.recomputed(event)
     assert state.skips == skips
-
-
-def test_patience_has_an_end():
-    state = Skipping()
-    for _ in range(20):
-        state.fell_back()
-    assert state.patience == MOST_PATIENCE
 
 
 def test_nan_and_the_last_bit_are_differences_and_padding_is_not():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from updating_trainer import updating_trainer
 
 from qarl.kernels.cpu import layer_ops
-from qarl.kernels.sampling_mask import Truncation
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
-from qarl.trainer.batch import Batch, fill, lay_out, make_batch, micro_batches
+from qarl.trainer.batch import Batch, fill, lay_out, make_batch
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
@@ -142,19 +138,6 @@ def test_every_row_is_in_one_pack_and_no_pack_is_over_the_limit():
         fill([3, 11], 10)
 
 
-def test_a_part_of_the_batch_is_split_into_its_own_rows():
-    batch = made_batch()
-    actor: Any = SimpleNamespace(
-        use_dynamic_bsz=True, ppo_max_token_len_per_gpu=240, log_prob_max_token_len_per_gpu=None
-    )
-    for start, stop in itertools.combinations(range(len(batch) + 1), 2):
-        found = micro_batches(batch, actor, start=start, stop=stop)
-        assert sorted(row for rows in found for row in rows.tolist()) == list(range(start, stop))
-    assert len(micro_batches(batch, actor)) == 3 == len(micro_batches(batch, actor, log_probs=True))
-    actor.log_prob_max_token_len_per_gpu = 1000
-    assert len(micro_batches(batch, actor, log_probs=True)) == 1 and len(micro_batches(batch, actor)) == 3
-
-
 def test_a_layout_by_hand():
     """Two of three rows: 2 + 3 tokens and 5 + 1."""
     batch, rows = made_batch([(2, 3), (1, 1), (5, 1)]), torch.tensor([0, 2])
@@ -170,15 +153,3 @@ def test_a_layout_by_hand():
     assert padded.predictors.tolist() == [1, 2, 3, 10]
     for one in (layout, padded):
         assert torch.equal(one.unflatten(one.flatten(batch.input_ids[rows], -1)), batch.input_ids[rows] * one.valid)
-
-
-def test_kept_tokens_are_stored_at_their_rows(folders):
-    policy, batch = make_policy(folders["qwen3"], "linears", "bf16"), made_batch()
-    with torch.no_grad():
-        for pack in ([6, 0], [1, 2, 3, 4, 5, 7]):
-            policy.response_log_probs(batch, torch.tensor(pack), temperature=1.0, truncation=Truncation(top_k=5))
-    whole = made_batch()
-    with torch.no_grad():
-        policy.response_log_probs(whole, slice(0, 8), temperature=1.0, truncation=Truncation(top_k=5))
-    assert torch.equal(batch.sampling_mask, whole.sampling_mask) and batch.sampling_mask[6].any()
-    assert torch.equal(batch.outside, whole.outside) and batch.outside[0].any()

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from checkout import ROOT
 from checkpoint_state import interrupted_run
 from engine_helpers import config
@@ -17,11 +16,9 @@ from engine_helpers import config
 from qarl.checkpoint.folder import STATE_FILE, CheckpointError
 from qarl.config.types import as_dotted
 from qarl.config.unread import RULES
-from qarl.dry_run import dry_run
 from qarl.errors import UserError
 from qarl.trainer import resume
-from qarl.trainer.checkpoints import rng_state, set_rng_state
-from qarl.trainer.resume import check_changes, find_start, make_newest, open_run
+from qarl.trainer.resume import check_changes, make_newest, open_run
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
@@ -119,28 +116,6 @@ def test_resume_path_again_goes_on_where_its_own_run_was_killed(tmp_path, name):
         raise AssertionError("not reached")
 
 
-def test_finding_the_start_changes_nothing(tmp_path):
-    settings = config(tmp_path)
-    run_dir = interrupted_run(settings, 2, 4, 6)
-    (run_dir / "checkpoints" / "step_6" / STATE_FILE).write_text("{")
-    (run_dir / "checkpoints" / "step_8.partial-4194305").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    start = find_start(settings)
-    assert start.checkpoint is not None and start.checkpoint.step == 4 and start.stays_in(run_dir)
-    assert [folder.name for folder, _ in start.damaged] == ["step_6"]
-    path = run_dir / "checkpoints" / "step_2"
-    resume_path = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}"]
-    assert not find_start(config(tmp_path, "name=second", *resume_path)).stays_in(tmp_path / "second")
-    assert find_start(config(tmp_path, *resume_path)).stays_in(run_dir)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_another_length_of_a_cosine_is_said(tmp_path, capsys):
-    interrupted_run(config(tmp_path), 2)
-    with open_run(config(tmp_path, "trainer.total_training_steps=500")):
-        assert "learning rates from now on" in capsys.readouterr().err
-
-
 def test_changes_of_what_is_trained_are_refused_by_name(tmp_path):
     interrupted_run(config(tmp_path), 2)
     changed = ["optim.lr=1e-6", "seed=3", "quant.scheme=w8a8", "data.train_batch_size=6", "actor.ppo_epochs=2"]
@@ -151,17 +126,6 @@ def test_changes_of_what_is_trained_are_refused_by_name(tmp_path):
         assert key in message
     assert "actor.ppo_epochs" in message and "resume_mode=disable" in message
     assert names(tmp_path) == ["quickstart"]
-
-
-def test_a_dry_run_refuses_a_resume_that_the_run_refuses(tmp_path):
-    run_dir = interrupted_run(config(tmp_path), 4)
-    dry_run(config(tmp_path))
-    with pytest.raises(UserError, match="changes what is trained"):
-        dry_run(config(tmp_path, "optim.lr=1"))
-    (run_dir / "checkpoints" / "step_4" / STATE_FILE).write_text("{")
-    with pytest.raises(UserError, match="checkpoints of the run are damaged"):
-        dry_run(config(tmp_path))
-    assert names(run_dir / "checkpoints") == ["step_4"]
 
 
 def test_a_checkpoint_past_the_end_is_refused(tmp_path):
@@ -210,16 +174,3 @@ def test_two_processes_cannot_work_on_one_run(tmp_path):
         process.kill()
     with open_run(config(tmp_path)):
         pass
-
-
-def test_global_generators_come_back(tmp_path):
-    import random
-
-    import numpy as np
-
-    state = rng_state()
-    torch.save(state, tmp_path / "rng.pt")
-    drawn = torch.rand(3), np.random.rand(3), random.random()
-    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
-    assert torch.equal(torch.rand(3), drawn[0])
-    assert (np.random.rand(3) == drawn[1]).all() and random.random() == drawn[2]

@@ -93,13 +93,6 @@ def test_off_counts_and_does_not_follow(folder):
     assert batch.other_experts is not None and batch.other_experts.any()
 
 
-def test_a_forward_without_routing_after_a_replay_goes_its_own_way(folder):
-    policy = make_policy(folder)
-    before = log_probs(policy, batch_of(None))
-    log_probs(policy, batch_of(shifted(own_routing(policy))))
-    assert torch.equal(log_probs(policy, batch_of(None)), before)
-
-
 def test_a_checkpointed_backward_replays_too(folder):
     gradients = []
     for checkpointing in (False, True):

@@ -167,16 +167,6 @@ def test_a_signal_while_the_last_files_are_written_lets_them_end(timed, monkeypa
     assert "last files are being written; press Ctrl-C again" in capfd.readouterr().err
 
 
-def test_a_job_that_ignores_interrupts_still_does():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Stop() as stop:
-            signal.raise_signal(signal.SIGINT)
-        assert not stop
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 STARTS = {
     "new": ([], False, [], "fresh, because there is no run in {}"),
     "without checkpoint": ([], None, [], "fresh, because the run in {} has no checkpoint"),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
 from checkpoint_state import interrupted_run
 from engine_helpers import config
 
@@ -40,14 +37,3 @@ def test_a_refused_command_leaves_the_unfinished_run_as_it_is(tmp_path, capsys, 
     assert main(["config=configs/quickstart.yaml", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert content(tmp_path) == before
-
-
-def test_a_missing_file_is_refused_before_torch_is_imported(tmp_path):
-    code = (
-        "import sys; from qarl.train import main; "
-        "code = main(['config=configs/quickstart.yaml', 'data.train_files=[nope.parquet]', sys.argv[1]]); "
-        "sys.exit(code if not {'torch', 'vllm'} & set(sys.modules) else 9)"
-    )
-    command = [sys.executable, "-c", code, f"output_dir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "no such data file" in done.stderr

@@ -13,8 +13,8 @@ import torch
 from qarl.report.samples import read_samples
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import make_batch
+from qarl.trainer.mismatch_watch import log_samples as log_local_samples
 from qarl.trainer.old_log_probs import Measured
-from qarl.trainer.sample_log import log_samples as log_local_samples
 from qarl.verl.plugin.mismatch import SAMPLES_IN, log_samples
 
 PROMPTS, RESPONSES = [[7, 8], [9]], [[1, 2, 3], [4]]

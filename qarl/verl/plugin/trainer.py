@@ -42,9 +42,9 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
-from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
-from qarl.trainer.old_log_probs import Skipping, differing_tokens, find_probability, sample_size
+from qarl.trainer.old_log_probs import Skipping, differing_tokens, sample_size
 from qarl.verl.checkpoint import Saving
 from qarl.verl.plugin.loss import DIFFERING, RELIES
 from qarl.verl.plugin.servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped
@@ -193,7 +193,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         }
         self.actor_rollout_wg.compute_log_prob(sample)
         metrics["actor/entropy"] = self._entropy(sample)
-        metrics["old_log_probs/find_prob"] = find_probability(len(others), count)
+        metrics["old_log_probs/find_prob"] = count / len(others)
         metrics["old_log_probs/checked_frac"] += count / len(batch)
         return differing_tokens(*self._columns(sample, "log_probs")) > 0
 

@@ -1,8 +1,7 @@
-"""Checkpoints that somebody changed and sealed again: their content is checked, not believed, and none of it runs."""
+"""What a resume checks: weights, prompts and published tensors; and that no code in a checkpoint runs."""
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_state import Malicious, reseal, write_bare
+from checkpoint_state import Malicious, reseal
 from engine_helpers import config as run_config
 from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
 from qarl.checkpoint.compressed_tensors import ModelFiles
-from qarl.checkpoint.folder import CheckpointError, open_checkpoint, prune, save_checkpoint
+from qarl.checkpoint.folder import CheckpointError, open_checkpoint, save_checkpoint
 from qarl.checks.model_folder import load_tokenizer
-from qarl.data import Prompt, PromptSampler
+from qarl.data.prompts import Prompt, PromptSampler
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker
 from qarl.trainer.checkpoints import Checkpoints, forward_weights, restore, rng_state, set_rng_state, training_state
@@ -98,61 +97,15 @@ def test_the_untouched_one_is_restored(model_folder: Path, folder: Path) -> None
     restored(model_folder, folder)
 
 
-# Pickles.
-
-
-def edit(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
-    content = torch.load(folder / name, weights_only=True)
-    changed = change(content)
-    torch.save(content if changed is None else changed, folder / name)
-    reseal(folder)
-
-
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng.pt"])
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "plain pickle"])
-def test_a_malicious_pickle_is_neither_run_nor_a_raw_error(
-    folder: Path, tmp_path: Path, name: str, zipped: bool
-) -> None:
-    ran = tmp_path / "ran"
-    if zipped:
-        torch.save({"inner": Malicious(ran)}, folder / name)
-    else:
-        (folder / name).write_bytes(pickle.dumps({"inner": Malicious(ran)}))
+def test_code_in_a_checkpoint_does_not_run(folder: Path, tmp_path: Path, name: str) -> None:
+    torch.save({"inner": Malicious(tmp_path / "ran")}, folder / name)
     reseal(folder)
     checkpoint = open_checkpoint(folder)
-    with pytest.raises(CheckpointError, match=f"{name} holds more than tensors") as caught:
+    with pytest.raises(UserError, match=f"(?s){name} cannot be used.*could run any code") as caught:
         checkpoint.optimizer() if name == "optimizer.pt" else checkpoint.rng()
-    assert "mkdir" in str(caught.value) or not zipped
     assert "weights_only" not in str(caught.value)  # torch's own text recommends to load it all the same
-    assert not ran.exists()
-
-
-def put(value: Any, *keys: str) -> Callable[[dict[str, Any]], None]:
-    def change(content: dict[str, Any]) -> None:
-        for key in keys[:-1]:
-            content = content[key]
-        content[keys[-1]] = value
-
-    return change
-
-
-OPTIMIZER = [
-    put("another", "name"),
-    put({}, "inner"),
-    put({"model.norm.weight": torch.zeros(3)}, "masters"),
-    put({"no.such": torch.zeros(3)}, "masters"),
-    put(None, "parameter_names"),
-]
-
-
-@pytest.mark.parametrize("number", range(len(OPTIMIZER)))
-def test_an_optimizer_of_another_content(model_folder: Path, folder: Path, number: int) -> None:
-    edit(folder, "optimizer.pt", OPTIMIZER[number])
-    with pytest.raises(UserError):
-        restored(model_folder, folder)
-
-
-# What is restored is compared with what was saved.
+    assert not (tmp_path / "ran").exists()
 
 
 def test_other_weights_with_whole_files_are_refused(model_folder: Path, folder: Path) -> None:
@@ -160,7 +113,10 @@ def test_other_weights_with_whole_files_are_refused(model_folder: Path, folder: 
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] + 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    edit(folder, "optimizer.pt", put(weights["model.norm.weight"].float(), "masters", "model.norm.weight"))
+    optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
+    optimizer["masters"]["model.norm.weight"] = weights["model.norm.weight"].float()
+    torch.save(optimizer, folder / "optimizer.pt")
+    reseal(folder)
     with pytest.raises(CheckpointError, match="the restored weights differ from the saved ones"):
         restored(model_folder, folder)
 
@@ -190,9 +146,10 @@ def resumed(model_folder: Path, folder: Path, capfd: pytest.CaptureFixture[str])
     before = rng_state()
 
     def resume(k3: float) -> tuple[dict[str, float], str]:
-        checkpoints = Checkpoints(make_trainer(model_folder, folder.parent), open_checkpoint(folder))
+        trainer = make_trainer(model_folder, folder.parent)
+        checkpoints = Checkpoints(trainer, open_checkpoint(folder))
         capfd.readouterr()
-        with Tracker(folder.parent / "run", ["console"], 9, {}) as tracker:
+        with Tracker(trainer.config.run_dir, ["console"], 9, {}) as tracker:
             checkpoints.resumed(tracker)
             metrics = checkpoints.after_step({"mismatch/k3": k3}, tracker, stopped=False)
         captured = capfd.readouterr()
@@ -217,16 +174,3 @@ def test_a_mismatch_ten_times_that_of_the_step_before_is_said(resumed: Any, k3: 
     metrics, said = resumed(k3)
     assert metrics["resume/k3_before"] == 1e-4 and metrics["resume/k3"] == k3
     assert ("more than ten times as much as before" in said) == warned
-
-
-# Links.
-
-
-def test_removing_a_link_leaves_its_target(tmp_path: Path) -> None:
-    parent = tmp_path / "run" / "checkpoints"
-    write_bare(parent / "step_2", step=2)
-    write_bare(tmp_path / "disk" / "step_1", step=1)
-    (parent / "step_1").symlink_to(tmp_path / "disk" / "step_1")
-    prune(parent, 1)
-    assert [path.name for path in parent.iterdir()] == ["step_2"]
-    assert open_checkpoint(tmp_path / "disk" / "step_1").step == 1

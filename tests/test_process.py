@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import platform
 import subprocess
@@ -54,12 +53,6 @@ def test_freed_memory_is_not_faulted_in_again() -> None:
     assert kept and faults < faulted // 8
 
 
-@pytest.mark.slow
-def test_what_the_user_told_malloc_stays() -> None:
-    kept, faults = second_time("keep", MALLOC_TRIM_THRESHOLD_="131072")
-    assert not kept and faults > 0
-
-
 LOGGED = """
 import json, logging, os, sys
 from qarl.process import configure_vllm_process
@@ -92,24 +85,6 @@ def test_vllms_warnings_that_change_results_are_seen_and_its_noise_is_not() -> N
     assert level == "WARNING" and "INFO" not in text
     assert text.count("We have maxed it out to 0.01") == 1
     assert [start for starts in VLLM_NOISE.values() for start in starts if start in text] == []
-
-
-@pytest.mark.parametrize("level", ["ERROR", "WARNING"])
-def test_a_logging_level_that_the_user_set_stays(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VLLM_NOISE:
-        monkeypatch.setattr(logging.getLogger(name), "filters", [])
-    monkeypatch.delenv("QARL_CHOSE_VLLM_LOGGING_LEVEL", raising=False)
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
-    configure_vllm_process()
-    assert os.environ["VLLM_LOGGING_LEVEL"] == level
-    assert not any(logging.getLogger(name).filters for name in VLLM_NOISE)
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL")
-    configure_vllm_process()
-    assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
-    for name in VLLM_NOISE:  # a process that this one starts has these variables, and no filter yet
-        monkeypatch.setattr(logging.getLogger(name), "filters", [])
-    configure_vllm_process()
-    assert all(logging.getLogger(name).filters for name in VLLM_NOISE)
 
 
 GPU_WHEEL = {"vllm": "0.24.0"}

@@ -26,18 +26,6 @@ def snippet(language: str) -> str:
     return str(found)
 
 
-def section(title: str) -> str:
-    match = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", README, flags=re.MULTILINE | re.DOTALL)
-    assert match, title
-    return match[1]
-
-
-def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 140
-    assert max(map(len, README.splitlines())) <= 140
-    assert "@@" not in README
-
-
 def test_the_config_is_one() -> None:
     """Keys that the YAML leaves out have defaults; both backends take it."""
     values = yaml.safe_load(snippet("yaml"))
@@ -71,29 +59,6 @@ def test_the_loop_is_that_of_the_example() -> None:
         found = example.find(line, place)
         assert found > 0, line
         place = found
-
-
-def test_the_diagram_names_files() -> None:
-    """Six boxes, at least one file each."""
-    diagram = section("One training step")
-    names = re.findall(r"[\w/]+\.py", diagram)
-    assert len(names) >= 10 and [name for name in names if not (ROOT / name).is_file()] == []
-    assert [f"{n} " in diagram for n in range(1, 7)] == [True] * 6
-
-
-def test_six_files_to_read_first() -> None:
-    entries = re.findall(r"^\d\. `([^`]+)`", section("Six files to read first"), flags=re.MULTILINE)
-    assert len(entries) == 6 and [name for name in entries if not (ROOT / name).is_file()] == []
-
-
-def test_the_status_table_has_every_scheme() -> None:
-    from qarl.quant.scheme import SCHEMES
-
-    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", section("Status"), flags=re.MULTILINE)
-    assert sorted(name for name, _ in rows) == sorted(SCHEMES)
-    for _, row in rows:
-        for cell in row.split("|"):
-            assert re.match(STATUS, cell.strip()), cell
 
 
 def figure(value: float) -> str:

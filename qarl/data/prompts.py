@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qarl.config.demos import how_to_make
+from qarl.config.source import how_to_make
 from qarl.errors import UserError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 
 from qarl.config import load_config
-from qarl.config.demos import DEFAULT, DEMOS
+from qarl.config.source import DEFAULT, DEMOS
 from qarl.console import run_command
 from qarl.errors import UserError
 from qarl.process import limit_threads

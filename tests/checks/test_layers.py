@@ -16,10 +16,10 @@ from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
 from qarl.checks import layers
+from qarl.checks.layers import KEY, VOCABULARY_PADDING, split_problems
 from qarl.checks.memory import KV_BLOCK, check_kv_cache
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.model_size import ModelSize
-from qarl.checks.tensor_parallel import KEY, VOCABULARY_PADDING, split_problems
 from qarl.config import Config, load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
@@ -184,10 +184,3 @@ def test_other_sizes_are_refused(sizes: dict[str, Any], workers: int, words: str
     changes = {"quant.ignore": ignore, "trainer.n_gpus_per_node": 12}
     error = problems(config(workers, 32, **changes), DENSE(**{**SIZES, **sizes}))[0]
     assert words in error.what and "sizes that work here: 1" in (error.fix or "")
-
-
-def test_key_value_heads_that_are_repeated() -> None:
-    """Each of two on two of four workers, which have a whole one. A local engine has one worker."""
-    assert problems(config(4, 32), DENSE(**{**SIZES, "num_key_value_heads": 2})) == []
-    with pytest.raises(UserError, match=f"(?s){KEY}.*one process"):
-        load_config([f"config={ROOT / 'configs/quickstart.yaml'}", f"{KEY}=2"])

@@ -15,9 +15,8 @@ import pytest
 import torch
 from memory_cases import SMALL, parts, run
 
-from qarl.bench.sources import find_model
 from qarl.checks import memory
-from qarl.checks.memory import RUNTIME_BYTES, estimate, readable
+from qarl.checks.memory import RUNTIME_BYTES, estimate
 from qarl.checks.memory_terms import (
     ENGINE_ASLEEP_BYTES,
     ENGINE_GROUP_BYTES,
@@ -26,7 +25,6 @@ from qarl.checks.memory_terms import (
     LOGITS_AT_A_TIME,
     OWN_INPUT_GRADIENT,
 )
-from qarl.checks.model_size import ModelSize
 from qarl.kernels.cpu.qarl_linears import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant.quantize import quantize
@@ -227,28 +225,6 @@ def test_many_logits_are_computed_in_blocks(backend: str) -> None:
     found = parts(estimate(SMALL, run(**changes), device="cpu"))
     assert found["logits, log-probs"] == {"local": 10, "verl": 8}[backend] * LOGITS_AT_A_TIME
     assert found["logits, update"] == 18 * LOGITS_AT_A_TIME + 4 * 6400
-
-
-def test_no_room_for_a_cache_is_no_negative_memory() -> None:
-    found = estimate(SMALL, run(), device="cuda", gpu_memory_bytes=GIB)
-    assert found.kv_cache < 0
-    assert found.kv_tokens == 0
-    assert "vLLM: KV cache" not in parts(found)
-
-
-def test_the_table_adds_up() -> None:
-    found = estimate(SMALL, run(), device="cpu")
-    header, *rows, last = found.table()
-    assert header.split() == ["MiB", "rollout", "old_log_prob", "update", "step"]
-    assert len(rows) == len(found.parts)
-    assert last.split() == ["together", *(f"{found.total(p) / 2**20:.1f}" for p in header.split()[1:])]
-    large = ModelSize.from_config(find_model("Qwen3-8B").config)
-    big = estimate(large, run(quant__group_size=128), device="cpu")
-    assert big.table()[0].startswith("GiB")
-
-
-def test_readable() -> None:
-    assert [readable(size) for size in (2**20, GIB, 3 * GIB // 2)] == ["1.0 MiB", "1.0 GiB", "1.5 GiB"]
 
 
 @pytest.mark.parametrize(

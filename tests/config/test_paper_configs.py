@@ -23,8 +23,7 @@ from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.memory_terms import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, build_config, load_config
-from qarl.config.ignore import is_ignored
-from qarl.config.strict_yaml import parse_value
+from qarl.config.source import parse_value
 from qarl.doctor.model import TIGHT
 from qarl.verl.run import verl_keys
 
@@ -190,11 +189,6 @@ def page_table(first: str) -> list[list[str]]:
     return [[text.strip() for text in line.strip().strip("|").split("|")] for line in lines]
 
 
-def test_old_log_probs_are_computed_with_the_same_tokens(config: Config) -> None:
-    assert config.actor.use_dynamic_bsz and config.actor.log_prob_max_token_len_per_gpu is None
-    assert config.actor.ppo_micro_batch_size_per_gpu is None
-
-
 def public_size(name: str) -> ModelSize:
     folder = ROOT / "qarl" / "bench" / "models" / MODELS[name][3]
     return ModelSize.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -240,30 +234,9 @@ def test_other_schemes_by_override(config: Config, scheme: str) -> None:
     assert load_config(given).quant.scheme == scheme
 
 
-def test_batches_divide_over_the_gpus(config: Config) -> None:
-    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    assert gpus % config.rollout.tensor_model_parallel_size == 0
-    assert config.actor.ppo_mini_batch_size * config.rollout.n % gpus == 0
-    assert config.data.train_batch_size * config.rollout.n % gpus == 0
-
-
-def test_groups_are_whole_on_every_gpu(config: Config) -> None:
-    whole, split, positions, _ = MODELS[config.name]
-    shards = config.rollout.tensor_model_parallel_size
-    assert all(width % config.quant.group_size == 0 for width in whole)
-    assert all(width % (shards * config.quant.group_size) == 0 for width in split)
-    assert config.data.max_prompt_length + config.data.max_response_length <= positions
-
-
 def test_muons_rate_moves_an_element_as_adamw_would(config: Config) -> None:
     wanted = 0.2 * config.optim.lr * public_size(config.name).hidden ** 0.5
     assert config.optim.muon_lr == pytest.approx(wanted, rel=0.01)
-
-
-def test_routers_stay_out(config: Config) -> None:
-    gate, up = (f"model.layers.3.mlp.{name}" for name in ("gate", "gate_proj"))
-    assert is_ignored(gate, config.quant.ignore) == (config.name == "qwen3_30b_w4a16")
-    assert not is_ignored(up, config.quant.ignore)
 
 
 def test_files_are_those_the_scripts_write(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

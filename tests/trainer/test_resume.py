@@ -17,8 +17,8 @@ from engine_helpers import config
 from qarl.checkpoint.folder import STATE_FILE, CheckpointError
 from qarl.config.types import as_dotted
 from qarl.config.unread import RULES
-from qarl.dry_run import dry_run
 from qarl.errors import UserError
+from qarl.train import dry_run
 from qarl.trainer import resume
 from qarl.trainer.checkpoints import rng_state, set_rng_state
 from qarl.trainer.resume import check_changes, find_start, make_newest, open_run

@@ -15,10 +15,10 @@ pytest.importorskip("verl")
 
 from qarl.checkpoint.open import find_checkpoint
 from qarl.checkpoint.verl_shards import VerlWeights, whole_and_torn
-from qarl.dry_run import dry_run
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
+from qarl.train import dry_run
 from qarl.verl.metrics import MetricsFollower, our_names
 from qarl.verl.resume import open_verl_run
 from qarl.verl.run import trainer_keys, verl_config

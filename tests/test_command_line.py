@@ -19,14 +19,13 @@ from qarl.__main__ import COMMANDS, main
 from qarl.bench.__main__ import PARTS
 from qarl.checkpoint.export import _KEYS, FORMATS
 from qarl.checks.machine import GPUS
-from qarl.config import describe_keys, load_config
+from qarl.config import describe_keys
 from qarl.config.help import key_table
 from qarl.config.schema import Config, sections
 from qarl.config.source import DEMOS
 from qarl.console import run_command, summary_text
 from qarl.doctor.__main__ import OPTIONS
 
-MODULES = ["qarl", *(f"qarl.{command}" for command in COMMANDS)]
 WITH_CONFIG = ("train", "doctor", "diagnose")
 HEAVY = ("torch", "transformers", "vllm", "verl", "datasets", "compressed_tensors", "ray", "matplotlib")
 
@@ -203,16 +202,6 @@ MAKERS = {
 }
 
 
-def test_every_config_with_a_model_of_its_own_has_a_demo() -> None:
-    paths = {path.name: load_config([f"config={path}"]) for path in (ROOT / "configs").glob("*.yaml")}
-    own = {name for name, config in paths.items() if config.model.path.startswith("models/")}
-    assert own == set(MAKERS) == {demo.config for demo in DEMOS.values()}
-    for demo in DEMOS.values():
-        data = paths[demo.config].data
-        assert demo.model == paths[demo.config].model.path
-        assert {str(Path(file).parent) for file in (*data.train_files, *data.val_files)} == {f"data/{demo.task}"}
-
-
 @pytest.mark.parametrize("config", MAKERS)
 def test_a_missing_model_is_refused_with_what_makes_it(
     config: str, tmp_path: Path, out: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -248,19 +237,7 @@ ASLEEP = f"{SLOW}time.sleep(60)\n"
 CLEANS_UP = "try:\n    time.sleep(60)\nfinally:\n    pathlib.Path('again').touch()\n    time.sleep(60)\n"
 COMMAND_LINES = {
     "train": ["train", "config=quickstart.yaml"],
-    "dry run with verl": ["train", "config=quickstart_verl.yaml", "dry_run=true"],
     "doctor": ["doctor", "config=quickstart.yaml"],
-    "diagnose": ["diagnose", "config=quickstart.yaml"],
-    "export": ["export", "run=a", "output=b"],
-    "bench": ["bench", "kernels"],
-}
-
-
-SLOW_IMPORTS = {
-    "qarl": ("pydantic_core", "-h"),
-    "qarl.bench": ("torch", "kernels"),
-    "qarl.report": ("html", "runs/quickstart"),
-    "qarl.demo": ("torch", "quickstart"),
 }
 
 
@@ -302,15 +279,6 @@ class Interrupted:
 @pytest.mark.parametrize("command", COMMAND_LINES)
 def test_ctrl_c_while_torch_is_imported(command: str, tmp_path: Path) -> None:
     run = Interrupted(tmp_path, {"torch": ASLEEP}, ["-m", "qarl", *COMMAND_LINES[command]])
-    run.press("here")
-    assert run.end() == (130, "interrupted\n")
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_ctrl_c_while_the_first_modules_are_imported(module: str, tmp_path: Path) -> None:
-    """pydantic for the config, torch in the benchmark, and html for a report."""
-    slow, argument = SLOW_IMPORTS.get(module, ("pydantic_core", "config=quickstart.yaml"))
-    run = Interrupted(tmp_path, {slow: ASLEEP}, ["-m", module, argument])
     run.press("here")
     assert run.end() == (130, "interrupted\n")
 

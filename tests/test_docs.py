@@ -86,12 +86,6 @@ def test_every_metric_has_a_row_in_the_glossary() -> None:
     assert {name.partition("/")[0] for name in rows} >= {"mismatch", "actor", "publish", "resume", "startup"}
 
 
-def test_architecture_names_every_package() -> None:
-    text = text_of(ROOT / "docs/architecture.md")
-    packages = sorted(path.parent.name for path in (ROOT / "qarl").glob("*/__init__.py"))
-    assert [name for name in packages if f"qarl/{name}" not in text] == []
-
-
 def test_bare_names_in_the_layout_table_are_files() -> None:
     """`schema.py` in the row of `qarl/config/` is qarl/config/schema.py."""
     rows = re.findall(r"^\| `(qarl/\w+/)` \| (.*) \|$", text_of(ROOT / "docs/architecture.md"), flags=re.MULTILINE)
@@ -158,12 +152,3 @@ def test_the_figure_is_that_of_the_result(tmp_path: Path) -> None:
 def labels(figure: Path) -> list[str]:
     """The texts of an SVG: numbers and names. Another matplotlib may draw the same with other paths."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", text_of(figure))
-
-
-def test_every_make_target_that_is_named_exists() -> None:
-    targets = set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE))
-    inline = [text for page in PAGES for text in re.findall("`[^`]+`", _CODE.sub("", text_of(page)))]
-    code = [text for page in PAGES for text in _CODE.findall(text_of(page))] + inline
-    named = {name for text in code for name in re.findall(r"^`?make ([a-z][\w-]*)", text, flags=re.MULTILINE)}
-    assert {"quickstart", "test", "setup"} <= named
-    assert named - targets == set()

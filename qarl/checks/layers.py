@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -57,11 +57,6 @@ def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shap
             fix="list fewer layers in quant.ignore, or set quant.scheme=bf16",
         )
     return selected
-
-
-def linear_shapes(hf_config: Any, *, trust_remote_code: bool = False) -> Shapes:
-    """Return [N, K] of every linear in the model that `hf_config` describes, including experts. Reads no weights."""
-    return convert.linear_shapes(meta_model(hf_config, trust_remote_code=trust_remote_code))
 
 
 def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
@@ -150,15 +145,18 @@ def check_group_size(quantized: Shapes, scheme: Scheme) -> None:
         raise UserError(
             f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(quantized)} layers",
             where=name_layers(bad),
-            why="weights are grouped along the input dimension, and these layers have "
-            f"{', '.join(map(str, sizes))} inputs",
+            why=f"weights are grouped along K, and these layers have {', '.join(map(str, sizes))} inputs",
             fix="choose a quant.group_size that divides every input size, or add these layers to quant.ignore",
         )
 
 
 def check_engine_shapes(shapes: Shapes) -> None:
     """Raise UserError if vLLM's W4A16 kernel for CPUs does not support the size that a layer has after fusing."""
-    if bad := _refused(shapes, lambda n, k: bool(n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE)):
+    bad: list[str] = []
+    for members in fused_groups(shapes).values():
+        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
+        bad += members if n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE else []
+    if bad:
         found = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
         raise UserError(
             f"vLLM's W4A16 kernel for CPUs does not support {len(bad)} of {len(shapes)} layers",
@@ -167,30 +165,6 @@ def check_engine_shapes(shapes: Shapes) -> None:
             f"gate and up), this applies to the sum of the output sizes. These weights are {found}",
             fix="add these layers to quant.ignore, or use another model or quant.scheme=bf16",
         )
-
-
-def check_tile_shapes(shapes: Shapes) -> None:
-    """Raise UserError for int8 layers that vLLM's AMX kernel would refuse.
-
-    vLLM uses that kernel if N is a multiple of 16, but the kernel requires a multiple of 32.
-    """
-    if bad := _refused(shapes, lambda n, k: n % 32 == 16 and k % 32 == 0):
-        raise UserError(
-            f"vLLM's int8 kernel for CPUs with AMX does not support {len(bad)} of {len(shapes)} layers",
-            where=name_layers(bad),
-            why="the output size of each layer, after vLLM has fused layers, is a multiple of 16 but not of 32",
-            fix="add these layers to quant.ignore, or use another model or quant.scheme",
-        )
-
-
-def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
-    """Return the names of all linears in layers that `refuses` rejects. It is called with [N, K] after fusing."""
-    bad: list[str] = []
-    for members in fused_groups(shapes).values():
-        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
-        if refuses(n, k):
-            bad += members
-    return bad
 
 
 def name_layers(names: Iterable[str]) -> str:

@@ -124,15 +124,8 @@ def cpu_flags() -> set[str]:
 
 def check_cpu(config: Config) -> None:
     """Raise UserError if this CPU cannot make rollouts with `quant.scheme`."""
-    scheme, kernels = config.quant.scheme, config.quant.kernels
-    if scheme == "w4a8" and kernels == "engine":
-        raise UserError(
-            "vLLM does not run w4a8 on a CPU",
-            where="quant.scheme",
-            why="vLLM would load the weights, but run its W4A16 kernel with BF16 activations, without a warning",
-            fix="set quant.kernels=qarl (dense models, backend=local), or quant.scheme=w4a16 or quant.scheme=w8a8",
-        )
-    if kernels == "dequantized":  # a BF16 product, which every CPU has
+    scheme = config.quant.scheme
+    if config.quant.kernels == "dequantized":  # a BF16 product, which every CPU has
         return
     if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
         raise UserError(

@@ -175,11 +175,9 @@ def check_length(config: Config, hf_config: Any) -> None:
     wanted = config.data.max_prompt_length + config.data.max_response_length
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and wanted > limit:
-        raise UserError(
-            f"max_prompt_length + max_response_length = {wanted} tokens, but the model has {limit} positions",
-            where="data.max_prompt_length, data.max_response_length",
-            fix=f"lower them to at most {limit} together",
-        )
+        what = f"max_prompt_length + max_response_length = {wanted} tokens, but the model has {limit} positions"
+        where, fix = "data.max_prompt_length, data.max_response_length", f"lower them to at most {limit} together"
+        raise UserError(what, where=where, fix=fix)
 
 
 def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:

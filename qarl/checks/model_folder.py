@@ -121,11 +121,8 @@ def check_files(config: Config) -> None:
 def check_model_folder(path: str) -> None:
     looks_local = path.startswith((".", "/", "models/")) or (Path(path).parent.is_dir() and path.count("/") != 1)
     if not Path(path).is_dir() and looks_local:
-        raise UserError(
-            f"there is no model folder {path!r}",
-            where="model.path",
-            fix=how_to_make(path) or "give a Hugging Face folder; `qarl demo` makes a tiny model and trains it",
-        )
+        fix = how_to_make(path) or "give a Hugging Face folder; `qarl demo` makes a tiny model and trains it"
+        raise UserError(f"there is no model folder {path!r}", where="model.path", fix=fix)
 
 
 def has_tokenizer(path: str) -> bool:
@@ -144,6 +141,7 @@ def check_tokenizer_files(path: str) -> None:
 
 
 def _unreadable(path: str, error: Exception) -> UserError:
+    fix = "give a folder with config.json and tokenizer.json, or a name on the Hub that this machine can reach"
     if "trust_remote_code" in str(error):
         return UserError(
             f"the model in {path!r} contains Python code, which is not run",
@@ -153,45 +151,26 @@ def _unreadable(path: str, error: Exception) -> UserError:
             fix="give a model that transformers knows; or read the code, and set model.trust_remote_code=true",
         )
     if not Path(path).is_dir() and (unreachable := why_unreachable()):
-        return UserError(
-            f"the model {path!r} is not on this machine and cannot be downloaded from the Hub",
-            where="model.path",
-            why=f"{unreachable}; there is no such folder, and the Hub's cache has no copy",
-            fix="give a folder with config.json and tokenizer.json, or download the model on a machine with a network",
-        )
-    return UserError(
-        f"config or tokenizer cannot be loaded from {path!r}",
-        where="model.path",
-        why=" ".join(str(error).split())[:400],
-        fix="give a folder with config.json and tokenizer.json, or a hub name that this machine can reach",
-    )
+        what = f"the model {path!r} is not on this machine and cannot be downloaded from the Hub"
+        return UserError(what, where="model.path", why=unreachable, fix=fix)
+    why = " ".join(str(error).split())[:400]
+    return UserError(f"config or tokenizer cannot be loaded from {path!r}", where="model.path", why=why, fix=fix)
 
 
 def cannot_load(path: str, why: str) -> UserError:
-    return UserError(
-        f"the model cannot be loaded from {path!r}",
-        where="model.path",
-        why=why,
-        fix="give a Hugging Face folder with config.json and safetensors",
-    )
+    fix = "give a Hugging Face folder with config.json and safetensors"
+    return UserError(f"the model cannot be loaded from {path!r}", where="model.path", why=why, fix=fix)
 
 
 def lacks_tensors(path: str, names: Sequence[str]) -> UserError:
-    return UserError(
-        f"the checkpoint lacks {len(names)} tensors of the model",
-        where=f"{path}: {', '.join(sorted(names)[:4])}",
-        why="transformers would fill them with random numbers",
-        fix="give a complete checkpoint",
-    )
+    what, where = f"the checkpoint lacks {len(names)} tensors of the model", f"{path}: {', '.join(sorted(names)[:4])}"
+    why = "transformers would fill them with random numbers"
+    return UserError(what, where=where, why=why, fix="give a complete checkpoint")
 
 
 def cannot_build(path: str, why: str) -> UserError:
-    return UserError(
-        f"the model in {path!r} cannot be built from its weights",
-        where="model.path",
-        why=why,
-        fix="give config.json and weights of the same model; if memory ran out, train a smaller model",
-    )
+    fix = "give config.json and weights of the same model; if memory ran out, train a smaller model"
+    return UserError(f"the model in {path!r} cannot be built from its weights", where="model.path", why=why, fix=fix)
 
 
 def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
@@ -260,10 +239,6 @@ def weight_files(path: str) -> list[Path]:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"cannot read the weights in {file}",
-                where="model.path",
-                why=str(error).splitlines()[0],
-                fix="download or write the file again; it may be cut short",
-            ) from error
+            why, fix = str(error).splitlines()[0], "download or write the file again; it may be cut short"
+            raise UserError(f"cannot read the weights in {file}", where="model.path", why=why, fix=fix) from error
     return files

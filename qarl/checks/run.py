@@ -98,8 +98,7 @@ def check_kernels(config: Config, machine: Machine) -> Findings:
     if not machine.here:
         raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
     if kernels == "dequantized":
-        yield Finding(
-            "note",
+        yield note(
             "quant.kernels=dequantized is no low-bit rollout: both sides multiply dequantized weights in BF16",
             fix="use it for debugging and on small machines, and report no low-bit figures",
         )
@@ -111,12 +110,9 @@ def check_kernels(config: Config, machine: Machine) -> Findings:
 
 def _no_kernel(config: Config, place: str, why: str) -> UserError:
     scheme = config.quant.scheme
-    return UserError(
-        f"quant.kernels={config.quant.kernels} does not support quant.scheme={scheme} on {place}",
-        where="quant.kernels",
-        why=why,
-        fix="set quant.scheme=w4a16, w8a8 or fp8" if scheme == "w4a8" else "set quant.kernels=engine",
-    )
+    what = f"quant.kernels={config.quant.kernels} does not support quant.scheme={scheme} on {place}"
+    fix = "set quant.scheme=w4a16, w8a8 or fp8" if scheme == "w4a8" else "set quant.kernels=engine"
+    return UserError(what, where="quant.kernels", why=why, fix=fix)
 
 
 def check_int8_experts(config: Config, hf_config: Any) -> None:
@@ -140,11 +136,8 @@ def check_dense(config: Config, hf_config: Any) -> None:
 def _config(config: Config, machine: Machine, hf_config: Any, no_model: UserError | None) -> Findings:
     if no_model is not None:
         yield Finding.of(no_model, "error" if machine.here else "note")
-        yield warning(
-            f"QaRL's own copy of the config of {config.model.path} is used instead",
-            why="sizes, memory and kernels are those of the public model; your own config may differ",
-            fix="run the doctor where the model is, or give its folder",
-        )
+        what = f"QaRL's own copy of the config of {config.model.path} is used instead"
+        yield warning(what, fix="run the doctor where the model is, or give its folder")
 
 
 def _model(hf_config: Any, model: nn.Module) -> Findings:
@@ -170,15 +163,8 @@ def _experts(config: Config, hf_config: Any) -> None:
         vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
 
 
-def _vocabulary(hf_config: Any, tokenizer: Any) -> Findings:
-    vocabulary = hf_config.vocab_size
-    if unused := check_vocabulary(tokenizer, vocabulary, max_unused=vocabulary // 100):
-        yield note(
-            f"{unused} of the model's {vocabulary} token ids are not in the tokenizer",
-            why="verl masks these ids in vLLM but not in its trainer. A trained model gives them little probability, "
-            "but the log-probs of an untrained model are shifted",
-            fix="nothing to do for a trained model; for an untrained one, resize the embeddings to the tokenizer",
-        )
+def _vocabulary(hf_config: Any, tokenizer: Any) -> None:
+    check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
 
 
 def _eos(eos_warnings: list[str]) -> Findings:
@@ -200,8 +186,6 @@ def _ignore(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
 def _engine_shapes(config: Config, quantized: layers.Shapes) -> None:
     if config.quant.scheme == "w4a16" and config.quant.kernels == "engine":
         layers.check_engine_shapes(quantized)
-    if config.quant.scheme == "w8a8" and torch.cpu._is_amx_tile_supported():
-        layers.check_tile_shapes(quantized)
 
 
 def _tensor_parallel(
@@ -243,9 +227,9 @@ CHECKS = (
     Check("packages", "vLLM runs on a CPU", machine.check_engine_device, here=True, device="cpu"),
     Check("packages", "verl finds QaRL", machine.check_plugin_installed, here=True, backend="verl"),
     Check("packages", "no TRL is in verl's way", machine.check_no_new_trl, here=True, backend="verl"),
+    Check("machine", "vLLM has quant.scheme here", check_scheme),
     Check("machine", "this CPU can run quant.scheme", _cpu, device="cpu"),
     Check("machine", "vLLM replaces no operator", check_not_batch_invariant, here=True, backend="local"),
-    Check("machine", "vLLM has quant.scheme here", check_scheme),
     Check("kernels", "quant.kernels has kernels for quant.scheme", check_kernels),
     Check("model", "the model's config can be read", _config),
     Check("model", "the tokenizer can be read", lambda tokenizer: None),

@@ -85,23 +85,12 @@ def eos_warnings(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
         _check_token(token, tokenizer, where)
     if own is None and not ids:
         return ["neither tokenizer nor model has an EOS: every response ends at data.max_response_length"]
-    warnings = []
-    if own is None:
-        warnings.append(f"the tokenizer has no EOS, so responses end only at {_names(tokenizer, ids)} of {where}")
-    elif ids and own not in ids:
-        warnings.append(
-            f"the tokenizer's EOS is {_names(tokenizer, [own])}, but {where} says {_names(tokenizer, ids)}: responses "
-            "end at both; if one of them comes from a different model, correct that file"
-        )
-    unused = [token for token in _ids_of(hf_config) if token not in (*ids, own)]
-    if where == _GENERATION and unused:
-        for token in unused:
-            _check_token(token, tokenizer, "config.json")
-        warnings.append(
-            f"no response ends at {_names(tokenizer, unused)}, the eos_token_id of config.json, because vLLM reads "
-            f"{_GENERATION} instead"
-        )
-    return warnings
+    if own is None or (ids and own not in ids):
+        ours = "no token" if own is None else _names(tokenizer, [own])
+        return [
+            f"the tokenizer's EOS is {ours}, but {where} says {_names(tokenizer, ids)}: responses end at all of them"
+        ]
+    return []
 
 
 def model_eos(path: str, hf_config: Any) -> tuple[str, list[int]]:

@@ -97,11 +97,8 @@ def _topic(topic: str) -> str:
         return "\n\n".join([f"{topic}: {title}", *paragraphs, *map(_described, table[topic])])
     known = [*sections(), *keys]
     guess = nearest_key(topic, known) if "." in topic else nearest(topic, sections()) or nearest_key(topic, known)
-    raise UserError(
-        f"there is no section or key {topic!r}",
-        where="--help",
-        fix=f"{f'did you mean {guess}? ' if guess else ''}the sections are {', '.join(sections())}",
-    )
+    fix = f"{f'did you mean {guess}? ' if guess else ''}the sections are {', '.join(sections())}"
+    raise UserError(f"there is no section or key {topic!r}", where="--help", fix=fix)
 
 
 def _described(key: Key) -> str:

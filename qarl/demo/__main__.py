@@ -39,9 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     names = [word for word in argv if "=" not in word] or [DEFAULT]
     if len(names) > 1 or names[0] not in DEMOS:
-        raise UserError(
-            f"there is no demo {' '.join(names)!r}", where="command line", fix=f"the demos are {', '.join(DEMOS)}"
-        )
+        fix = f"the demos are {', '.join(DEMOS)}"
+        raise UserError(f"there is no demo {' '.join(names)!r}", where="command line", fix=fix)
     demo = DEMOS[names[0]]
     arguments = [f"config={demo.config}", *(word for word in argv if "=" in word)]
     config = load_config(arguments)  # a wrong argument is refused before the model is made

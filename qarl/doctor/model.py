@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -220,19 +221,10 @@ def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: s
 
 
 def published(config: Config, scheme: Scheme, hf_config: Any, quantized: layers.Shapes) -> Findings:
-    """Say how many tensors one publish sends to the engine, with their bytes and dtypes."""
+    """Say how many tensors one publish sends to the engine, and their bytes."""
     manifest = expected_manifest(hf_config, scheme, tuple(config.quant.ignore))
-    low_bit = quantized_layers(manifest)
-    kinds: dict[str, set[str]] = {}
-    size = 0
-    for name, spec in manifest.items():
-        owner, _, leaf = name.rpartition(".")
-        size += spec.dtype.itemsize * torch.Size(spec.shape).numel()
-        if owner in low_bit and leaf != "bias":
-            kinds.setdefault(leaf, set()).add(str(spec.dtype).removeprefix("torch."))
-    dtypes = ", ".join(f"{leaf} {' or '.join(sorted(names))}" for leaf, names in kinds.items())
-    described = f"; {len(low_bit)} layers as {dtypes}" if low_bit else ""
-    yield ok(f"{len(manifest)} tensors, {readable(size)} per publish{described}")
+    size = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in manifest.values())
+    yield ok(f"{len(manifest)} tensors, {readable(size)} per publish; {len(quantized_layers(manifest))} low-bit layers")
 
 
 def planned_memory(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import shutil
 from collections.abc import Callable
@@ -86,11 +85,6 @@ def test_it_is_run_where_the_config_says_so(folder: Path, tmp_path: Path, name: 
     assert (tmp_path / "ran").exists()
 
 
-def test_the_error_names_the_key(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"contains Python code[\s\S]*set model.trust_remote_code=true"):
-        model_folder.load_tokenizer(str(folder))
-
-
 @pytest.mark.parametrize("trust", [False, True])
 def test_the_engine_is_told(trust: bool) -> None:
     settings = run_config(ROOT, f"model.trust_remote_code={str(trust).lower()}")
@@ -129,29 +123,3 @@ def test_verl_would_run_what_nobody_needs(
         (only / name).write_text(json.dumps(content))
         with pytest.raises(UserError, match="which verl would run"):
             refuse_hidden_code(settings["false"], *model_folder.load_tokenizer(str(only)))
-
-
-LOADING = {"from_pretrained", "from_config"}
-NO_CODE = {"GenerationConfig", "ModelSize", "CompressedTensorsConfig"}
-"""Classes whose loaders run no code: a file of numbers, our own sizes, vLLM's reader of a dict."""
-
-
-def calls_without_the_argument(source: str) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        if node.func.attr not in LOADING or ast.unparse(node.func.value).rpartition(".")[2] in NO_CODE:
-            continue
-        if "trust_remote_code" not in {keyword.arg for keyword in node.keywords}:
-            found.append(f"line {node.lineno}: {ast.unparse(node.func)}")
-    return found
-
-
-def test_no_call_leaves_the_question_open() -> None:
-    assert calls_without_the_argument("AutoConfig.from_pretrained(x)\nA.from_config(c, trust_remote_code=t)") == [
-        "line 1: AutoConfig.from_pretrained"
-    ]
-    files = sorted((ROOT / "qarl").rglob("*.py"))
-    found = {path.name: calls_without_the_argument(path.read_text(encoding="utf-8")) for path in files}
-    assert {name: calls for name, calls in found.items() if calls} == {}

@@ -23,6 +23,7 @@ from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
+from qarl.quant import convert
 from qarl.quant.scheme import get_scheme
 
 
@@ -142,7 +143,7 @@ ROWS = [
 
 
 def problems(config: Config, model: Any) -> list[UserError]:
-    shapes = layers.linear_shapes(model)
+    shapes = convert.linear_shapes(layers.meta_model(model))
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     quantized = layers.select_shapes(shapes, scheme, config.quant.ignore) if scheme.quantized else {}
     return split_problems(config, model, shapes, quantized, on_cpu=True)

@@ -89,20 +89,6 @@ def test_the_local_engine_sleeps_on_a_gpu() -> None:
     assert host == {part.name: part.bytes for part in kept.host}
 
 
-def test_kernels_with_their_own_input_gradient_hold_no_dequantized_weights() -> None:
-    """One layer's at a time, the largest; if some layers have another kernel, theirs are held."""
-    name = "dequantized weights for the backward, BF16"
-    shapes = set(SMALL.linears().values())
-    for kernel in OWN_INPUT_GRADIENT:
-        found = parts(estimate(SMALL, run(), device="cuda", kernels=dict.fromkeys(shapes, kernel)))
-        assert found[name] == 2 * 96 * 64
-    mixed = dict.fromkeys(shapes, "vllm_marlin") | {(96, 64): "reference"}
-    found = parts(estimate(SMALL, run(), device="cuda", kernels=mixed))
-    assert found[name] == 2 * 2 * 2 * 96 * 64 + 2 * 64 * 96
-    # gate and up in the reference's BF16, the rest repacked
-    assert found["low-bit tensors in the kernels' layout"] == 2 * (2 * 2 * 96 * 64 + 2 * 2304 + 2 * 1152 + 3456)
-
-
 def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
     kernels = [kernel for kernels in LINEAR_KERNELS.values() for kernel in kernels]
     assert {kernel.name for kernel in kernels if kernel.computes_input_gradient} == OWN_INPUT_GRADIENT
@@ -197,16 +183,6 @@ def test_rows_of_experts_by_hand() -> None:
         config = run(**{"quant__align": "linears"} | changes)
         assert parts(estimate(moe, config, device="cuda"))["rows of a layer's experts"] == rows * 6 * 64 + x
     assert "rows of a layer's experts" not in parts(estimate(SMALL, run(), device="cuda"))
-
-
-def test_bytes_gathered_are_those_of_the_format() -> None:
-    """A block of int4 with groups of 32: (4 + 16/32) / 16 of BF16's bytes, and 16 bytes of shape for each linear."""
-    for scheme, part in (("bf16", 1), ("w4a16", (4 + 16 / 32) / 16), ("fp8", (8 + 32 / 64) / 16)):
-        config = run(backend="verl", quant__scheme=scheme)
-        found = parts(estimate(SMALL, config, device="cpu"))["gathered blocks (two)"]
-        assert found == pytest.approx(2 * 2 * 30720 * part, rel=0.03)
-    off = run(backend="verl", quant__align="off")
-    assert parts(estimate(SMALL, off, device="cpu"))["gathered blocks (two)"] == 2 * 2 * 30720
 
 
 def test_only_the_backward_of_sharded_int4_experts_has_a_second_layout() -> None:

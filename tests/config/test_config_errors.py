@@ -60,18 +60,6 @@ def test_override_through_a_scalar(folder: Path, override: str, scalar: str) -> 
     assert f"{scalar} is a single value" in override_problem(override).reason
 
 
-def test_override_through_a_scalar_in_the_file(folder: Path) -> None:
-    Path("scalar.yaml").write_text(MINIMAL + "quant: 5\n")
-    problems = problems_of("config=scalar.yaml", "quant.scheme=bf16")
-    assert [problem.key for problem in problems] == ["quant.scheme", "quant"]
-
-
-def test_override_that_is_not_yaml(folder: Path) -> None:
-    problem = override_problem("model.path=[a")
-    assert problem.key == "model.path"
-    assert "not a YAML value" in problem.reason
-
-
 def test_override_with_a_mapping(folder: Path) -> None:
     assert "optim.NAME=VALUE" in override_problem("optim={lr: 1}").fix
 
@@ -103,11 +91,6 @@ def test_yaml_beyond_plain_data_is_refused(folder: Path, line: str) -> None:
     assert "broken.yaml:" in file_problem(MINIMAL + line).key
 
 
-def test_file_that_is_not_text(folder: Path) -> None:
-    Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "UTF-8" in problem_of("config=binary.yaml").reason
-
-
 @pytest.mark.parametrize(
     ("override", "guess"),
     [
@@ -122,12 +105,6 @@ def test_unknown_key_names_the_nearest(folder: Path, override: str, guess: str) 
     problem = override_problem(override)
     assert problem.reason == "unknown key"
     assert f"did you mean {guess}?" in problem.fix
-
-
-def test_unknown_key_like_none_lists_the_section(folder: Path) -> None:
-    problem = file_problem(MINIMAL + "quant:\n  zzz: 1\n")
-    assert (problem.key, problem.value, problem.source) == ("quant.zzz", 1, "broken.yaml:19")
-    assert "known here: scheme, group_size, ignore, align" in problem.fix
 
 
 def test_missing_keys_are_named_one_by_one(folder: Path) -> None:
@@ -168,11 +145,6 @@ def test_bad_value(folder: Path, override: str, reason: str) -> None:
     assert reason in problem.reason
     assert problem.source == "command line"
     assert problem.about == describe_keys()[override.partition("=")[0]]
-
-
-def test_misspelled_option_names_the_right_one(folder: Path) -> None:
-    assert override_problem("quant.align=linear").fix == "write linears"
-    assert override_problem("trainer.logger=[wanb]").fix == "write wandb"
 
 
 TOKENS = "actor.ppo_max_token_len_per_gpu"

@@ -103,7 +103,9 @@ def check_architecture(hf_config: Any) -> None:
     module = kernel_prediction.serving_module(name)
     if module is None or "transformers" in module.split("."):
         raise UserError(
-            f"vLLM has no class of its own for {name}",
+            f"vLLM serves {name} only through transformers, so it is refused"
+            if module
+            else f"vLLM has no class for {name}",
             where=_WHERE,
             why="vLLM's transformers backend names layers differently, and publishing to it is not tested"
             if module

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from qarl.console import run_command
+from qarl.console import fit_terminal, run_command
 from qarl.errors import UserError
 
 COMMANDS = {
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     if argv:
         return int(_command(argv[0]).main(argv[1:]))
-    print(describe([]))
+    print(fit_terminal(describe([])))
     return 2
 
 

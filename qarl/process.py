@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 from qarl.errors import UserError
 
@@ -28,9 +29,6 @@ VLLM_ENVIRONMENT = {
     "VLLM_CPU_INT4_W4A8": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-_LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
-_LEVEL_IS_OURS = "QARL_CHOSE_VLLM_LOGGING_LEVEL"
-"""Environment variable with vLLM's log level, if QaRL chose it. Child processes inherit it and hide warnings too."""
 _TRITON_KERNELS = "Failed to import Triton kernels"
 VLLM_NOISE = {
     "vllm.triton_utils.importing": ("Triton is installed",),
@@ -66,10 +64,8 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of those `packages` that are installed."""
     found = {}
     for package in packages:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -99,18 +95,11 @@ def vllm_unusable() -> str | None:
 
 
 def configure_vllm_process() -> None:
-    """Set the variables of `VLLM_ENVIRONMENT` that the user has not set, and allow AMX.
-
-    Hide the warnings in `VLLM_NOISE`, unless the user chose a log level.
-    """
-    for key, value in VLLM_ENVIRONMENT.items():
+    """Set the variables of `VLLM_ENVIRONMENT` that the user has not set, allow AMX, and hide `VLLM_NOISE`."""
+    for key, value in (VLLM_ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "WARNING"}).items():
         os.environ.setdefault(key, value)
-    if _LOGGING_LEVEL not in os.environ:
-        os.environ[_LOGGING_LEVEL] = "WARNING"
-        os.environ[_LEVEL_IS_OURS] = "WARNING"
-    if os.environ.get(_LEVEL_IS_OURS) == os.environ[_LOGGING_LEVEL]:
-        for name in VLLM_NOISE:
-            logging.getLogger(name).addFilter(_is_no_noise)
+    for name in VLLM_NOISE:
+        logging.getLogger(name).addFilter(_is_no_noise)
     allow_matrix_tiles()
 
 
@@ -159,8 +148,5 @@ def keep_freed_memory() -> bool:
     """
     if any(name in os.environ for name in _MALLOC_ENVIRONMENT) or "malloc" in os.environ.get("LD_PRELOAD", ""):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    answers = [mallopt(option, value) for option, value in _KEEP]
-    return answers == [1, 1]
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    return [mallopt(option, value) for option, value in _KEEP] == [1, 1]

@@ -18,10 +18,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl.console import run_command, say, show, stage, summary_text
+from qarl.console import run_command, say, stage, summary_text
+from qarl.errors import UserError
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -36,15 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     from qarl.config import load_config
-    from qarl.config.bounds import unusual_values
+    from qarl.config.checks import unusual_values
     from qarl.process import limit_threads
 
     config = load_config(argv)
     for warning in unusual_values(config):
         say(f"warning: {warning}")
     if config.dry_run:
-        from qarl.dry_run import dry_run
-
         dry_run(config)
         return 0
     if config.backend == "local":  # verl trains in other processes, see qarl.verl.keys
@@ -75,8 +75,59 @@ def run(config: Config, argv: Sequence[str]) -> int:
             from qarl.trainer.loop import train_in_run_folder
 
         summary = train_in_run_folder(config, started=_STARTED)
-    show(summary_text(config.name, config.run_dir, summary, report=config.trainer.report, argv=argv))
+    print(summary_text(config.name, config.run_dir, summary, report=config.trainer.report, argv=argv))
     return 130 if summary["interrupted"] else 0
+
+
+def dry_run(config: Config) -> None:
+    """Print the config, write it to a file, and print all errors. Nothing starts, and no earlier run is touched.
+
+    Without a model folder and without checkpoints, a dry run of the local backend imports neither torch nor
+    transformers.
+
+    Raises:
+        UserError: the last of the errors: the backend cannot run this config or this model, or the run would refuse to
+            resume.
+    """
+    from qarl.config import write_resolved
+
+    path = config.run_dir / "dry_run.yaml"
+    write_resolved(config, path)
+    print(config.resolved_yaml(), end="")
+    if config.backend == "verl":
+        from qarl.verl.run import dry_run as dry_run_of_verl
+
+        print(f"# verl's own config for this run:\n{dry_run_of_verl(config)}", end="")
+    sys.stdout.flush()
+    say(f"# dry run: written to {path}; nothing was trained")
+    errors = list(_errors(config))
+    for error in errors[:-1]:
+        say(f"error: {error}")
+    if errors:
+        raise errors[-1]
+
+
+def _errors(config: Config) -> Iterator[UserError]:
+    if config.backend == "verl":
+        from qarl.verl.checks import refuse_unsupported
+
+        yield from _refusal(refuse_unsupported, config)
+    if Path(config.model.path).is_dir():  # a model that is elsewhere is checked by the run
+        from qarl.checks.run import model_errors
+
+        yield from model_errors(config)
+    if (config.run_dir / "checkpoints").is_dir() or config.trainer.resume_from_path is not None:
+        from qarl.trainer.resume import find_start
+        from qarl.verl.checkpoint import find_verl_start
+
+        yield from _refusal(find_verl_start if config.backend == "verl" else find_start, config)
+
+
+def _refusal(check: Callable[[Config], object], config: Config) -> Iterator[UserError]:
+    try:
+        check(config)
+    except UserError as error:
+        yield error
 
 
 if __name__ == "__main__":

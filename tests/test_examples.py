@@ -45,11 +45,6 @@ def task_config(folder: Path, *overrides: str) -> Config:
     return load_config([f"config={folder}/subtraction.yaml", f"output_dir={folder}", *overrides])
 
 
-def test_there_is_a_test_for_each() -> None:
-    assert [path.name for path in EXAMPLES] == ["own_loop.py", "own_reward.py", "own_task.py", "trl_addition.py"]
-    assert "trl_addition.py" in (ROOT / "tests/trl_backend/test_trl_run.py").read_text()
-
-
 def test_the_reward() -> None:
     """As a config names it; right and short, right and long, wrong."""
     reward = get_reward_fn(str(ROOT / "examples/own_reward.py:short_and_right"))

@@ -31,7 +31,6 @@ LAYERS = (
     ("trainer",),
     ("verl", "trl"),
     ("diagnose", "doctor", "bench"),
-    ("dry_run",),
     ("train", "export", ""),
     ("demo",),
     ("__main__",),

@@ -31,7 +31,7 @@ from qarl.checks.memory import estimate
 from qarl.checks.memory_terms import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.checks.sampling import sampling_config
-from qarl.diagnose.diagnosis import with_quant
+from qarl.diagnose.candidates import with_keys
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.local import LocalTrainer, request_seed
@@ -144,7 +144,7 @@ def measure(config: Any, meter: Meter, disk: Path | None) -> Row:
         for other, replay in (("linears", "on"), ("linears", "off")):
             with meter.phase(f"load, and log-probs at {other}, replay {replay}"):
                 rollout = config.rollout.model_copy(update={"router_replay": replay})
-                changed = with_quant(config, align=other).model_copy(update={"rollout": rollout})
+                changed = with_keys(config, {"quant.align": other}).model_copy(update={"rollout": rollout})
                 levels[f"{other}, replay {replay}"] = mismatch(Policy.load(changed), first)
         trainer.timer.pop()
         for number in range(1, config.trainer.total_training_steps + 1):

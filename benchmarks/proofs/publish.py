@@ -24,7 +24,7 @@ from qarl.checkpoint.folder import open_checkpoint, tensor_digest
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config
 from qarl.data.prompts import load_prompts
-from qarl.diagnose.diagnosis import with_quant
+from qarl.diagnose.candidates import with_keys
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig
@@ -300,6 +300,6 @@ def transformers_log_probs(folder: Path, rollout: RolloutBatch) -> tuple[list[li
 def trainer_log_probs(config: Config, checkpoint: Path, level: str, batch: Any) -> torch.Tensor:
     """Return the log-probs of the trainer's forward at `level`, with the weights of the checkpoint."""
     path = config.model.model_copy(update={"path": str(checkpoint)})
-    policy = Policy.load(with_quant(config.model_copy(update={"model": path}), align=level))
+    policy = Policy.load(with_keys(config.model_copy(update={"model": path}), {"quant.align": level}))
     found: torch.Tensor = log_probs(policy, batch, rows=len(batch))
     return found

@@ -1,17 +1,24 @@
-"""Refuses layers that the engine could not run. The checks need only the model's config, no weights.
+"""Refuses layers that the engine could not run or split. The checks need only the model's config, no weights.
 
-vLLM refuses most of these layers too, but later, with a traceback, and without naming our config keys.
+vLLM refuses most of these layers too, but only after the trainer has loaded its weights, with a traceback, and without
+naming our config keys. vLLM splits a model over the workers of an engine as follows:
+
+- q, k, v, gate and up are split along N. If there are fewer key-value heads than workers, these heads are repeated
+  (vllm: QKVParallelLinear).
+- o and down are split along K. Weights along K that share a scale must be on one worker.
+- The vocabulary is padded to a multiple of 64 and then split.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+from qarl.config import Config
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant import convert
@@ -21,6 +28,15 @@ from qarl.quant.scheme import Scheme
 W4A16_CPU_MULTIPLE = 32
 # vLLM loads these as one layer, in every model family that QaRL trains.
 FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+KEY = "rollout.tensor_model_parallel_size"
+ROW_PARALLEL = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
+"""Linears that are split along K; all other linears of a block are split along N. The last two are Falcon's."""
+REPLICATED = (".gate", ".shared_expert_gate")
+"""Routers. They are not split, so every worker has a full copy."""
+VOCABULARY_PADDING = 64
+SIZES = (1, 2, 3, 4, 6, 8, 16)
+"""Numbers of workers that an error may suggest."""
 
 Shapes = dict[str, tuple[int, int]]
 """Name of each linear -> [N, K], its numbers of output and input features. The linears of experts are included."""
@@ -41,11 +57,6 @@ def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shap
             fix="list fewer layers in quant.ignore, or set quant.scheme=bf16",
         )
     return selected
-
-
-def linear_shapes(hf_config: Any, *, trust_remote_code: bool = False) -> Shapes:
-    """Return [N, K] of every linear in the model that `hf_config` describes, including experts. Reads no weights."""
-    return convert.linear_shapes(meta_model(hf_config, trust_remote_code=trust_remote_code))
 
 
 def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
@@ -134,15 +145,18 @@ def check_group_size(quantized: Shapes, scheme: Scheme) -> None:
         raise UserError(
             f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(quantized)} layers",
             where=name_layers(bad),
-            why="weights are grouped along the input dimension, and these layers have "
-            f"{', '.join(map(str, sizes))} inputs",
+            why=f"weights are grouped along K, and these layers have {', '.join(map(str, sizes))} inputs",
             fix="choose a quant.group_size that divides every input size, or add these layers to quant.ignore",
         )
 
 
 def check_engine_shapes(shapes: Shapes) -> None:
     """Raise UserError if vLLM's W4A16 kernel for CPUs does not support the size that a layer has after fusing."""
-    if bad := _refused(shapes, lambda n, k: bool(n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE)):
+    bad: list[str] = []
+    for members in fused_groups(shapes).values():
+        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
+        bad += members if n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE else []
+    if bad:
         found = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
         raise UserError(
             f"vLLM's W4A16 kernel for CPUs does not support {len(bad)} of {len(shapes)} layers",
@@ -151,30 +165,6 @@ def check_engine_shapes(shapes: Shapes) -> None:
             f"gate and up), this applies to the sum of the output sizes. These weights are {found}",
             fix="add these layers to quant.ignore, or use another model or quant.scheme=bf16",
         )
-
-
-def check_tile_shapes(shapes: Shapes) -> None:
-    """Raise UserError for int8 layers that vLLM's AMX kernel would refuse.
-
-    vLLM uses that kernel if N is a multiple of 16, but the kernel requires a multiple of 32.
-    """
-    if bad := _refused(shapes, lambda n, k: n % 32 == 16 and k % 32 == 0):
-        raise UserError(
-            f"vLLM's int8 kernel for CPUs with AMX does not support {len(bad)} of {len(shapes)} layers",
-            where=name_layers(bad),
-            why="the output size of each layer, after vLLM has fused layers, is a multiple of 16 but not of 32",
-            fix="add these layers to quant.ignore, or use another model or quant.scheme",
-        )
-
-
-def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
-    """Return the names of all linears in layers that `refuses` rejects. It is called with [N, K] after fusing."""
-    bad: list[str] = []
-    for members in fused_groups(shapes).values():
-        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
-        if refuses(n, k):
-            bad += members
-    return bad
 
 
 def name_layers(names: Iterable[str]) -> str:
@@ -193,3 +183,81 @@ def _ranges(numbers: list[int]) -> str:
     runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(items) for _, items in runs)]
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+
+
+Problem = tuple[str, str, str]
+"""What does not split, where, and why."""
+
+
+def split_problems(
+    config: Config, hf_config: Any, shapes: Shapes, quantized: Shapes, *, on_cpu: bool
+) -> list[UserError]:
+    """Return one error for each reason why vLLM cannot split the model over `rollout.tensor_model_parallel_size`
+    workers. `shapes`: all linears of the model. `quantized`: those that are quantized."""
+    workers, ranks = config.rollout.tensor_model_parallel_size, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    errors = []
+    if ranks % workers:
+        what = f"{KEY}={workers}: {ranks} ranks cannot be divided into engines of {workers} workers"
+        where, why = "trainer.nnodes * trainer.n_gpus_per_node", "in verl, each worker of an engine needs one rank"
+        errors.append(UserError(what, where=where, why=why, fix=f"choose a divisor of {ranks}"))
+    heads, group = hf_config.num_attention_heads, config.quant.group_size
+    if config.quant.scheme not in ("w4a16", "w4a8"):
+        group = 0
+    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    linears = {name: shape for name, shape in shapes.items() if not name.endswith((*REPLICATED, "lm_head"))}
+
+    def problems(workers: int) -> list[Problem]:
+        found = [
+            *_heads(heads, kv_heads, hf_config.vocab_size, workers),
+            *_widths(linears, quantized, group, workers),
+        ]
+        if not found and workers > 1 and on_cpu and config.quant.scheme == "w4a16":
+            try:
+                check_engine_shapes(_parts(quantized, kv_heads, workers))
+            except UserError as error:
+                found = [(error.what, error.where or "", f"{error.why}, which are the parts of one worker")]
+        return found if workers > 1 else []
+
+    if found := problems(workers):
+        fix = f"sizes that work here: {', '.join(str(size) for size in SIZES if not problems(size))}"
+        fix += f"; or choose quant.group_size below {group}" if group > 32 else ""
+        errors += [UserError(f"{KEY}={workers}: {what}", where=where, why=why, fix=fix) for what, where, why in found]
+    return errors
+
+
+def _parts(quantized: Shapes, kv_heads: int, workers: int) -> Shapes:
+    """Return [N, K] of each quantized linear on one worker."""
+    found: Shapes = {}
+    for name, (n, k) in quantized.items():
+        repeated = workers > kv_heads and name.endswith(("k_proj", "v_proj"))
+        rows = name.endswith(ROW_PARALLEL)
+        found[name] = (n, k // workers) if rows else (n // (kv_heads if repeated else workers), k)
+    return found
+
+
+def _heads(heads: int, kv_heads: int, vocabulary: int, workers: int) -> Iterator[Problem]:
+    if heads % workers:
+        why = "each worker of the engine needs the same number of whole heads"
+        yield f"{heads} attention heads do not split evenly", "num_attention_heads", why
+    if kv_heads % workers and workers % kv_heads:
+        why = "vLLM gives each worker the same number of whole heads, or repeats each head on equally many workers"
+        yield f"{kv_heads} key-value heads do not split evenly", "num_key_value_heads", why
+    padded = -(-vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
+    if padded % workers:
+        why = f"vLLM pads the vocabulary to a multiple of {VOCABULARY_PADDING}, then splits it into equal parts"
+        yield f"a vocabulary of {vocabulary} (padded: {padded}) does not split evenly", "vocab_size", why
+
+
+def _widths(linears: Shapes, quantized: Shapes, group: int, workers: int) -> Iterator[Problem]:
+    """Yield a problem for widths that cannot be split, and one for quantization groups that would be cut."""
+    split = {name: k if name.endswith(ROW_PARALLEL) else n for name, (n, k) in linears.items()}
+    if bad := [name for name, size in split.items() if ".self_attn." not in name and size % workers]:
+        what = f"{len(bad)} layers do not split evenly; the first has a width of {split[bad[0]]}"
+        yield what, name_layers(bad), "every worker needs an equal part"
+    rows = {
+        name: k // workers for name, (_, k) in quantized.items() if name.endswith(ROW_PARALLEL) and k % workers == 0
+    }
+    if bad := [name for name, k in rows.items() if group and k % group]:
+        inputs = ", ".join(map(str, sorted({rows[name] for name in bad})))
+        why = f"{inputs} inputs per worker are not a multiple of group_size={group}, so two workers would share a group"
+        yield f"{len(bad)} layers cannot be split along their inputs", name_layers(bad), why

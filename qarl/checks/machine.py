@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import math
 import os
 import re
 import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,18 +89,14 @@ def this_machine(backend: str = "local") -> Machine:
 def find_machine(options: Mapping[str, str], backend: str = "local") -> Machine:
     """Return the GPU machine that the doctor's options describe. Without them, return this machine.
 
-    Raise UserError if the device is not known, or if a number is not positive or is too large.
+    Raise UserError if the device is not known, or if a number is not positive.
     """
-    elsewhere = {"device", "gpu_memory_gib", "gpu_capability"} & set(options)
-    if not elsewhere:
+    if not {"device", "gpu_memory_gib", "gpu_capability"} & set(options):
         return this_machine(backend)
     name = options.get("device", "cuda").lower()
     if name != "cuda" and name not in GPUS:
-        raise UserError(
-            f"doctor.device={name} is not known",
-            where="command line",
-            fix=f"choose {', '.join(GPUS)}, or cuda with doctor.gpu_memory_gib and doctor.gpu_capability",
-        )
+        fix = f"choose {', '.join(GPUS)}, or cuda with doctor.gpu_memory_gib and doctor.gpu_capability"
+        raise UserError(f"doctor.device={name} is not known", where="command line", fix=fix)
     capability, gib = GPUS.get(name, (None, None))
     if "gpu_memory_gib" in options:
         gib = _number(options, "gpu_memory_gib", "80")
@@ -112,39 +108,24 @@ def find_machine(options: Mapping[str, str], backend: str = "local") -> Machine:
 
 
 def _number(options: Mapping[str, str], name: str, example: str) -> float:
-    try:
-        value = float(options[name])
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1e6:  # true for NaN too
-        raise UserError(
-            f"doctor.{name}={options[name]} is not a number above 0 and below a million",
-            where="command line",
-            fix=f"for example doctor.{name}={example}",
-        )
-    return value
+    with suppress(ValueError):
+        if (value := float(options[name])) > 0:
+            return value
+    fix = f"for example doctor.{name}={example}"
+    raise UserError(f"doctor.{name}={options[name]} is not a number above 0", where="command line", fix=fix)
 
 
 def cpu_flags() -> set[str]:
     """Return the instruction sets of this CPU, as Linux names them. The set is empty on ARM and without Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)", file.read_text(), re.MULTILINE) if file.exists() else None
+    return set(found[1].split()) if found else set()
 
 
 def check_cpu(config: Config) -> None:
     """Raise UserError if this CPU cannot make rollouts with `quant.scheme`."""
-    scheme, kernels = config.quant.scheme, config.quant.kernels
-    if scheme == "w4a8" and kernels == "engine":
-        raise UserError(
-            "vLLM does not run w4a8 on a CPU",
-            where="quant.scheme",
-            why="vLLM would load the weights, but run its W4A16 kernel with BF16 activations, without a warning",
-            fix="set quant.kernels=qarl (dense models, backend=local), or quant.scheme=w4a16 or quant.scheme=w8a8",
-        )
-    if kernels == "dequantized":  # a BF16 product, which every CPU has
+    scheme = config.quant.scheme
+    if config.quant.kernels == "dequantized":  # a BF16 product, which every CPU has
         return
     if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
         raise UserError(
@@ -154,21 +135,18 @@ def check_cpu(config: Config) -> None:
             fix="unset VLLM_CPU_INT4_W4A8, so that QaRL sets it to 0",
         )
     needed, why = CPU_FLAGS.get(scheme, ((), ""))
-    if missing := [flag for flag in needed if flag not in (flags := cpu_flags())]:
+    if missing := [flag for flag in needed if flag not in cpu_flags()]:
         raise UserError(
             f"this CPU cannot run quant.scheme={scheme}: it lacks {' and '.join(missing)}",
             where="quant.scheme",
-            why=why + ("" if flags else "; /proc/cpuinfo lists no flags here, perhaps because the CPU is not x86"),
+            why=why,
             fix="set quant.scheme=bf16, or use a GPU or a newer CPU (Intel since Ice Lake, AMD since Zen 4)",
         )
 
 
 def driver_version() -> str | None:
     """Return the version of the loaded NVIDIA driver, for example 580.65.06, or None if there is none."""
-    try:
-        text = VERSION_FILE.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
+    text = VERSION_FILE.read_text(encoding="utf-8", errors="replace") if VERSION_FILE.exists() else ""
     found = re.search(r"^NVRM version:.*?\b(\d{3,}(?:\.\d+)+)", text, re.MULTILINE)
     return found[1] if found else None
 
@@ -179,14 +157,13 @@ def check_driver() -> None:
     if driver is None or cuda is None or torch.cuda.is_available():
         return
     needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
-    if int(driver.partition(".")[0]) >= needed:
-        return
-    raise UserError(
-        f"the NVIDIA driver {driver} is too old for PyTorch, which is built with CUDA {cuda}",
-        where=str(VERSION_FILE),
-        why=f"CUDA {cuda} needs driver {needed} (R{needed}) or newer; with this driver PyTorch sees no GPU",
-        fix=f"install NVIDIA driver R{needed} or newer, or NVIDIA's cuda-compat package on a data-center GPU",
-    )
+    if int(driver.partition(".")[0]) < needed:
+        raise UserError(
+            f"the NVIDIA driver {driver} is too old for PyTorch, which is built with CUDA {cuda}",
+            where=str(VERSION_FILE),
+            why=f"CUDA {cuda} needs driver {needed} (R{needed}) or newer; with this driver PyTorch sees no GPU",
+            fix=f"install NVIDIA driver R{needed} or newer, or NVIDIA's cuda-compat package on a data-center GPU",
+        )
 
 
 def check_compiler() -> None:
@@ -204,13 +181,11 @@ def check_compiler() -> None:
     lacking = [] if header.is_file() else [f"Python's headers ({header})"]
     lacking += [] if compiler else ["a C compiler (gcc or clang)"]
     if lacking:
-        python = f"python{sys.version_info.major}.{sys.version_info.minor}"
         raise UserError(
             f"Triton lacks {' and '.join(lacking)}",
             where="this machine",
             why="vLLM and QaRL run Triton kernels on GPUs, and Triton compiles a C module for each of them",
-            fix=f"install the packages {python}-dev and gcc (Debian, Ubuntu) or {python}-devel and gcc (Fedora), or "
-            "use a Python that has its headers",
+            fix="install gcc and Python's development package (python3-dev, python3-devel)",
         )
 
 
@@ -239,32 +214,68 @@ def check_engine_device() -> None:
 def check_plugin_installed() -> None:
     """Raise UserError if verl would not find QaRL. verl needs an entry point, which only installed packages have."""
     found = importlib.metadata.entry_points(group="verl.plugins")
-    if any(point.value.startswith("qarl.verl.plugin") for point in found):
-        return
-    raise UserError(
-        "verl does not find QaRL's plugin",
-        where="entry points of group verl.plugins in this Python environment",
-        why="QaRL is not installed, or the metadata of an older installation is found first (for example in a folder "
-        "qarl.egg-info in the working directory)",
-        fix="pip install -e . (or make setup) in the checkout; delete an old qarl.egg-info",
-    )
+    if not any(point.value.startswith("qarl.verl.plugin") for point in found):
+        raise UserError(
+            "verl does not find QaRL's plugin",
+            where="entry points of group verl.plugins in this Python environment",
+            why="QaRL is not installed, or an old folder qarl.egg-info in the working directory is read first",
+            fix="pip install -e . (or make setup) in the checkout; delete an old qarl.egg-info",
+        )
 
 
 def check_no_new_trl() -> None:
     """Raise UserError if TRL is installed without the class that verl takes from it.
 
     verl 0.9.1 (`apply_monkey_patch` in verl/models/transformers/monkey_patch.py) imports it whenever TRL is installed.
+    Before TRL 1, the class is at the top of the package.
     """
     found = importlib.util.find_spec("trl")
-    folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
-    if not folders or any((folder / "experimental" / "ppo").is_dir() for folder in folders):
+    if found is None or found.origin is None or (Path(found.origin).parent / "experimental" / "ppo").is_dir():
         return
-    version = importlib.metadata.version("trl")
-    if int(version.partition(".")[0]) < 1:  # the class is at the top of the package
+    if (version := importlib.metadata.version("trl")) >= "1":
+        raise UserError(
+            f"verl 0.9.1 does not run beside TRL {version}",
+            where=f"the Python environment {sys.prefix}",
+            why="verl imports AutoModelForCausalLMWithValueHead from TRL if it is installed, and this TRL lacks it",
+            fix="uninstall trl, or use one environment for verl and another for TRL",
+        )
+
+
+def check_this_gpu(scheme: str, kernels: str) -> None:
+    """Raise UserError if the GPU of this process is too old or too new for `scheme` (`check_capability`). Do nothing
+    without a GPU."""
+    if not torch.cuda.is_available():
         return
-    raise UserError(
-        f"verl 0.9.1 does not run beside TRL {version}",
-        where=f"the Python environment {sys.prefix}",
-        why="verl imports AutoModelForCausalLMWithValueHead from TRL if it is installed, and this TRL lacks it",
-        fix="uninstall trl, or use one environment for verl and another for TRL",
-    )
+    major, minor = torch.cuda.get_device_capability()
+    check_capability(scheme, kernels, 10 * major + minor)
+
+
+def check_capability(scheme: str, kernels: str, capability: int) -> None:
+    """Raise UserError if vLLM would compute another scheme on this GPU, or choose a kernel that the GPU does not run.
+    `capability`: times ten.
+
+    For W8A8 vLLM chooses CUTLASS on any GPU from 8.0 on, but its int8 products end with 9.0 (vLLM 0.24.0,
+    csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu and _sm120.cu)."""
+    if capability < 80:
+        raise UserError(
+            f"compute capability {capability / 10} is too low for quant.scheme={scheme}",
+            where="quant.scheme",
+            why="8.0 is needed for BF16 arithmetic and vLLM's Marlin kernel",
+            fix="use a newer GPU",
+        )
+    if scheme == "fp8" and capability < 89:
+        raise UserError(
+            f"compute capability {capability / 10} is too low for quant.scheme=fp8",
+            where="quant.scheme=fp8",
+            why="8.9 is needed for FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning",
+            fix="set quant.scheme=w4a16, or use a newer GPU",
+        )
+    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")  # then vLLM chooses another kernel
+    cutlass = kernels == "engine" and "CutlassInt8ScaledMMLinearKernel" not in disabled
+    if scheme == "w8a8" and cutlass and capability >= 100:
+        raise UserError(
+            f"vLLM has no int8 products for compute capability {capability / 10}",
+            where="quant.scheme=w8a8",
+            why="vLLM's CUTLASS kernels support int8 only up to capability 9.0, and fail at start",
+            fix="set quant.scheme=fp8, or with backend=local and a dense model set quant.kernels=qarl",
+        )

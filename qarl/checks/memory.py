@@ -62,11 +62,9 @@ class MemoryEstimate:
     def host_lines(self) -> list[str]:
         """Return one line for each part in host memory, and one for their sum on one machine. Without parts, return
         []."""
-        if not self.host:
-            return []
         lines = [f"{p.name}: {readable(p.bytes)} {'once' if p.once else 'for each GPU'}" for p in self.host]
         many = f", {self.processes} GPUs" if self.processes > 1 else ""
-        return [*lines, f"together on one machine{many}: {readable(self.host_total)}"]
+        return [*lines, f"together on one machine{many}: {readable(self.host_total)}"] if lines else []
 
     def total(self, phase: str) -> int:
         return sum(part.bytes for part in self.parts if phase in part.phases)
@@ -136,10 +134,8 @@ def estimate(
     ]
     parallel = config.rollout.tensor_model_parallel_size
     found = tuple(part for part in parts if part.bytes)
-    host = [*terms.asleep(size, config), *terms.offloaded(size, config, offload), *terms.kept(size, config, device)]
-    host += reference if on_host else []
-    if device != "cuda":
-        host = []
+    host = [*terms.on_host(size, config, offload), *terms.kept(size, config, device), *(reference if on_host else [])]
+    host = host if device == "cuda" else []
     return MemoryEstimate(
         found,
         engine_weights,

@@ -269,7 +269,8 @@ def kept(size: ModelSize, config: Config, device: str) -> list[Part]:
     """Return the published tensors that trainer and engine keep for delta publishes.
 
     The local trainer keeps no tensors, because it compares with the tensors that the engine keeps."""
-    separate = has_separate_workers(config)
+    # The section `verl` may publish to rollout workers on other GPUs.
+    separate = config.verl.get("actor_rollout_ref.rollout.checkpoint_engine.backend") == "qarl"
     if config.publish.delta == "off" or (device == "cuda" and not separate):
         return []
     one = sum(published(size, config).values())
@@ -277,44 +278,31 @@ def kept(size: ModelSize, config: Config, device: str) -> list[Part]:
     return [*ours, Part("kept for delta publishes: engine", one)]
 
 
-def has_separate_workers(config: Config) -> bool:
-    """Return whether the section `verl` publishes to rollout workers on other GPUs."""
-    return config.verl.get("actor_rollout_ref.rollout.checkpoint_engine.backend") == "qarl"
-
-
-def asleep(size: ModelSize, config: Config) -> list[Part]:
-    """Return the engine's weights, which the local backend moves to host memory while the trainer works."""
-    if config.backend == "verl" or not config.rollout.free_cache_engine:
-        return []
-    return [Part("vLLM's weights while it sleeps", sum(published(size, config).values()))]
-
-
-def offloaded(size: ModelSize, config: Config, offload: bool) -> list[Part]:
-    """Return the part in host memory for masters and moments while they are not used."""
+def on_host(size: ModelSize, config: Config, offload: bool) -> list[Part]:
+    """Return the parts in host memory beside GPUs: what the local engine moves there while it sleeps, and what verl
+    offloads while it is not used."""
+    sleeps = config.backend == "local" and config.rollout.free_cache_engine
     masters = (4 if config.optim.master_dtype == "fp32" else 2) * size.parameters
-    both = (masters + optimizer_state(size, config)) // ranks(config)
-    return [Part("masters and optimizer state, offloaded", both if offload else 0)]
+    offloaded = (masters + optimizer_state(size, config)) // ranks(config) if offload else 0
+    return [
+        Part("vLLM's weights while it sleeps", sum(published(size, config).values()) if sleeps else 0),
+        Part("masters and optimizer state, offloaded", offloaded),
+    ]
 
 
 def reference(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]) -> list[Part]:
     """Return the part for the reference policy of a KL term, which with verl is in host memory on GPUs."""
-    if not has_reference(config):
-        return []
     if config.backend == "verl":
+        keys = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+        if not any(config.verl.get(plus + key) for key in keys for plus in ("", "+")):
+            return []
         dtype = str(config.verl.get("actor_rollout_ref.ref.fsdp_config.model_dtype", "fp32"))
-        each = 2 if dtype in ("bf16", "bfloat16", "fp16", "float16") else 4
-        name = f"reference policy, {'FP32' if each == 4 else '16 bits'}, sharded"
-        return [Part(name, each * size.parameters // ranks(config))]
+        each, name = (2, "16 bits") if "16" in dtype else (4, "FP32")
+        return [Part(f"reference policy, {name}, sharded", each * size.parameters // ranks(config))]
+    if not config.actor.use_kl_loss:
+        return []
     kept = sum(part.bytes for part in low_bit(size, config, align, kernels) if part.phases == PHASES)
     return [Part("reference policy: weights and low-bit tensors", 2 * size.parameters + kept)]
-
-
-def has_reference(config: Config) -> bool:
-    """Return whether a run computes log-probs of a reference policy. verl's keys for it are in the section `verl`."""
-    if config.backend == "local":
-        return config.actor.use_kl_loss
-    keys = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
-    return any(config.verl.get(plus + key) for key in keys for plus in ("", "+"))
 
 
 def own_layout(size: ModelSize, config: Config) -> int:

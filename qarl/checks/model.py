@@ -37,7 +37,6 @@ def check_served(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Modul
     without storage."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
-    check_outputs(hf_config)
     model = meta_model(hf_config, trust_remote_code=trust_remote_code)
     if hf_config.model_type not in FAMILIES:
         check_checkpoint_layers(model, hf_config.model_type)
@@ -47,11 +46,10 @@ def check_served(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Modul
 def level_notes(config: Config, hf_config: Any) -> list[str]:
     """Return the measured mismatch of the model's family, and notes if the applied level is lower than `quant.align`,
     or if no device has confirmed it."""
-    lower, shown = lower_level(config, hf_config), shown_mismatch(hf_config)
-    unsure = unconfirmed_level(config, hf_config)
-    if unsure:
-        unsure = f"quant.align={applied_level(config, hf_config)[0]} is {unsure}"
-    return [text for text in (lower, unsure, shown) if text]
+    level, _ = applied_level(config, hf_config)
+    unsure = unconfirmed(level, run_device(config), hf_config, eager=config.rollout.enforce_eager is True)
+    notes = (lower_level(config, hf_config), unsure and f"quant.align={level} is {unsure}", shown_mismatch(hf_config))
+    return [text for text in notes if text]
 
 
 def lower_level(config: Config, hf_config: Any) -> str | None:
@@ -66,7 +64,6 @@ def applied_level(
     config: Config,
     hf_config: Any,
     device: str | None = None,
-    *,
     kernels: Collection[str] = (),
     capability: int | None = None,
 ) -> tuple[str, tuple[str, ...]]:
@@ -90,12 +87,6 @@ def run_device(config: Config) -> str:
     return "cpu" if runs_on_cpu(config.backend) else "cuda"
 
 
-def unconfirmed_level(config: Config, hf_config: Any) -> str | None:
-    """Return why the level that applies on this machine promises no mismatch, or None if it does."""
-    level, _ = applied_level(config, hf_config)
-    return unconfirmed(level, run_device(config), hf_config, eager=config.rollout.enforce_eager is True)
-
-
 def check_architecture(hf_config: Any) -> None:
     """Raise UserError if vLLM has no native class for the model, or if the two sides would load different ones."""
     name = trainer_class(hf_config)
@@ -110,17 +101,15 @@ def check_architecture(hf_config: Any) -> None:
     if hf_config.model_type in FAMILIES or vllm_missing():
         return
     module = kernel_prediction.serving_module(name)
-    if module is None:
+    if module is None or "transformers" in module.split("."):
         raise UserError(
-            f"vLLM has no class for {name}, so it cannot make the rollouts",
+            f"vLLM serves {name} only through transformers, so it is refused"
+            if module
+            else f"vLLM has no class for {name}",
             where=_WHERE,
-            fix=f"train a model that vLLM serves; the tested families are {', '.join(FAMILIES)}",
-        )
-    if module.rpartition(".")[2] == "transformers" or ".transformers." in module:
-        raise UserError(
-            f"vLLM serves {name} only through transformers, so it is refused",
-            where=_WHERE,
-            why="vLLM's transformers backend names layers differently, and publishing to it is not tested",
+            why="vLLM's transformers backend names layers differently, and publishing to it is not tested"
+            if module
+            else "vLLM cannot make the rollouts",
             fix=f"train a model that vLLM has a class for; the tested families are {', '.join(FAMILIES)}",
         )
 
@@ -135,30 +124,11 @@ def trainer_class(hf_config: Any) -> str:
         raise UserError(
             f"transformers has no causal language model for model_type {hf_config.model_type!r}",
             where=_WHERE,
-            why="QaRL does not train a model whose class comes with its folder, even with "
-            "model.trust_remote_code=true, because vLLM would run a different class"
-            if getattr(hf_config, "auto_map", None)
-            else None,
+            why="a class that comes with the model's folder does not count, because vLLM would run a different one",
             fix="give a causal language model that transformers and vLLM both know",
         ) from None
     chosen: Any = found[0] if isinstance(found, tuple | list) else found
     return str(chosen.__name__)
-
-
-def check_outputs(hf_config: Any) -> None:
-    """Raise UserError for config keys that make transformers return outputs that the trainer cannot read."""
-    for key, default, why in (
-        ("return_dict", True, "the trainer reads `logits` by name from the model's output"),
-        ("output_attentions", False, "the trainer does not compute attention weights"),
-    ):
-        if bool(getattr(hf_config, key, default)) == default:
-            continue
-        raise UserError(
-            f"{key}={getattr(hf_config, key)!r} in the model's config is refused",
-            where=_WHERE,
-            why=why,
-            fix="delete the key from config.json; the model then computes the same logits",
-        )
 
 
 def check_checkpoint_layers(model: nn.Module, model_type: str) -> None:
@@ -175,16 +145,14 @@ def check_checkpoint_layers(model: nn.Module, model_type: str) -> None:
 
 def check_not_quantized(config: Config, hf_config: Any) -> None:
     """Raise UserError if the model is already quantized, because training starts from high-precision weights."""
-    quantization = getattr(hf_config, "quantization_config", None)
-    if quantization is None:
-        return
-    keys = quantization if isinstance(quantization, Mapping) else getattr(quantization, "to_dict", dict)()
-    raise UserError(
-        f"the model in {config.model.path!r} is already quantized ({keys.get('quant_method', 'unknown method')})",
-        where="model.path: quantization_config in its config.json",
-        why="training updates BF16 master weights and quantizes them itself",
-        fix="give the original BF16 checkpoint; quant.scheme says how training quantizes it",
-    )
+    if quantization := getattr(hf_config, "quantization_config", None):
+        keys = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+        raise UserError(
+            f"the model in {config.model.path!r} is already quantized ({keys.get('quant_method')})",
+            where="model.path: quantization_config in its config.json",
+            why="training updates BF16 master weights and quantizes them itself",
+            fix="give the original BF16 checkpoint; quant.scheme says how training quantizes it",
+        )
 
 
 def check_head(config: Config, hf_config: Any) -> None:
@@ -209,11 +177,9 @@ def check_length(config: Config, hf_config: Any) -> None:
     wanted = config.data.max_prompt_length + config.data.max_response_length
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and wanted > limit:
-        raise UserError(
-            f"max_prompt_length + max_response_length = {wanted} tokens, but the model has {limit} positions",
-            where="data.max_prompt_length, data.max_response_length",
-            fix=f"lower them to at most {limit} together",
-        )
+        what = f"max_prompt_length + max_response_length = {wanted} tokens, but the model has {limit} positions"
+        where, fix = "data.max_prompt_length, data.max_response_length", f"lower them to at most {limit} together"
+        raise UserError(what, where=where, fix=fix)
 
 
 def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:

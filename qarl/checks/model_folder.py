@@ -2,17 +2,21 @@
 
 Every fault becomes a UserError. Except for tied embeddings, `Policy.load` raises the same errors for faults that it
 finds while it loads weights.
+
+Without a network, huggingface_hub tries a request six times, with pauses of 1, 2, 4, 8 and 8 seconds, before it uses
+its cache (`http_backoff` in version 1.33). It does this for every name. Here one request decides for the whole process.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from qarl.checks import hub_access
 from qarl.config import Config
-from qarl.config.demos import how_to_make
+from qarl.config.source import how_to_make
 from qarl.data.prompts import check_data_files
 from qarl.errors import UserError
 
@@ -20,7 +24,50 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+SECONDS = 3.0
+"""Time limit for the Hub's answer in seconds. A name lookup has the limit of the machine's resolver instead."""
+CARRIED = Path(__file__).resolve().parents[1] / "bench" / "models"
+"""Folder with the config of some public models, NAME/config.json. The benchmarks read layer shapes from these files."""
+_SAME_SIZES = {
+    "Qwen/Qwen3-8B-Base": ("Qwen3-8B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
+    "Qwen/Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
+}
+"""Models without a folder in `CARRIED`: name -> (folder of a similar model, the config keys that differ)."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+@functools.cache
+def why_unreachable() -> str | None:
+    """Return why this machine cannot reach the Hub, or None if the Hub answers. The request is made once per process.
+
+    If HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, no request is made. Proxies and HF_ENDPOINT are respected.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=SECONDS)
+    except Exception as error:  # the HTTP library, its proxies and TLS raise different types
+        return f"{constants.ENDPOINT}: {type(error).__name__}: {error}"
+    return None
+
+
+def loading_options(path: str) -> dict[str, Any]:
+    """Return keyword arguments for `from_pretrained(path)`. If the Hub cannot be reached, they allow only the cache."""
+    if Path(path).is_dir() or not why_unreachable():
+        return {}
+    return {"local_files_only": True}
+
+
+def carried_config(path: str) -> tuple[str, dict[str, Any]] | None:
+    """Return this package's copy of the config of the Hub model `path` as (name, mapping), or None without a copy."""
+    owner, _, name = path.partition("/")
+    carried, changes = _SAME_SIZES.get(path, (name, {}))
+    file = CARRIED / carried / "config.json"
+    if owner not in ("Qwen", "HuggingFaceTB") or not file.is_file():
+        return None
+    return carried, json.loads(file.read_text(encoding="utf-8")) | changes
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, *, hf_config: Any = None) -> tuple[Any, Any]:
@@ -30,12 +77,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, *, hf_config: Any
 
     check_model_folder(path)
     check_tokenizer_files(path)
+    hf_config = hf_config or load_hf_config(path, trust_remote_code)
+    options = loading_options(path)
     try:
-        hf_config = hf_config or load_hf_config(path, trust_remote_code)
-        options = hub_access.loading_options(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options), hf_config
-    except UserError:
-        raise
     except Exception as error:  # the type that transformers raises depends on the file and its fault
         raise _unreadable(path, error) from error
 
@@ -46,9 +91,7 @@ def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
 
     check_model_folder(path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_access.loading_options(path))
-    except UserError:
-        raise
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **loading_options(path))
     except Exception as error:
         raise _unreadable(path, error) from error
 
@@ -63,7 +106,7 @@ def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[An
     try:
         return load_hf_config(path, trust_remote_code), None
     except UserError as error:
-        carried = None if Path(path).is_dir() or not hub_access.why_unreachable() else hub_access.carried_config(path)
+        carried = None if Path(path).is_dir() or not why_unreachable() else carried_config(path)
         if carried is None:
             raise
         return AutoConfig.for_model(**carried[1]), error
@@ -78,21 +121,8 @@ def check_files(config: Config) -> None:
 def check_model_folder(path: str) -> None:
     looks_local = path.startswith((".", "/", "models/")) or (Path(path).parent.is_dir() and path.count("/") != 1)
     if not Path(path).is_dir() and looks_local:
-        raise UserError(
-            f"there is no model folder {path!r}",
-            where="model.path",
-            fix=how_to_make(path) or "give a Hugging Face folder; `qarl demo` makes a tiny model and trains it",
-        )
-
-    merge, original = "merge the adapter into its base model (merge_and_unload)", "give the original model's folder"
-    for file, what, fix in (("adapter_config.json", "an adapter (LoRA)", merge), ("*.gguf", "a GGUF file", original)):
-        if not (Path(path) / "config.json").is_file() and any(Path(path).glob(file)):
-            raise UserError(
-                f"the folder {path!r} has {what}, not a model",
-                where="model.path",
-                why="training needs config.json and BF16 weights in safetensors",
-                fix=fix,
-            )
+        fix = how_to_make(path) or "give a Hugging Face folder; `qarl demo` makes a tiny model and trains it"
+        raise UserError(f"there is no model folder {path!r}", where="model.path", fix=fix)
 
 
 def has_tokenizer(path: str) -> bool:
@@ -111,6 +141,7 @@ def check_tokenizer_files(path: str) -> None:
 
 
 def _unreadable(path: str, error: Exception) -> UserError:
+    fix = "give a folder with config.json and tokenizer.json, or a name on the Hub that this machine can reach"
     if "trust_remote_code" in str(error):
         return UserError(
             f"the model in {path!r} contains Python code, which is not run",
@@ -119,46 +150,27 @@ def _unreadable(path: str, error: Exception) -> UserError:
             "for this model. Such code would run with all your rights",
             fix="give a model that transformers knows; or read the code, and set model.trust_remote_code=true",
         )
-    if not Path(path).is_dir() and (unreachable := hub_access.why_unreachable()):
-        return UserError(
-            f"the model {path!r} is not on this machine and cannot be downloaded from the Hub",
-            where="model.path",
-            why=f"{unreachable}; there is no such folder, and the Hub's cache has no copy",
-            fix="give a folder with config.json and tokenizer.json, or download the model on a machine with a network",
-        )
-    return UserError(
-        f"config or tokenizer cannot be loaded from {path!r}",
-        where="model.path",
-        why=" ".join(str(error).split())[:400],
-        fix="give a folder with config.json and tokenizer.json, or a hub name that this machine can reach",
-    )
+    if not Path(path).is_dir() and (unreachable := why_unreachable()):
+        what = f"the model {path!r} is not on this machine and cannot be downloaded from the Hub"
+        return UserError(what, where="model.path", why=unreachable, fix=fix)
+    why = " ".join(str(error).split())[:400]
+    return UserError(f"config or tokenizer cannot be loaded from {path!r}", where="model.path", why=why, fix=fix)
 
 
 def cannot_load(path: str, why: str) -> UserError:
-    return UserError(
-        f"the model cannot be loaded from {path!r}",
-        where="model.path",
-        why=why,
-        fix="give a Hugging Face folder with config.json and safetensors",
-    )
+    fix = "give a Hugging Face folder with config.json and safetensors"
+    return UserError(f"the model cannot be loaded from {path!r}", where="model.path", why=why, fix=fix)
 
 
 def lacks_tensors(path: str, names: Sequence[str]) -> UserError:
-    return UserError(
-        f"the checkpoint lacks {len(names)} tensors of the model",
-        where=f"{path}: {', '.join(sorted(names)[:4])}",
-        why="transformers would fill them with random numbers",
-        fix="give a complete checkpoint",
-    )
+    what, where = f"the checkpoint lacks {len(names)} tensors of the model", f"{path}: {', '.join(sorted(names)[:4])}"
+    why = "transformers would fill them with random numbers"
+    return UserError(what, where=where, why=why, fix="give a complete checkpoint")
 
 
 def cannot_build(path: str, why: str) -> UserError:
-    return UserError(
-        f"the model in {path!r} cannot be built from its weights",
-        where="model.path",
-        why=why,
-        fix="give config.json and weights of the same model; if memory ran out, train a smaller model",
-    )
+    fix = "give config.json and weights of the same model; if memory ran out, train a smaller model"
+    return UserError(f"the model in {path!r} cannot be built from its weights", where="model.path", why=why, fix=fix)
 
 
 def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
@@ -227,10 +239,6 @@ def weight_files(path: str) -> list[Path]:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"cannot read the weights in {file}",
-                where="model.path",
-                why=str(error).splitlines()[0],
-                fix="download or write the file again; it may be cut short",
-            ) from error
+            why, fix = str(error).splitlines()[0], "download or write the file again; it may be cut short"
+            raise UserError(f"cannot read the weights in {file}", where="model.path", why=why, fix=fix) from error
     return files

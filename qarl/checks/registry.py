@@ -16,10 +16,10 @@ from torch import nn
 
 from qarl.align.model import unconfirmed
 from qarl.checks import layers, model_folder
-from qarl.checks.eos import eos_warnings
 from qarl.checks.machine import Machine, this_machine
 from qarl.checks.model import applied_level, check_served
 from qarl.checks.model_size import ModelSize
+from qarl.checks.sampling import eos_warnings
 from qarl.config import Config
 from qarl.data.prompts import PromptDataset, PromptSampler, load_train_prompts, load_val_prompts, prompt_sampler
 from qarl.data.rewards import RewardFn, get_reward_fn
@@ -87,8 +87,7 @@ class RunInputs:
         if self.no_model is not None:
             raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
         if not self.machine.here and Path(path).is_dir() and not model_folder.has_tokenizer(path):
-            fix = "copy a tokenizer into the folder there, and also into this one if you want it checked here"
-            raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", fix)
+            raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", "copy it there")
         return model_folder.load_tokenizer(path, self.config.model.trust_remote_code, hf_config=hf_config)[0]
 
     @Loaded
@@ -101,8 +100,7 @@ class RunInputs:
         try:
             return ModelSize.from_config(self.hf_config)
         except KeyError as error:
-            why = f"config.json of this {self.hf_config.model_type} model has no key {error}"
-            raise NotCheckedError(why, "estimate sizes and memory by hand for this architecture") from error
+            raise NotCheckedError(f"config.json has no key {error}", "estimate the memory by hand") from error
 
     @Loaded
     def linears(self) -> layers.Shapes:
@@ -122,17 +120,12 @@ class RunInputs:
         import torch
 
         found: dict[tuple[int, int], Choice | UserError] = {}
-        if self.config.quant.align == "off":
-            return found
-        for shape in dict.fromkeys(shape for name, shape in self.quantized.items() if not layers.of_expert(name)):
+        scheme, device = self.scheme, torch.device(self.machine.device)
+        group, kernels = scheme.group_size, self.config.quant.kernels
+        dense = (shape for name, shape in self.quantized.items() if not layers.of_expert(name))
+        for shape in dict.fromkeys(dense) if self.config.quant.align != "off" else ():
             try:
-                found[shape] = choose_linear_kernel(
-                    self.scheme.name,
-                    torch.device(self.machine.device),
-                    shape,
-                    group_size=self.scheme.group_size,
-                    kernels=self.config.quant.kernels,
-                )
+                found[shape] = choose_linear_kernel(scheme.name, device, shape, group_size=group, kernels=kernels)
             except UserError as error:
                 found[shape] = error
         return found
@@ -146,11 +139,8 @@ class RunInputs:
         """The alignment level that applies, and the reasons why no higher one does. Kernels are asked only by the
         doctor; the trainer asks them when it builds the model."""
         self.model  # noqa: B018  a refused model has no level
-        kernels = self.kernel_names.values() if self.plan else ()
-        machine = self.machine
-        return applied_level(
-            self.config, self.hf_config, machine.device, kernels=set(kernels), capability=machine.capability
-        )
+        kernels, machine = set(self.kernel_names.values()) if self.plan else (), self.machine
+        return applied_level(self.config, self.hf_config, machine.device, kernels, machine.capability)
 
     @Loaded
     def unconfirmed(self) -> str | None:
@@ -187,9 +177,7 @@ class RunInputs:
     def _need_files(self, files: Sequence[str]) -> None:
         missing = [file for file in files if not Path(file).is_file()]
         if missing and not self.machine.here:
-            raise NotCheckedError(
-                f"not on this machine: {', '.join(missing)}", "run the doctor on a machine that has them"
-            )
+            raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor where they are")
 
 
 Status = Literal["ok", "note", "warning", "error"]
@@ -256,23 +244,17 @@ def examine(run: RunInputs, checks: Sequence[Check]) -> Findings:
     for check in checks:
         if not check.applies(run):
             continue
-        say, silent = partial(replace, topic=check.topic), True
+        found: Finding
         try:
-            for finding in check.findings(run):
-                yield finding
-                silent = False
-            if silent:
-                yield say(ok(check.name))
+            findings = list(check.findings(run))
+            yield from findings or [ok(check.name, topic=check.topic)]
+            continue
         except NotCheckedError as unmade:
-            yield say(note(f"not checked: {check.name}", why=str(unmade), fix=unmade.fix))
+            found = note(f"not checked: {check.name}", why=str(unmade), fix=unmade.fix)
         except UserError as refusal:
+            found = Finding.of(refusal)
             if any(refusal is other for other in reported):
                 why = f"an input that it needs could not be loaded (see above: {refusal.what})"
-                yield say(note(f"not checked: {check.name}", why=why, fix="correct that first, then check again"))
-            else:
-                reported.append(refusal)
-                yield say(Finding.of(refusal))
-        except Exception as broken:  # a check that breaks must not hide the others
-            why = f"{type(broken).__name__}: {' '.join(str(broken).split())[:300]}"
-            fix = "all other checks are complete; please report this one"
-            yield say(warning(f"the check broke: {check.name}", why=why, fix=fix))
+                found = note(f"not checked: {check.name}", why=why, fix="correct that first, then check again")
+            reported.append(refusal)
+        yield replace(found, topic=check.topic)

@@ -15,48 +15,33 @@ from torch import nn
 
 from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
 from qarl.checks import layers, machine
-from qarl.checks.kernels import check_dense, check_int8_experts, check_kernels, check_scheme
-from qarl.checks.machine import Machine
+from qarl.checks.machine import Machine, check_capability
 from qarl.checks.memory import check_kv_cache
 from qarl.checks.model import check_head, check_length, check_not_quantized, level_notes, refuse_hidden_code
 from qarl.checks.model_folder import check_tied
-from qarl.checks.registry import (
-    Check,
-    Finding,
-    Findings,
-    NotCheckedError,
-    RunInputs,
-    examine,
-    note,
-    ok,
-    warning,
-)
+from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, RunInputs, examine, note, ok, warning
 from qarl.checks.sampling import check_sampling
-from qarl.checks.tensor_parallel import split_problems
 from qarl.config import Config
 from qarl.console import note as print_note
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, report_data
 from qarl.data.rewards import RewardFn, score_responses
 from qarl.errors import UserError
+from qarl.kernels.registry import kernels_of
 from qarl.metrics.tracker import check_loggers
+from qarl.quant.convert import no_own_experts
 from qarl.quant.scheme import Scheme
 from qarl.rollout import vllm_plugin
-from qarl.rollout.engine_config import check_not_batch_invariant, eager
+from qarl.rollout.engine_config import W4A8_ON_GPUS, check_not_batch_invariant, eager
+from qarl.rollout.engine_config import check_served as check_scheme_is_served
 
 
 def make_checks(config: Config, *, data: bool = True) -> RunInputs:
     """Make all checks of `config.backend`, and return the loaded inputs. Raise the UserError of the first check that
-    fails. `data`: whether to check prompts, rewards and loggers too."""
+    fails. `data`: whether to check prompts and rewards too."""
     run = RunInputs(config)
-    for check in CHECKS:
-        if not check.applies(run) or (check.topic == "data" and not data):
-            continue
-        try:
-            for finding in check.findings(run):
-                if finding.status == "error":
-                    raise finding.error
-        except NotCheckedError:  # the engine will say it
-            continue
+    for finding in examine(run, [check for check in CHECKS if data or check.topic != "data"]):
+        if finding.status == "error":
+            raise finding.error
     return run
 
 
@@ -88,40 +73,80 @@ def _cpu(config: Config) -> Findings:
         )
 
 
-def _scheme(config: Config, machine: Machine) -> None:
-    check_scheme(config, machine.device, machine.capability)
+_LAYER = (64, 64)
+"""A shape [N, K] that every kernel supports."""
 
 
-def _kernels(config: Config, machine: Machine) -> Findings:
-    check_kernels(config, machine.device, here=machine.here)
-    if config.quant.kernels != "engine" and not machine.here:
+def check_scheme(config: Config, machine: Machine) -> None:
+    """Raise UserError if the engine would not multiply by `quant.scheme` on such a machine."""
+    check_scheme_is_served(config.quant.scheme, config.quant.kernels)
+    if not machine.on_cpu and machine.capability is not None:
+        check_capability(config.quant.scheme, config.quant.kernels, machine.capability)
+
+
+def check_kernels(config: Config, machine: Machine) -> Findings:
+    """Raise UserError if `quant.kernels` asks for kernels that do not run on `machine`."""
+    scheme, kernels, device = config.quant.scheme, config.quant.kernels, machine.device
+    if device == "cuda" and kernels == "qarl" and scheme == "w4a8":
+        raise _no_kernel(config, "GPUs", f"QaRL's kernel for int8 activations runs only on a CPU; {W4A8_ON_GPUS}")
+    if device == "cuda" and kernels == "dequantized":
+        raise _no_kernel(config, "GPUs", "these kernels run only on a CPU")
+    if kernels == "engine":
+        return
+    if not machine.here:
         raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
-    if config.quant.kernels == "dequantized":
+    if kernels == "dequantized":
         yield note(
             "quant.kernels=dequantized is no low-bit rollout: both sides multiply dequantized weights in BF16",
             fix="use it for debugging and on small machines, and report no low-bit figures",
         )
+    kind = torch.device(device)
+    why_not = {kernel.name: kernel.unavailable(scheme, kind, _LAYER) for kernel in kernels_of(kernels, scheme)}
+    if None not in why_not.values():
+        raise _no_kernel(config, "this machine", "; ".join(f"{name} {why}" for name, why in why_not.items()))
+
+
+def _no_kernel(config: Config, place: str, why: str) -> UserError:
+    scheme = config.quant.scheme
+    what = f"quant.kernels={config.quant.kernels} does not support quant.scheme={scheme} on {place}"
+    fix = "set quant.scheme=w4a16, w8a8 or fp8" if scheme == "w4a8" else "set quant.kernels=engine"
+    return UserError(what, where="quant.kernels", why=why, fix=fix)
+
+
+def check_int8_experts(config: Config, hf_config: Any) -> None:
+    """Raise UserError for a mixture of experts in W8A8 on GPUs. vLLM 0.24, which requirements/gpu.lock has, chooses
+    `TritonExperts`, whose `apply` refuses the int8 rows that it is given. (vLLM 0.29 takes them.)"""
+    if config.quant.scheme == "w8a8" and vllm_plugin.experts_of(hf_config):
+        raise UserError(
+            "vLLM has no int8 products for experts on GPUs",
+            where=f"quant.scheme=w8a8 with {config.model.path}",
+            why="vLLM 0.24 runs them with TritonExperts, which refuses int8 activations as the engine starts",
+            fix="set quant.scheme=fp8 or quant.scheme=w4a16",
+        )
+
+
+def check_dense(config: Config, hf_config: Any) -> None:
+    """Raise UserError for a mixture of experts with QaRL's own kernels."""
+    if config.quant.kernels != "engine" and vllm_plugin.experts_of(hf_config):
+        raise no_own_experts(config.quant.kernels, f"quant.kernels with {config.model.path}")
 
 
 def _config(config: Config, machine: Machine, hf_config: Any, no_model: UserError | None) -> Findings:
     if no_model is not None:
         yield Finding.of(no_model, "error" if machine.here else "note")
-        yield warning(
-            f"QaRL's own copy of the config of {config.model.path} is used instead",
-            why="sizes, memory and kernels are those of the public model; your own config may differ",
-            fix="run the doctor where the model is, or give its folder",
-        )
+        what = f"QaRL's own copy of the config of {config.model.path} is used instead"
+        yield warning(what, fix="run the doctor where the model is, or give its folder")
 
 
 def _model(hf_config: Any, model: nn.Module) -> Findings:
     count = sum(parameter.numel() for parameter in model.parameters())
-    in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
     tied = "tied to the input embedding" if hf_config.tie_word_embeddings else "a separate tensor"
-    yield ok(f"{hf_config.model_type} with {in_words} parameters; lm_head is {tied} and stays in BF16")
+    yield ok(f"{hf_config.model_type} with {count / 1e9:.3g} billion parameters; lm_head is {tied} and stays in BF16")
 
 
-def _family(hf_config: Any) -> Findings:
+def _family(config: Config, hf_config: Any) -> Findings:
     check_family(hf_config)
+    check_rows(hf_config, packed=config.model.use_remove_padding)
     if shown := shown_mismatch(hf_config):
         yield warning(
             shown,
@@ -130,25 +155,14 @@ def _family(hf_config: Any) -> Findings:
         )
 
 
-def _rows(config: Config, hf_config: Any) -> None:
-    check_rows(hf_config, packed=config.model.use_remove_padding)
-
-
 def _experts(config: Config, hf_config: Any) -> None:
     vllm_plugin.check_installed(hf_config)
     if config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
         vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
 
 
-def _vocabulary(hf_config: Any, tokenizer: Any) -> Findings:
-    vocabulary = hf_config.vocab_size
-    if unused := check_vocabulary(tokenizer, vocabulary, max_unused=vocabulary // 100):
-        yield note(
-            f"{unused} of the model's {vocabulary} token ids are not in the tokenizer",
-            why="verl masks these ids in vLLM but not in its trainer. A trained model gives them little probability, "
-            "but the log-probs of an untrained model are shifted",
-            fix="nothing to do for a trained model; for an untrained one, resize the embeddings to the tokenizer",
-        )
+def _vocabulary(hf_config: Any, tokenizer: Any) -> None:
+    check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
 
 
 def _eos(eos_warnings: list[str]) -> Findings:
@@ -164,24 +178,18 @@ def _eos(eos_warnings: list[str]) -> Findings:
 def _ignore(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
     if scheme.quantized:
         layers.check_fused_layers(linears, config.quant.ignore)
-
-
-def _routers(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
-    if scheme.quantized:
         layers.check_routers(linears, config.quant.ignore)
 
 
 def _engine_shapes(config: Config, quantized: layers.Shapes) -> None:
     if config.quant.scheme == "w4a16" and config.quant.kernels == "engine":
         layers.check_engine_shapes(quantized)
-    if config.quant.scheme == "w8a8" and torch.cpu._is_amx_tile_supported():
-        layers.check_tile_shapes(quantized)
 
 
 def _tensor_parallel(
     config: Config, machine: Machine, hf_config: Any, linears: layers.Shapes, quantized: layers.Shapes
 ) -> Findings:
-    problems = split_problems(config, hf_config, linears, quantized, on_cpu=machine.on_cpu)
+    problems = layers.split_problems(config, hf_config, linears, quantized, on_cpu=machine.on_cpu)
     yield from map(Finding.of, problems)
 
 
@@ -191,16 +199,12 @@ def _sampling(config: Config, hf_config: Any, level: tuple[str, tuple[str, ...]]
 
 def _train_prompts(config: Config, train_prompts: PromptDataset, sampler: PromptSampler) -> Findings:
     steps, left_out = config.trainer.total_training_steps, train_prompts.num_filtered
-    if left_out:
-        what = f"{left_out} training prompts are longer than data.max_prompt_length and are left out"
-        yield note(what, fix="raise data.max_prompt_length to train on them")
-    yield ok(f"{len(train_prompts)} training prompts; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs")
+    what = f"{len(train_prompts)} training prompts; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs"
+    yield ok(what + (f"; {left_out} prompts are too long and are left out" if left_out else ""))
 
 
 def _val_prompts(val_prompts: PromptDataset | list[Any], train_prompts: PromptDataset) -> Findings:
-    if not val_prompts:
-        yield note("nothing is evaluated", fix="set data.val_files and trainer.test_freq")
-    elif shared := check_disjoint(train_prompts, val_prompts):
+    if shared := check_disjoint(train_prompts, val_prompts):
         yield warning(
             f"{shared} of the evaluation prompts are also in the training data",
             where="data.val_files",
@@ -222,17 +226,16 @@ CHECKS = (
     Check("packages", "vLLM runs on a CPU", machine.check_engine_device, here=True, device="cpu"),
     Check("packages", "verl finds QaRL", machine.check_plugin_installed, here=True, backend="verl"),
     Check("packages", "no TRL is in verl's way", machine.check_no_new_trl, here=True, backend="verl"),
+    Check("machine", "vLLM has quant.scheme here", check_scheme),
     Check("machine", "this CPU can run quant.scheme", _cpu, device="cpu"),
     Check("machine", "vLLM replaces no operator", check_not_batch_invariant, here=True, backend="local"),
-    Check("machine", "vLLM has quant.scheme here", _scheme),
-    Check("kernels", "quant.kernels has kernels for quant.scheme", _kernels),
+    Check("kernels", "quant.kernels has kernels for quant.scheme", check_kernels),
     Check("model", "the model's config can be read", _config),
     Check("model", "the tokenizer can be read", lambda tokenizer: None),
     Check("model", "the weights are not quantized", check_not_quantized),
     Check("model", "trainer and engine build the same model", _model),
     Check("model", "the model's family was measured", _family),
     Check("model", "lm_head has model.head_dtype", check_head),
-    Check("model", "rows can be packed", _rows),
     Check("kernels", "vLLM can run experts", _experts, device="cpu"),
     Check("kernels", "vLLM can run experts", check_int8_experts, device="cuda"),
     Check("kernels", "quant.kernels can run this model", check_dense),
@@ -242,7 +245,6 @@ CHECKS = (
     Check("model", "responses fit the positions", check_length),
     Check("memory", "a sequence fits vLLM's KV cache", check_kv_cache, device="cpu"),
     Check("ignore list", "quant.ignore treats fused layers as a whole", _ignore),
-    Check("ignore list", "routers stay in BF16", _routers),
     Check("layer sizes", "quant.group_size divides all layers", layers.check_group_size),
     Check("layer sizes", "the engine's kernels have all sizes", _engine_shapes, device="cpu"),
     Check("layer sizes", "engines can be split", _tensor_parallel, backend="verl"),

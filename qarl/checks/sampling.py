@@ -1,12 +1,24 @@
-"""Sampling settings of training responses, and a check that the trainer can compute log-probs for them."""
+"""Sampling settings of training responses, and checks of them: log-probs of the trainer, and where responses end.
+
+vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json. If that file is missing, it
+uses the ids of config.json instead (`SamplingParams.update_from_generation_config` in vLLM 0.29). If one of these ids
+belongs to a different tokenizer, responses may end too early or never.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl.checks.model_folder import loading_options
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.kernels.sampling_mask import Truncation, packed_width
 from qarl.rollout.engine_config import SamplingConfig, sampling_params
 
+_GENERATION = "generation_config.json"
 KEPT_GIB = 4.0
 """Memory limit in GiB for the masks of one batch. A mask says which tokens top-p or top-k keep."""
 
@@ -60,3 +72,69 @@ def check_sampling(config: Config, *, level: str, vocabulary: int, confirmed: bo
             fix="set rollout.top_p=1 and rollout.top_k=-1, or lower data.train_batch_size, rollout.n or "
             "data.max_response_length",
         )
+
+
+def eos_warnings(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
+    """Return warnings about the ends of responses. The list is empty if tokenizer and model agree.
+
+    Raise UserError if an `eos_token_id` is not a token, or is a token of ordinary text.
+    """
+    own = tokenizer.eos_token_id
+    where, ids = model_eos(path, hf_config)
+    for token in ids:
+        _check_token(token, tokenizer, where)
+    if own is None and not ids:
+        return ["neither tokenizer nor model has an EOS: every response ends at data.max_response_length"]
+    if own is None or (ids and own not in ids):
+        ours = "no token" if own is None else _names(tokenizer, [own])
+        return [
+            f"the tokenizer's EOS is {ours}, but {where} says {_names(tokenizer, ids)}: responses end at all of them"
+        ]
+    return []
+
+
+def model_eos(path: str, hf_config: Any) -> tuple[str, list[int]]:
+    """Return the name of the file from which vLLM reads a model's `eos_token_id`, and the ids in it.
+
+    Raise UserError if generation_config.json cannot be read.
+    """
+    from transformers import GenerationConfig
+
+    if Path(path).is_dir() and not (Path(path) / _GENERATION).exists():
+        return "config.json", _ids_of(hf_config)
+    try:
+        return _GENERATION, _ids_of(GenerationConfig.from_pretrained(path, **loading_options(path)))
+    except OSError as error:
+        if not Path(path).is_dir():  # the model on the Hub may have no such file
+            return "config.json", _ids_of(hf_config)
+        raise UserError(
+            f"{_GENERATION} of {path!r} cannot be read",
+            where="model.path",
+            why=" ".join(str(error).split())[:400],
+            fix="write the file again, or delete it; without it, config.json says where responses end",
+        ) from error
+
+
+def _ids_of(config: Any) -> list[int]:
+    ids = getattr(config, "eos_token_id", None)
+    return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
+
+
+def _check_token(token: int, tokenizer: Any, where: str) -> None:
+    outside = not 0 <= token < len(tokenizer)
+    text = "" if outside else str(tokenizer.convert_ids_to_tokens(token))
+    # Special and added tokens are fine. A few vocabularies list markers such as <|end|> among ordinary words.
+    if token in (*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder) or re.fullmatch(r"<[^\s<>]+>", text):
+        return
+    raise UserError(
+        f"responses would end at token {token}{text and f', {text!r}'}",
+        where=f"model.path: eos_token_id in {where}",
+        why=f"this id does not exist: the tokenizer has {len(tokenizer)} tokens"
+        if outside
+        else "it is a token of ordinary text, so every response that contains it would be cut off there",
+        fix="use tokenizer and config files of the same model",
+    )
+
+
+def _names(tokenizer: Any, ids: Sequence[int]) -> str:
+    return ", ".join(f"{token} ({tokenizer.convert_ids_to_tokens(token)!r})" for token in ids)

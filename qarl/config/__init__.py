@@ -2,12 +2,25 @@
 
     from qarl.config import load_config
 
-This package does not import torch, transformers, vLLM or verl.
+`load_config` builds a config from the command line, `build_config` from a dict. One error reports all problems. This
+package does not import torch, transformers, vLLM or verl.
 """
 
-from qarl.config.errors import ConfigError, Problem
-from qarl.config.load import build_config, describe_keys, load_config, write_resolved
-from qarl.config.schema import ActorConfig, Config, OptimConfig
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from qarl.config.errors import ConfigError, Problem, from_pydantic, key_of
+from qarl.config.objectives import ActorConfig, OptimConfig
+from qarl.config.schema import Config, check_together, default_values, flat_values, sections
+from qarl.config.source import read_arguments, with_home
+from qarl.config.unread import dropped
+from qarl.errors import UserError
 
 __all__ = [
     "ActorConfig",
@@ -20,3 +33,66 @@ __all__ = [
     "load_config",
     "write_resolved",
 ]
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """Build the config from arguments: `config=NAME.yaml` (required) and `key.path=value` overrides, in any order.
+
+    NAME is looked up as given, then in ./configs, then among the configs shipped with the package. Values are YAML.
+    Raises `ConfigError` with all problems.
+    """
+    keys = describe_keys()
+    raw = read_arguments(argv, [key for key in keys if key not in sections() and key != "verl"])
+    return _build(raw.values, raw.sources, raw.problems, report_missing=raw.file_read)
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """Build the config from a nested dict, like the content of a YAML file. Raises `ConfigError` with all problems."""
+    return _build(values, {}, [], report_missing=True)
+
+
+def write_resolved(config: Config, path: str | Path) -> None:
+    """Write `config.resolved_yaml()` to `path`. Create missing folders. Raise `UserError` if writing fails."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(config.resolved_yaml(), encoding="utf-8")
+    except OSError as error:
+        fix = "set output_dir to a folder that can be written to"
+        raise UserError("the config cannot be written", where=str(path), why=error.strerror, fix=fix) from error
+
+
+def describe_keys() -> dict[str, str]:
+    """Return every dotted key, including sections, with its description, in order."""
+    keys = {}
+    for name, info in Config.model_fields.items():
+        section = sections().get(name)
+        keys[name] = (section.__doc__ or "").partition("\n")[0] if section else info.description or ""
+        for child, child_info in section.model_fields.items() if section else ():
+            keys[f"{name}.{child}"] = child_info.description or ""
+    return {key: " ".join(text.split()) for key, text in keys.items()}
+
+
+def _build(
+    values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem], *, report_missing: bool
+) -> Config:
+    # If a section is missing, its required keys are still reported one by one.
+    filled = {**{name: {} for name in sections()}, **with_home(values)}
+    for key in dropped(flat_values(filled, set()), default_values(), sources):
+        section, _, child = key.rpartition(".")
+        filled[section] = {name: value for name, value in filled[section].items() if name != child}
+    found = list(problems)
+    try:
+        config = Config.model_validate(filled)
+    except ConfigError as error:
+        found += [replace(problem, source=sources.get(problem.key)) for problem in error.problems]
+    except ValidationError as error:
+        errors = [item for item in error.errors(include_url=False) if report_missing or item["type"] != "missing"]
+        descriptions = describe_keys()
+        found += [from_pydantic(item, descriptions, sources) for item in errors]
+        if report_missing:
+            bad_keys = {key_of(item["loc"]).partition("[")[0] for item in errors}
+            found += check_together(flat_values(filled, bad_keys), sources)
+    if found:
+        raise ConfigError(found)
+    return config

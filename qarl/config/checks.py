@@ -1,33 +1,130 @@
-"""Find keys that are each valid but do not fit together.
+"""Find keys that are each valid but do not fit together, and values that are probably mistakes.
 
 The checks read a flat dict of dotted keys, not a `Config`. So they can also check the valid keys of an invalid config,
-and one error reports all problems. A check ends at the first key that is missing because its value is invalid.
+and one error reports all problems. A check ends at the first key that is missing because its value is invalid. If a
+different key is invalid, the values are raw: a key that should be a list may be a single value. Keys that have no
+effect are in `qarl.config.unread`.
+
+The types in `qarl.config` refuse values that cannot work. `Sane`, beside a key's type, finds values that work but are
+almost certainly mistakes, such as a learning rate of 4096. The bounds are wide, so every reasonable run is within them.
+`unusual_values` reports the others when a run starts, in a dry run and in the doctor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 
-from qarl.config.errors import Problem
+from qarl.config.errors import Problem, show
 from qarl.config.ignore import is_ignored
-from qarl.config.objective_checks import CHECKS, Problems, Values, bad
+from qarl.config.objectives import SEQUENCE_LOSSES
+from qarl.config.types import Sane, Section
+from qarl.errors import UserError
 
-_TRIED = 2000
-"""`divisors` tries every number up to this one. This finds all divisors of numbers up to its square."""
+if TYPE_CHECKING:
+    from qarl.config import Config
+
+Values = Mapping[str, Any]
+Problems = Iterator[Problem]
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures above 0 to this value. A test compares it with vLLM's own constant."""
+_AVERAGED = (*SEQUENCE_LOSSES, "sapo")
+_BYPASS, _IS, _RS = (f"rollout_correction.{name}" for name in ("bypass_mode", "rollout_is", "rollout_rs"))
 
 
 def check(values: Values, sources: Mapping[str, str] | None = None) -> list[Problem]:
     """Return every problem between keys of `values`. `sources` maps dotted keys to the place where each was given."""
     problems: list[Problem] = []
-    for function in (*CHECKS, *_CHECKS):
+    for function in _CHECKS:
         with suppress(KeyError):
             problems.extend(function(values))
     return [replace(problem, source=(sources or {}).get(problem.key)) for problem in problems]
+
+
+def bad(v: Values, key: str, reason: str, fix: str) -> Problem:
+    """Return the problem that the value of `key` has."""
+    return Problem(key, v[key], reason, fix)
+
+
+def averages_over_responses(v: Values) -> Problems:
+    key, loss = "actor.loss_agg_mode", v["actor.loss"]
+    if loss in _AVERAGED and v[key] != "seq-mean-token-mean":
+        reason = f"actor.loss={loss} is defined with the mean seq-mean-token-mean"
+        yield bad(v, key, reason, "set it to seq-mean-token-mean, or choose another actor.loss")
+
+
+def advantages_suit_the_loss(v: Values) -> Problems:
+    key, loss = "algorithm.adv_estimator", v["actor.loss"]
+    if v[key] == "dr_grpo" and loss in _AVERAGED:
+        reason = f"dr_grpo does not average over the tokens of a response, but actor.loss={loss} does"
+        fix = "set actor.loss=grpo; or, to change only the advantages, set algorithm.norm_adv_by_std_in_grpo=false"
+        yield bad(v, key, reason, fix)
+    elif v[key] == "dr_grpo" and v["actor.loss_agg_mode"] not in ("seq-mean-token-mean", "seq-mean-token-sum-norm"):
+        reason = "with algorithm.adv_estimator=dr_grpo, token losses are summed and divided by a constant"
+        yield bad(v, "actor.loss_agg_mode", reason, "remove it, or set it to seq-mean-token-sum-norm")
+
+
+def one_weight_for_the_mismatch(v: Values) -> Problems:
+    loss, level = v["actor.loss"], v[_IS]
+    weighted = loss in ("tbpo", "mis_gspo")
+    if weighted and (level is not None or v[_BYPASS]):
+        reason = f"actor.loss={loss} already weights each response by the mismatch, and this would be a second weight"
+        key, fix = (_BYPASS, "false") if level is None else (_IS, "null")
+        yield bad(v, key, reason, f"set it to {fix}, or choose another actor.loss")
+    elif v[_BYPASS] and (loss == "reinforce" or level is not None):
+        reason = f"the ratio to the rollout contains the mismatch, and rollout_is={level} would apply it a second time"
+        yield bad(v, _BYPASS, "actor.loss=reinforce has no ratio" if level is None else reason, "set it to false")
+
+
+def rollouts_log_probs_hide_the_mismatch(v: Values) -> Problems:
+    """The old log-probs are the rollout's, so the ratio r_corr is always 1."""
+    key, loss, veto = "actor.old_log_probs", v["actor.loss"], "rollout_correction.veto_threshold"
+    if v[key] != "rollout":
+        return
+    rejects = v[_RS] and v[f"{_RS}_ratio"] == "corr"
+    if loss in ("tbpo", "mis_gspo"):
+        reason = f"actor.loss={loss} weights each response by the mismatch, and that weight would always be 1"
+        yield bad(v, key, reason, "set it to auto or recompute, or choose another actor.loss")
+    for other, used in ((_BYPASS, v[_BYPASS]), (veto, v[veto] is not None), (_IS, v[_IS]), (_RS, rejects)):
+        if used:
+            reason = "it has no effect, because the old log-probs are the rollout's"
+            yield bad(v, other, reason, "remove it, or set actor.old_log_probs to recompute or auto")
+
+
+def rejections_have_thresholds(v: Values) -> Problems:
+    loss, key = v["actor.loss"], f"{_RS}_threshold"
+    options, upper, lower = _items(v[_RS]), _items(v[key]), v[f"{key}_lower"]
+    if loss in SEQUENCE_LOSSES and any(option.startswith("token_") for option in options):
+        reason = f"actor.loss={loss} has one ratio per response, and single tokens cannot be removed from this ratio"
+        yield bad(v, _RS, reason, "choose a rejection of whole responses: seq_*")
+    if options and len(upper) not in (1, len(options)):
+        reason = f"rollout_rs has {len(options)} entries ({', '.join(options)})"
+        yield Problem(key, upper, reason, "give one threshold for each entry, or one for all entries")
+    elif options and lower is not None:
+        pairs = zip(options, upper * (len(options) if len(upper) == 1 else 1), strict=True)
+        bounds = [bound for option, bound in pairs if option.endswith("k1")]
+        if not bounds or lower >= min(bounds):
+            reason = f"it is not below the upper threshold of k1, {min(bounds)}" if bounds else "it is only for k1"
+            yield bad(v, f"{key}_lower", reason, "set it to null, or to a smaller value")
+
+
+def bounds_of_a_weight(v: Values) -> Problems:
+    key, lower = f"{_IS}_threshold", v[f"{_IS}_threshold_lower"]
+    lowest = 1 / v[key] if lower is None else lower
+    if v[_IS] is not None and v[f"{_IS}_mode"] in ("clip", "icepop") and lowest >= v[key]:
+        reason = f"the lower bound of a weight is {lowest:g}, which is not below {v[key]:g}"
+        yield bad(v, key, reason, "choose a larger value, or a smaller rollout_is_threshold_lower")
+
+
+def weights_to_normalise(v: Values) -> Problems:
+    key, level, mode = f"{_IS}_batch_normalize", v[_IS], v[f"{_IS}_mode"]
+    if v[key] and v["backend"] == "verl" and (level == "geometric" or mode == "clip"):
+        reason = f"verl has no weight with rollout_is={level} and rollout_is_mode={mode}, and only verl's trainer sees "
+        yield bad(v, key, reason + "the whole batch", "set it to false, or set backend=local")
 
 
 def whole_mini_batches(v: Values) -> Problems:
@@ -49,35 +146,20 @@ def whole_micro_batches(v: Values) -> Problems:
         yield bad(v, key, reason, f"choose a divisor of {mini * n}: {divisors(mini * n)}")
 
 
-def one_kind_of_micro_batch(kind: str, v: Values) -> Problems:
-    """`kind`: ppo or log_prob. The size in responses is null if, and only if, micro-batches are limited by tokens."""
-    key, by_tokens = f"actor.{kind}_micro_batch_size_per_gpu", f"actor.{kind}_max_token_len_per_gpu"
-    dynamic = v["actor.use_dynamic_bsz"]
-    if dynamic and v[key] is not None:
-        fix = f"set it to null, or set actor.use_dynamic_bsz=false and {by_tokens}=null"
-        yield bad(v, key, "actor.use_dynamic_bsz=true limits tokens, not responses", fix)
-    elif not dynamic and v[key] is None:
+def micro_batches_have_a_size(kind: str, v: Values) -> Problems:
+    """`kind`: ppo or log_prob. Micro-batches are limited by responses, or by tokens, which must allow a full row."""
+    by_rows, by_tokens = f"actor.{kind}_micro_batch_size_per_gpu", f"actor.{kind}_max_token_len_per_gpu"
+    dynamic, limit = v["actor.use_dynamic_bsz"], v[by_tokens]
+    longest = v["data.max_prompt_length"] + v["data.max_response_length"]
+    if not dynamic and v[by_rows] is None:
         fix = f"set it, or set actor.use_dynamic_bsz=true and {by_tokens}"
-        yield bad(v, key, "actor.use_dynamic_bsz=false requires a size of micro-batches", fix)
-
-
-def tokens_hold_a_row(kind: str, v: Values) -> Problems:
-    """`kind`: ppo or log_prob. A limit of tokens requires actor.use_dynamic_bsz and must allow a row of full length."""
-    key, dynamic = f"actor.{kind}_max_token_len_per_gpu", v["actor.use_dynamic_bsz"]
-    prompt, response = v["data.max_prompt_length"], v["data.max_response_length"]
-    limit, longest = v[key], prompt + response
-    if limit is None and dynamic and kind == "ppo":
+        yield bad(v, by_rows, "actor.use_dynamic_bsz=false requires a size of micro-batches", fix)
+    elif dynamic and limit is None and kind == "ppo":
         reason = "actor.use_dynamic_bsz=true fills micro-batches up to this number of tokens"
-        yield bad(v, key, reason, f"set it to {longest} or more, or set actor.use_dynamic_bsz=false")
-    elif limit is not None and not dynamic:
-        reason = "actor.use_dynamic_bsz=false limits responses, not tokens"
-        yield bad(v, key, reason, "set it to null, or set actor.use_dynamic_bsz=true")
-    elif limit is not None and limit < longest:
-        reason = (
-            "a row can have data.max_prompt_length + data.max_response_length = "
-            f"{prompt} + {response} = {longest} tokens, and a row is never split"
-        )
-        yield bad(v, key, reason, f"set it to {longest} or more, or lower data.max_response_length")
+        yield bad(v, by_tokens, reason, f"set it to {longest} or more, or set actor.use_dynamic_bsz=false")
+    elif dynamic and limit is not None and limit < longest:
+        reason = f"a row can have data.max_prompt_length + data.max_response_length = {longest} tokens, and a row is "
+        yield bad(v, by_tokens, reason + "never split", f"set it to {longest} or more, or lower the lengths")
 
 
 def tokens_are_counted_without_padding(v: Values) -> Problems:
@@ -111,20 +193,16 @@ def kernels_have_something_to_do(v: Values) -> Problems:
 
 def lm_head_stays(v: Values) -> Problems:
     key = "quant.ignore"
-    patterns = [v[key]] if isinstance(v[key], str) else v[key]
-    if v["quant.scheme"] != "bf16" and not is_ignored("lm_head", patterns):
+    if v["quant.scheme"] != "bf16" and not is_ignored("lm_head", _items(v[key])):
         reason = "lm_head would be quantized, but with a quantized lm_head vLLM returns wrong results without an error"
         yield bad(v, key, reason, "add lm_head to the list")
 
 
 def something_to_evaluate(v: Values) -> Problems:
-    key, test_freq = "data.val_files", v["trainer.test_freq"]
-    if not v[key] and (test_freq > 0 or v["trainer.val_before_train"]):
-        when = "before training (trainer.val_before_train)"
-        if test_freq > 0:
-            when = f"every {test_freq} steps (trainer.test_freq)"
-        fix = "name a file, or set trainer.test_freq=-1 and trainer.val_before_train=false"
-        yield bad(v, key, f"an evaluation is due {when}, but no file is given", fix)
+    key = "data.val_files"
+    if not v[key] and (v["trainer.test_freq"] > 0 or v["trainer.val_before_train"]):
+        reason = "an evaluation is due (trainer.test_freq, trainer.val_before_train), but no file is given"
+        yield bad(v, key, reason, "name a file, or set trainer.test_freq=-1 and trainer.val_before_train=false")
 
 
 def room_for_every_sequence(v: Values) -> Problems:
@@ -137,13 +215,10 @@ def room_for_every_sequence(v: Values) -> Problems:
 
 def local_is_one_process(v: Values) -> Problems:
     keys = ("trainer.nnodes", "trainer.n_gpus_per_node", "rollout.tensor_model_parallel_size")
-    key = next((key for key in keys if v[key] != 1), None)
-    if v["backend"] == "local" and key:
-        yield bad(v, key, "backend=local is one process on one device", "set it to 1, or set backend=verl")
-
-
-def verl_keys_need_verl(v: Values) -> Problems:
-    if v["backend"] != "verl" and v["verl"]:
+    for key in keys if v["backend"] == "local" else ():
+        if v[key] != 1:
+            yield bad(v, key, "backend=local is one process on one device", "set it to 1, or set backend=verl")
+    if v["backend"] == "local" and v["verl"]:
         yield bad(v, "verl", "backend=local does not use verl's keys", "remove them, or set backend=verl")
 
 
@@ -152,16 +227,6 @@ def a_path_to_resume_from(v: Values) -> Problems:
     if v[key] == "resume_path" and v[path] is None:
         fix = "set trainer.resume_from_path=RUN/checkpoints/step_N, or use trainer.resume_mode=auto"
         yield bad(v, key, "no checkpoint to resume from is given", fix)
-    elif v[key] != "resume_path" and v[path] is not None:
-        fix = "set trainer.resume_mode=resume_path, or remove trainer.resume_from_path"
-        yield bad(v, path, f"trainer.resume_mode = {v[key]} does not use it", fix)
-
-
-def local_evaluates_greedily(v: Values) -> Problems:
-    key = "rollout.val_temperature"
-    if v["backend"] == "local" and v[key] != 0:
-        reason = "backend=local evaluates with one greedy response per prompt"
-        yield bad(v, key, reason, "set it to 0, or set backend=verl")
 
 
 def both_sides_sample_from_the_same_tokens(v: Values) -> Problems:
@@ -176,6 +241,9 @@ def both_sides_sample_from_the_same_tokens(v: Values) -> Problems:
     elif align not in ("model", "exact"):
         reason += f"a trainer at quant.align={align} are too inexact to identify these tokens"
         yield bad(v, key, reason, f"set it to {off}, or set quant.align=model")
+    elif v["actor.old_log_probs"] != "recompute":
+        reason = f"with {key}, the pass that recomputes old log-probs is needed to find the tokens that both sides keep"
+        yield bad(v, "actor.old_log_probs", reason, "set it to recompute")
 
 
 def fp16_is_unquantized(v: Values) -> Problems:
@@ -192,33 +260,22 @@ def fp16_is_unquantized(v: Values) -> Problems:
         yield bad(v, key, reason, fix + "optim.master_dtype=fp32")
 
 
-def likeliest_tokens_come_from_the_pass(v: Values) -> Problems:
-    key, top_p, top_k = "actor.old_log_probs", v["rollout.top_p"], v["rollout.top_k"]
-    if v[key] != "recompute" and (top_p < 1 or top_k > 0):
-        cause = "rollout.top_p below 1" if top_p < 1 else "rollout.top_k"
-        reason = f"with {cause}, the pass that recomputes old log-probs is needed to find the tokens that both sides "
-        yield bad(v, key, reason + "keep", "set it to recompute")
-
-
-def temperature_is_taken_as_it_is(v: Values) -> Problems:
-    key = "rollout.temperature"
+def temperature_is_taken_as_it_is(key: str, v: Values) -> Problems:
     if 0 < v[key] < MIN_TEMPERATURE:
-        reason = f"vLLM samples at {MIN_TEMPERATURE} instead, but the trainer's log-probs would be for {v[key]}"
-        yield bad(v, key, reason, f"set it to {MIN_TEMPERATURE} or more")
-
-
-def val_temperature_is_taken_as_it_is(v: Values) -> Problems:
-    key = "rollout.val_temperature"
-    if 0 < v[key] < MIN_TEMPERATURE:
-        reason = f"vLLM samples at {MIN_TEMPERATURE} instead"
-        yield bad(v, key, reason, f"set it to 0 (greedy) or {MIN_TEMPERATURE} or more")
+        yield bad(v, key, f"vLLM samples at {MIN_TEMPERATURE} instead", f"set it to {MIN_TEMPERATURE} or more")
 
 
 _CHECKS: tuple[Callable[[Values], Problems], ...] = (
+    averages_over_responses,
+    advantages_suit_the_loss,
+    one_weight_for_the_mismatch,
+    rollouts_log_probs_hide_the_mismatch,
+    rejections_have_thresholds,
+    bounds_of_a_weight,
+    weights_to_normalise,
     whole_mini_batches,
     whole_micro_batches,
-    *(partial(one_kind_of_micro_batch, kind) for kind in ("ppo", "log_prob")),
-    *(partial(tokens_hold_a_row, kind) for kind in ("ppo", "log_prob")),
+    *(partial(micro_batches_have_a_size, kind) for kind in ("ppo", "log_prob")),
     tokens_are_counted_without_padding,
     int4_group,
     kernels_have_something_to_do,
@@ -226,19 +283,73 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     something_to_evaluate,
     room_for_every_sequence,
     local_is_one_process,
-    verl_keys_need_verl,
     a_path_to_resume_from,
-    local_evaluates_greedily,
     both_sides_sample_from_the_same_tokens,
     fp16_is_unquantized,
-    likeliest_tokens_come_from_the_pass,
-    temperature_is_taken_as_it_is,
-    val_temperature_is_taken_as_it_is,
+    *(partial(temperature_is_taken_as_it_is, f"rollout.{name}") for name in ("temperature", "val_temperature")),
 )
 
 
 def divisors(number: int) -> str:
     """Return the divisors of `number` as text. If there are more than 12, show only the first and the last five."""
-    small = [divisor for divisor in range(1, min(number, _TRIED) + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     found = [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]
     return ", ".join(found if len(found) <= 12 else [*found[:5], "...", *found[-5:]])
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def unusual_values(config: Config) -> list[UserError]:
+    """Return values of `config` that are outside their bounds, and combinations of values that make no sense."""
+    return [*_outside(config), *_together(config)]
+
+
+def _outside(section: Any, prefix: str = "") -> Iterator[UserError]:
+    for name, info in type(section).model_fields.items():
+        key, value = f"{prefix}{name}", getattr(section, name)
+        if isinstance(value, Section):
+            yield from _outside(value, f"{key}.")
+        elif isinstance(value, tuple):
+            for i, (item, kind) in enumerate(zip(value, get_args(info.annotation), strict=True)):
+                yield from _question(f"{key}[{i}]", item, kind.__metadata__)
+        elif value is not None:
+            yield from _question(key, value, info.metadata)
+
+
+def _question(key: str, value: float, metadata: Any) -> Iterator[UserError]:
+    for sane in metadata:
+        if isinstance(sane, Sane) and not sane.low <= value <= sane.high:
+            limit, side = (sane.low, "below") if value < sane.low else (sane.high, "above")
+            yield UserError(
+                f"{key}={show(value)} is {side} {show(limit)}",
+                where=key,
+                why="no usual run has such a value, so it is probably a mistake",
+                fix=f"choose {show(sane.low)} to {show(sane.high)}, unless this is what you want",
+            )
+
+
+def _together(config: Config) -> Iterator[UserError]:
+    """Yield combinations of values that make no sense. docs/ablations.md has the eight runs of the last one."""
+    actor, prompts = config.actor, config.data.train_batch_size
+    warm_up, total = config.optim.lr_warmup_steps, config.trainer.total_training_steps
+    if 0 < warm_up >= total:
+        what = f"optim.lr_warmup_steps={warm_up} covers the whole run of {total} steps"
+        why = "the learning rate would never reach its peak"
+        yield UserError(what, where="optim.lr_warmup_steps", why=why, fix="lower it")
+    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+    if actor.loss == "reinforce" and updates != 1:
+        what = f"actor.loss=reinforce makes {updates} updates per step"
+        why = "it has no ratio to the policy that sampled, so every update after the first is biased"
+        fix = f"set actor.ppo_mini_batch_size={prompts} and actor.ppo_epochs=1"
+        yield UserError(what, where="actor.loss", why=why, fix=fix)
+    from_rollout = actor.old_log_probs == "rollout"
+    far = config.quant.align == "off" and config.quant.scheme in ("w4a16", "w4a8")
+    if far and actor.loss != "reinforce" and (from_rollout or config.rollout_correction.bypass_mode):
+        yield UserError(
+            "the ratio of the loss contains the mismatch of 4-bit rollouts",
+            where="actor.old_log_probs" if from_rollout else "rollout_correction.bypass_mode",
+            why="it is far from 1 on some tokens before any update; in W4A16 eight of eight runs with GRPO collapsed",
+            fix="set quant.align=model, or actor.old_log_probs=recompute without bypass_mode",
+        )

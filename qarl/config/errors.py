@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,10 +61,7 @@ class ConfigError(UserError):
 
 def show(value: Any, limit: int = 120) -> str:
     """Return `value` as one line of YAML, cut to `limit` characters."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        text = repr(value)
+    text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -95,26 +93,6 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
     return by_leaf[other] if other else None
 
 
-_EXPECTED = {
-    "int_type": ("a whole number", "write digits only, for example 8"),
-    "float_type": ("a number", "write a number without quotes, for example 0.001 or 1e-3"),
-    "bool_type": ("true or false", "write true or false, without quotes"),
-    "string_type": ("text", "write text; put it in quotes if it reads as a number, true, false or null"),
-    "list_type": ("a list", "write a list, for example [first, second]"),
-    "tuple_type": ("a list", "write a list, for example [0.9, 0.999]"),
-    "finite_number": ("a finite number", "write a number that is neither .inf nor .nan"),
-    "greater_than": ("above {gt}", "choose a value above {gt}"),
-    "greater_than_equal": ("at least {ge}", "choose a value of {ge} or more"),
-    "less_than": ("below {lt}", "choose a value below {lt}"),
-    "less_than_equal": ("at most {le}", "choose a value of {le} or less"),
-    "too_short": ("a list of at least {min_length}", "name at least {min_length}"),
-    "too_long": ("a list of at most {max_length}", "remove the rest"),
-    "string_pattern_mismatch": ("of the form {pattern}", "remove the characters that this form does not allow"),
-    "string_too_long": ("text of at most {max_length} characters", "shorten it"),
-    "string_too_short": ("text that is not empty", "write a value, or remove the key"),
-}
-
-
 def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
     """Convert one of pydantic's errors to a `Problem`.
 
@@ -133,18 +111,12 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources:
         first = next(path for path in descriptions if path.startswith(f"{key}."))
         reason = "this is a section, which contains keys and has no value"
         fix = f"set its keys one by one ({first} and so on), or leave {key} out to use their defaults"
-    elif kind == "literal_error":
-        options = [option.strip("'") for option in context["expected"].replace(" or ", ", ").split(", ")]
-        guess = nearest(str(value), options, cutoff=0.5)
-        only = options[0] if len(options) == 1 else f"one of {', '.join(options)}"
-        reason, fix = f"must be {only}", f"write {guess or only}"
-    elif kind in _EXPECTED:
-        must_be, fix = (text.format(**context) for text in _EXPECTED[kind])
-        reason = f"must be {must_be}"
     else:
-        message = error["msg"]
-        reason = message[:1].lower() + message[1:]
-        fix = context.get("fix", "give a value that fits the meaning of the key")
+        reason = error["msg"].replace("Input should be ", "must be ")
+        reason = reason[:1].lower() + reason[1:]
+        fix = context.get("fix", f"correct the value; `qarl train --help {plain_key}` describes the key")
+        if kind == "literal_error" and (guess := nearest(str(value), re.findall("'(.+?)'", context["expected"]), 0.5)):
+            fix = f"write {guess}"
     return Problem(key, value, reason, fix, sources.get(plain_key), descriptions.get(plain_key))
 
 

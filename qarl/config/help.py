@@ -7,7 +7,6 @@ docs/config_reference.md, from `key_table`.
 from __future__ import annotations
 
 import inspect
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -19,11 +18,8 @@ from qarl.config.errors import nearest, nearest_key, show
 from qarl.config.schema import Config, sections
 from qarl.config.source import available_configs, find_config
 from qarl.config.types import Unit, Words
-from qarl.console import terminal_width
 from qarl.errors import UserError
 
-WIDTH = 100
-"""Longest line of the help, in characters. On a narrower terminal, lines are shorter."""
 _NUMBERS = {int: "integer", float: "number"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _PLURALS = {"path": "paths"}
@@ -63,10 +59,8 @@ def about_section(name: str) -> list[str]:
 def shipped() -> Iterator[tuple[str, str]]:
     """Yield the name of each config that `config=` finds, and the first line of its comment."""
     for name in available_configs():
-        path = find_config(name)[0]
-        if path is not None:
-            with path.open(encoding="utf-8", errors="replace") as file:
-                first = file.readline().strip()
+        if path := find_config(name)[0]:
+            first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
             yield name, first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
@@ -83,14 +77,14 @@ def config_help(about: str, topics: Sequence[str]) -> str:
     for name, keys in table.items():
         title = f"{name}: {about_section(name)[0]}" if name else "top level"
         names = ", ".join(key.name.rpartition(".")[2] for key in keys)
-        lines += [f"  {title}", *_wrapped(names, 6)]
+        lines += [f"  {title}", f"      {names}"]
     return "\n".join(lines)
 
 
 def columns(rows: Mapping[str, str]) -> list[str]:
     """Return names and their texts as lines of help in two columns."""
     width = max(map(len, rows), default=0) + 2
-    return [line for name, text in rows.items() for line in _wrapped(f"{name:{width}}{text}", 2, 2 + width)]
+    return [f"  {name:{width}}{text}" for name, text in rows.items()]
 
 
 def _topic(topic: str) -> str:
@@ -100,31 +94,15 @@ def _topic(topic: str) -> str:
         return _described(keys[topic])
     if topic in table and topic:
         title, *paragraphs = about_section(topic)
-        about = ["\n".join(_wrapped(paragraph, 0)) for paragraph in (f"{topic}: {title}", *paragraphs)]
-        return "\n\n".join([*about, *map(_described, table[topic])])
+        return "\n\n".join([f"{topic}: {title}", *paragraphs, *map(_described, table[topic])])
     known = [*sections(), *keys]
     guess = nearest_key(topic, known) if "." in topic else nearest(topic, sections()) or nearest_key(topic, known)
-    raise UserError(
-        f"there is no section or key {topic!r}",
-        where="--help",
-        fix=f"{f'did you mean {guess}? ' if guess else ''}the sections are {', '.join(sections())}",
-    )
+    fix = f"{f'did you mean {guess}? ' if guess else ''}the sections are {', '.join(sections())}"
+    raise UserError(f"there is no section or key {topic!r}", where="--help", fix=fix)
 
 
 def _described(key: Key) -> str:
-    return "\n".join([f"  {key.name}", *_wrapped(key.meaning, 6), *_wrapped(key.facts, 6)])
-
-
-def _wrapped(text: str, indent: int, later: int | None = None) -> list[str]:
-    width = terminal_width(WIDTH)
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent if later is None else later),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return f"  {key.name}\n      {key.meaning}\n      {key.facts}"
 
 
 def _key(name: str, info: FieldInfo) -> Key:

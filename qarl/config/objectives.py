@@ -1,4 +1,4 @@
-"""The keys that choose the objective, and how it is corrected for the mismatch of trainer and rollout engine.
+"""The sections `actor`, `rollout_correction` and `optim`: the objective, its corrections for the mismatch, the update.
 
 `ObjectiveKeys` contains keys of the section `actor`. `RolloutCorrectionConfig` is the section `rollout_correction`. A
 key that verl has too (`actor.clip_ratio_low`, `algorithm.rollout_correction.rollout_is`) has verl's name. There are
@@ -13,14 +13,17 @@ docs/objectives.md has the formula and the source of every value.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from qarl.config.types import Above, Below, Sane, Section, Unit, as_list
+from qarl.config.types import Above, Below, Fraction, Sane, Section, Unit, as_list
+from qarl.tbpo.config import BandScaling, MismatchOutsideCap, PositiveBand, TBPOConfig
 
 LossName = Literal["tbpo", "grpo", "dual_clip", "gspo", "mis_gspo", "positive_only", "sapo", "reinforce"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
+SEQUENCE_LOSSES = ("tbpo", "gspo", "mis_gspo")
+"""Losses with one ratio per response, the geometric mean over its tokens."""
 LossAggMode = Literal["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean"]
 AdvEstimator = Literal["grpo", "rloo", "dr_grpo"]
 Level = Literal["token", "sequence", "geometric"]
@@ -44,17 +47,6 @@ Thresholds = Annotated[
     list[Annotated[float, Field(gt=0, le=1e6)]],
     BeforeValidator(lambda value: [value] if isinstance(value, int | float) else value),
 ]
-DEFAULT_WEIGHT_BOUND = 2.0
-"""The default upper bound of a weight. A config without a weight cannot have another."""
-_FLAT_GATE, _OPEN_GATE = "only ratios of almost exactly 1 have a gradient", "nothing limits the ratio"
-_OUTWEIGHS = "a single token or response could outweigh the rest of the batch"
-_CLIP = Sane(
-    1e-6,
-    10.0,
-    "the ratio is hardly limited, so a few tokens could outweigh the rest of the batch",
-    "almost every token is clipped after the first update",
-)
-_LOWER_CLIP = Sane(_CLIP.low, 0.9, _CLIP.above, _CLIP.below)
 
 
 class ObjectiveKeys(Section):
@@ -71,27 +63,23 @@ class ObjectiveKeys(Section):
     """How token losses are averaged. tbpo, gspo, mis_gspo and sapo allow only seq-mean-token-mean.
     algorithm.adv_estimator=dr_grpo replaces the default by seq-mean-token-sum-norm and refuses the others."""
 
-    clip_ratio_low: Annotated[Below | None, _LOWER_CLIP] = None
+    clip_ratio_low: Annotated[Below | None, Sane(1e-6, 0.9)] = None
     """Ratios are clipped at 1 - this value. gspo and mis_gspo clip ratios of responses, other losses those of tokens.
     null means 3e-4 for gspo and mis_gspo, 0.2 for others, as in their papers. tbpo, sapo and reinforce ignore it."""
 
-    clip_ratio_high: Annotated[Above | None, _CLIP] = None
+    clip_ratio_high: Annotated[Above | None, Sane(1e-6, 10.0)] = None
     """Ratios are clipped at 1 + this value. null means 4e-4 for gspo and mis_gspo, 0.2 for other losses."""
 
-    clip_ratio_c: Annotated[
-        float, Sane(1.01, 100.0, _CLIP.above, "tokens with a negative advantage teach almost nothing")
-    ] = Field(default=3.0, gt=1, le=1e6)
+    clip_ratio_c: Annotated[float, Sane(1.01, 100.0)] = Field(default=3.0, gt=1, le=1e6)
     """With dual_clip: a token with a negative advantage has no gradient if its ratio is above this value."""
 
-    tau_pos: Annotated[float, Sane(0.01, 100.0, _FLAT_GATE, _OPEN_GATE)] = Field(default=1.0, gt=0, le=1e3)
+    tau_pos: Annotated[float, Sane(0.01, 100.0)] = Field(default=1.0, gt=0, le=1e3)
     """With sapo: the gate's temperature for positive advantages."""
 
-    tau_neg: Annotated[float, Sane(0.01, 100.0, _FLAT_GATE, _OPEN_GATE)] = Field(default=1.05, gt=0, le=1e3)
+    tau_neg: Annotated[float, Sane(0.01, 100.0)] = Field(default=1.05, gt=0, le=1e3)
     """With sapo: the gate's temperature for negative advantages. A larger value gives a faster decay."""
 
-    mis_imp_ratio_cap: Annotated[
-        float, Sane(1.0, 100.0, _OUTWEIGHS, "even responses without a mismatch are left out")
-    ] = Field(default=2.0, gt=0, le=1e6)
+    mis_imp_ratio_cap: Annotated[float, Sane(1.0, 100.0)] = Field(default=2.0, gt=0, le=1e6)
     """With mis_gspo: a response has no gradient if its trainer/rollout ratio (the product over its tokens) is above
     this value."""
 
@@ -101,9 +89,7 @@ class ObjectiveKeys(Section):
     policy is a second copy of the model in memory, and each step computes its log-probs. With backend=verl, set verl's
     key of this name in the section verl instead."""
 
-    kl_loss_coef: Annotated[
-        Above, Sane(1e-5, 1.0, "the KL term outweighs the reward", "the KL term changes nothing")
-    ] = 1e-3
+    kl_loss_coef: Annotated[Above, Sane(1e-5, 1.0)] = 1e-3
     """With use_kl_loss: the factor of the KL term."""
 
 
@@ -127,14 +113,10 @@ class RolloutCorrectionConfig(Section):
     bound. `clip`: a weight becomes the nearer bound. `mask`: a weight above the upper bound becomes 0. `icepop`: a
     weight outside the two bounds becomes 0."""
 
-    rollout_is_threshold: Annotated[
-        Above, Sane(1.0, 100.0, _OUTWEIGHS, "even tokens without a mismatch are out of bounds")
-    ] = DEFAULT_WEIGHT_BOUND
+    rollout_is_threshold: Annotated[Above, Sane(1.0, 100.0)] = 2.0
     """The upper bound of a weight."""
 
-    rollout_is_threshold_lower: Annotated[
-        Above | None, Sane(1e-6, 1.0, "even tokens without a mismatch are out of bounds", "no weight is so small")
-    ] = None
+    rollout_is_threshold_lower: Annotated[Above | None, Sane(1e-6, 1.0)] = None
     """The lower bound of a weight, for clip and icepop. null means 1 / rollout_is_threshold."""
 
     rollout_is_batch_normalize: bool = False
@@ -155,11 +137,7 @@ class RolloutCorrectionConfig(Section):
     rollout_rs_ratio: Literal["corr", "ppo"] = "corr"
     """The ratio r for rollout_rs: r_corr (the mismatch), or r_ppo (the mismatch and the updates of this step)."""
 
-    veto_threshold: Annotated[
-        float | None,
-        Unit("probability"),
-        Sane(1e-30, 0.1, "most responses have such a token", "no token is so rare"),
-    ] = Field(default=None, gt=0, lt=1)
+    veto_threshold: Annotated[float | None, Unit("probability"), Sane(1e-30, 0.1)] = Field(default=None, gt=0, lt=1)
     """Reject every response with a token whose old probability is below this value, for example 1e-6."""
 
     @property
@@ -172,3 +150,136 @@ class RolloutCorrectionConfig(Section):
         """The lower bound of a weight, for the modes that have one."""
         given = self.rollout_is_threshold_lower
         return 1 / self.rollout_is_threshold if given is None else given
+
+
+_BAND, _LOWER_BAND = Sane(1e-6, 1.0), Sane(1e-6, 0.5)
+
+
+def _tbpo(name: str) -> Any:
+    """Return the field of a key of TBPO, with its default and bounds in `TBPOConfig`."""
+    key = TBPOConfig.__dataclass_fields__[name]
+    return Field(default=key.default, **key.metadata)
+
+
+class ActorConfig(ObjectiveKeys):
+    """The policy update: the objective, batch splits and TBPO's bands.
+
+    The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, and its
+    spread is proportional to 1/sqrt(tokens). So short responses need wider bands. Otherwise most short responses are
+    outside the bands and teach nothing.
+    """
+
+    ppo_mini_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
+    """Prompts per optimizer step, as in verl, with rollout.n responses each. Must divide data.train_batch_size."""
+
+    use_dynamic_bsz: bool = False
+    """How a batch is split into micro-batches. false: by number of responses (ppo_micro_batch_size_per_gpu). true: by
+    number of tokens (ppo_max_token_len_per_gpu), so that a micro-batch of short responses contains more responses."""
+
+    ppo_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(default=None, ge=1)
+    """Responses per forward and backward. This limits memory, and changes the gradient only by rounding. Must divide
+    ppo_mini_batch_size * rollout.n. Required if use_dynamic_bsz is false."""
+
+    log_prob_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(default=None, ge=1)
+    """Responses per forward when the old log-probs are computed. This only limits memory. Required if use_dynamic_bsz
+    is false."""
+
+    ppo_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
+    """Maximum number of tokens (prompts and responses) per forward and backward, if use_dynamic_bsz is true. Must be at
+    least data.max_prompt_length + data.max_response_length. This limits memory, and changes the gradient only by
+    rounding."""
+
+    log_prob_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
+    """Maximum number of tokens per forward when the old log-probs are computed, if use_dynamic_bsz is true. null means
+    the value of ppo_max_token_len_per_gpu. In verl this key is in the section rollout."""
+
+    old_log_probs: Literal["recompute", "rollout", "auto"] = "recompute"
+    """Where the old log-probs come from. `recompute`: a forward over the batch before the update. `rollout`: the
+    rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, which each step checks
+    (docs/alignment.md), otherwise as `recompute`. Only `recompute` works with rollout.top_p or rollout.top_k."""
+
+    old_log_probs_sample: Annotated[float, Unit("share of the rows"), Sane(0.01, 1.0)] = Field(
+        default=0.125, ge=0, le=1
+    )
+    """With old_log_probs=auto, share of the rows outside the first mini-batch that a step without recomputing checks,
+    drawn at random. It is also the probability per step to find one differing row among them."""
+
+    ppo_epochs: Annotated[int, Unit("passes"), Sane(1, 32)] = Field(default=1, ge=1)
+    """Passes over the responses of a step."""
+
+    grad_clip: Annotated[float, Sane(1e-4, 1e9)] = Field(default=1.0, gt=0)
+    """Largest L2 norm of the whole gradient. A larger gradient is scaled down to it."""
+
+    seq_clip_ratio_high: Annotated[float, _BAND] = _tbpo("seq_clip_ratio_high")
+    """For a positive advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
+
+    seq_clip_ratio_low: Annotated[float, _LOWER_BAND] = _tbpo("seq_clip_ratio_low")
+    """For a positive advantage with positive_band=two_sided, a sequence ratio below 1 - this value gives no gradient.
+    The default is the paper's."""
+
+    neg_seq_clip_ratio_low: Annotated[float, _LOWER_BAND] = _tbpo("neg_seq_clip_ratio_low")
+    """For a negative advantage, a sequence ratio below 1 - this value gives no gradient. The default is the paper's."""
+
+    neg_seq_clip_ratio_high: Annotated[float, _BAND] = _tbpo("neg_seq_clip_ratio_high")
+    """For a negative advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
+
+    seq_tis_imp_ratio_cap: Annotated[float, Sane(1, 100)] = _tbpo("seq_tis_imp_ratio_cap")
+    """The cap C. A sequence's trainer/rollout weight is limited to [1/C, C], so with C = 1 all weights are 1. The
+    default is the paper's."""
+
+    mismatch_outside_cap: MismatchOutsideCap = _tbpo("mismatch_outside_cap")
+    """How to treat a sequence with a trainer/rollout weight outside [1/C, C] (seq_tis_imp_ratio_cap). `truncate`: clip
+    the weight. `drop`: set the sequence's loss to 0, but still count the sequence in the mean."""
+
+    positive_band: PositiveBand = _tbpo("positive_band")
+    """Band for positive advantages. `upper`: only the upper edge, as in the paper's text. `two_sided`: both edges, as
+    the paper's table allows."""
+
+    band_scaling: BandScaling = _tbpo("band_scaling")
+    """`none`: the bands are as given. `length`: they are given for responses of band_reference_length tokens, and a
+    response of T tokens has bands sqrt(band_reference_length / T) times as wide."""
+
+    band_reference_length: Annotated[int, Unit("tokens")] = _tbpo("band_reference_length")
+    """Response length for which the bands are given, if band_scaling is length. The default is the paper's longest
+    response, to which its bands belong."""
+
+
+class OptimConfig(Section):
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
+
+    lr: Annotated[float, Sane(1e-9, 1e-2)] = Field(default=1e-6, ge=0)
+    """AdamW's peak learning rate. The default is the value that the paper gives for Muon (docs/paper_runs.md)."""
+
+    betas: tuple[Annotated[Fraction, Sane(0.0, 0.999)], Annotated[Fraction, Sane(0.5, 0.99999)]] = Field(
+        default=(0.9, 0.999), strict=False
+    )
+    """AdamW's decay rates of the first and second moment."""
+
+    eps: Annotated[float, Sane(1e-20, 1e-2)] = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+
+    weight_decay: Annotated[float, Sane(0.0, 10.0)] = Field(default=0.01, ge=0)
+    """Decoupled weight decay. In each step it is multiplied by the learning rate. The default is the paper's."""
+
+    lr_warmup_steps: Annotated[int, Unit("steps")] = Field(default=0, ge=0)
+    """Number of training steps in which the learning rate rises linearly from 0 to its peak."""
+
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: `constant`, or `cosine` down to min_lr_ratio at the last training step."""
+
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end of the cosine schedule, as a fraction of the peak."""
+
+    muon_lr: Annotated[float, Sane(1e-8, 1.0)] = Field(default=0.02, ge=0)
+    """Muon's peak learning rate. One update changes an element of a matrix by about muon_lr / sqrt(input width). The
+    default is that of the muon-optimizer package, for pre-training. Fine-tuning needs less."""
+
+    muon_momentum: Annotated[Fraction, Sane(0.0, 0.999)] = 0.95
+    """Muon's momentum."""
+
+    master_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the weights that the optimizer updates. With bf16, updates are rounded stochastically, because rounding
+    to nearest would lose updates of relative size 1e-6."""

@@ -21,17 +21,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from qarl.config.actor import ActorConfig, OptimConfig
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError, Problem
-from qarl.config.model import ModelConfig
-from qarl.config.objectives import AdvEstimator, RolloutCorrectionConfig
+from qarl.config.objectives import ActorConfig, AdvEstimator, OptimConfig, RolloutCorrectionConfig
 from qarl.config.quant import QuantConfig
-from qarl.config.rollout import RolloutConfig
-from qarl.config.strict_yaml import dump
+from qarl.config.source import dump
 from qarl.config.types import (
-    LONG,
-    MANY_RESPONSES,
     Dotted,
     PathList,
     PathText,
@@ -45,6 +40,32 @@ from qarl.config.types import (
 from qarl.config.unread import problems as unread_problems
 
 
+class ModelConfig(Section):
+    """The model to train."""
+
+    path: PathText
+    """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
+
+    trust_remote_code: bool = False
+    """Run the Python code in the model's folder or Hub repository. It runs with all your rights, so read it first."""
+
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    """Dtype of weights and activations in trainer and engine. `fp16` is 8 times as precise as `bf16`, but its largest
+    number is 65504 and small gradients become 0, so the loss is scaled (docs/forward.md). `fp16` requires
+    backend=local, quant.scheme=bf16 (unquantized) and optim.master_dtype=fp32."""
+
+    head_dtype: Literal["model", "fp32"] = "model"
+    """Precision of the logits. `model`: that of the model. `fp32`: trainer and engine compute FP32 logits from the BF16
+    weights. `fp32` requires vLLM 0.29 and a model of the families Llama, Qwen2, Qwen3 or Qwen3-MoE."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward. This needs less memory but about a third more compute."""
+
+    use_remove_padding: bool = True
+    """Pack the rows of a micro-batch into one sequence, without padding. If false, each row is padded to the length of
+    the longest row. This takes more time and does not change the log-probs. Set false only for debugging."""
+
+
 class DataConfig(Section):
     """Prompts and batch sizes."""
 
@@ -55,13 +76,13 @@ class DataConfig(Section):
     val_files: PathList = []
     """Files of evaluation prompts (same formats and schema). The list may be empty only if nothing is evaluated."""
 
-    train_batch_size: Annotated[int, Unit("prompts"), Sane(1, 65536, MANY_RESPONSES)] = Field(ge=1)
+    train_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
     """Prompts per training step. Each gets rollout.n responses."""
 
-    max_prompt_length: Annotated[int, Unit("tokens"), Sane(1, 2**20, LONG)] = Field(ge=1)
+    max_prompt_length: Annotated[int, Unit("tokens")] = Field(ge=1)
     """Largest number of tokens in a prompt, including the chat template."""
 
-    max_response_length: Annotated[int, Unit("tokens"), Sane(1, 2**20, LONG)] = Field(ge=1)
+    max_response_length: Annotated[int, Unit("tokens")] = Field(ge=1)
     """Largest number of tokens in a response. Generation stops there."""
 
     shuffle: bool = True
@@ -80,12 +101,62 @@ class RewardConfig(Section):
     function: RewardName = "arithmetic"
     """`arithmetic`, `math_verify`, or your own function: `module:function` or `path/to/file.py:function`."""
 
-    timeout_s: Annotated[
-        float | None,
-        Unit("seconds"),
-        Sane(0.01, 3600, "a stuck reward delays the run for that long", "most answers need longer"),
-    ] = Field(default=60.0, gt=0, le=86_400)
+    timeout_s: Annotated[float | None, Unit("seconds"), Sane(0.01, 3600)] = Field(default=60.0, gt=0, le=86_400)
     """Time limit for scoring one response; exceeding it is an error. null means no limit."""
+
+
+class RolloutConfig(Section):
+    """Sampling, and the vLLM engine that samples."""
+
+    n: Annotated[int, Unit("responses"), Sane(2, 1024)] = Field(ge=2)
+    """Responses per prompt (GRPO's group). At least 2, because an advantage compares responses to the same prompt."""
+
+    temperature: Annotated[float, Sane(0.1, 2.0)] = Field(default=1.0, gt=0)
+    """Sampling temperature in training. It cannot be 0, because greedy responses to a prompt would all be equal."""
+
+    top_p: Annotated[float, Sane(0.1, 1.0)] = Field(default=1.0, gt=0, le=1)
+    """Probability mass that nucleus sampling keeps. Less than 1 needs backend=local and quant.align=model or exact."""
+
+    top_k: Annotated[int, Unit("tokens")] = Field(default=-1, ge=-1)
+    """Sample only from the top_k likeliest tokens; -1 or 0 means all. Values above 0 need backend=local and
+    quant.align=model or exact."""
+
+    val_temperature: Annotated[float, Sane(0.0, 2.0)] = Field(default=0.0, ge=0)
+    """Sampling temperature of evaluations; 0 is greedy. It can be above 0 only with backend=verl, which can evaluate
+    several responses per problem (scripts/prepare_math_eval.py)."""
+
+    max_num_seqs: Annotated[int, Unit("sequences")] = Field(default=256, ge=1)
+    """Maximum number of sequences that vLLM decodes at once."""
+
+    max_num_batched_tokens: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
+    """Maximum number of tokens in one vLLM step. Must be at least max_num_seqs; null means vLLM's default."""
+
+    gpu_memory_utilization: Annotated[float, Sane(0.01, 0.97)] = Field(default=0.5, gt=0, le=1)
+    """Fraction of the GPU's memory that vLLM may use, including its weights. The trainer needs the rest. CUDA only."""
+
+    cpu_kvcache_space_gib: Annotated[float, Unit("GiB"), Sane(1 / 1024, 4096)] = Field(default=1.0, gt=0, le=2**20)
+    """Size of vLLM's KV cache in GiB. CPU only."""
+
+    enforce_eager: bool | None = None
+    """Run vLLM without CUDA graphs. It starts faster but decodes more slowly. null means true on a CPU and false on
+    GPUs. On GPUs only decode steps are captured, and the model is not compiled,
+    except in W4A16 and BF16 below quant.align=model, which take vLLM's default."""
+
+    free_cache_engine: bool = True
+    """On GPUs vLLM sleeps while the trainer works: its weights move to host memory, and its KV cache is freed. false
+    saves the seconds of the move, but then the update has only the memory that vLLM leaves."""
+
+    tensor_model_parallel_size: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
+    """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local. If it is above 1,
+    quant.align is at most linears, because each GPU rounds its part of a sum."""
+
+    router_replay: Literal["auto", "on", "off"] = "auto"
+    """In a mixture of experts, send each token of the trainer's forward to the experts that it had in the rollout (R3,
+    arXiv 2510.11370). `auto`: on at quant.align=off and linears. At model and exact it is off, because trainer and
+    engine choose the same experts anyway."""
+
+    rebuild_on_failure: bool = False
+    """If vLLM fails or dies, start a new engine and continue. Only for backend=local."""
 
 
 class PublishConfig(Section):
@@ -114,13 +185,13 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """Length of the run, evaluation, checkpoints and output."""
 
-    nnodes: Annotated[int, Unit("machines"), Sane(1, 4096, "no run uses that many machines")] = Field(default=1, ge=1)
+    nnodes: Annotated[int, Unit("machines")] = Field(default=1, ge=1)
     """Number of machines. Must be 1 with backend=local."""
 
-    n_gpus_per_node: Annotated[int, Unit("GPUs"), Sane(1, 128, "no machine has that many")] = Field(default=1, ge=1)
+    n_gpus_per_node: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
     """GPUs per machine, or the number of trainer processes on a CPU. Must be 1 with backend=local."""
 
-    total_training_steps: Annotated[int, Unit("steps"), Sane(1, 10_000_000, "the run would not end")] = Field(ge=1)
+    total_training_steps: Annotated[int, Unit("steps")] = Field(ge=1)
     """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data repeats as needed."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
@@ -144,9 +215,7 @@ class TrainerConfig(Section):
     """Write report.html and samples.jsonl to the run folder, after the first step, every 10 steps (from step
     500 on every 50) and at the end."""
 
-    num_threads: Annotated[int | None, Unit("threads"), Sane(1, 1024, "no machine has that many CPUs")] = Field(
-        default=None, ge=1, le=4096
-    )
+    num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
     """CPU threads per process. backend=local has one process for trainer and engine. backend=verl has one process per
     rank. null means OMP_NUM_THREADS if set, otherwise all usable CPUs. With backend=verl, the ranks share these CPUs,
     or Ray decides on GPUs."""

@@ -1,6 +1,11 @@
-"""Read the YAML file that the command line names, and apply the overrides. The result is an unchecked nested dict.
+"""Read a config's YAML file and the overrides of the command line into an unchecked nested dict; write YAML.
 
-Bad input does not raise here. All problems are collected, so that a single error can list them.
+PyYAML follows YAML 1.1, which reads `1e-4` as text, `off` and `no` as false, `0123` as octal and `12:30` as 750. Here
+scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), except that numbers are always
+decimal. Reading and writing use the same rules, so a written config reads back equal. The line number of every key is
+recorded. Bad input does not raise here. All problems are collected, so that a single error can list them.
+
+`DEMOS` are the shipped configs whose model and data `qarl demo` makes.
 """
 
 from __future__ import annotations
@@ -13,11 +18,60 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from qarl.config.errors import NOT_GIVEN, Problem, nearest
-from qarl.config.strict_yaml import explain, parse_value, read_file
 
 COMMAND_LINE = "command line"
+_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
+
+_SCALARS = [
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("tag:yaml.org,2002:int", r"[-+]?[0-9]+", [*"-+0123456789"]),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        [*"-+.0123456789"],
+    ),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader that reads scalars as YAML 1.2 does."""
+
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  declared as in PyYAML, but without the rules of YAML 1.1
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes text only if `_Loader` would otherwise read it as a different type."""
+
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  as above
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (_Loader, _Dumper):
+    for _tag, _pattern, _first in _SCALARS:
+        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+
+
+def parse_value(text: str) -> Any:
+    """Parse one YAML value, as written after `key=`. Raises `yaml.YAMLError`; `explain` returns its message."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def dump(values: dict[str, Any]) -> str:
+    """Return `values` as block-style YAML that reads back equal, with keys in the same order."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def explain(error: yaml.YAMLError) -> str:
+    """Return PyYAML's message as one line, without its file name and excerpt."""
+    parts = [getattr(error, "context", None), getattr(error, "problem", None)]
+    return ", ".join(part for part in parts if part) or str(error).splitlines()[0]
 
 
 @dataclass
@@ -40,13 +94,52 @@ def read_arguments(argv: Sequence[str], single_keys: Collection[str]) -> RawConf
     arguments = _split_arguments(argv, raw.problems)
     path = _config_path(arguments.pop("config", None), raw.problems)
     if path is not None:
-        file = read_file(path)
-        raw.problems += file.problems
-        if file.values is not None:
-            raw.values, raw.sources, raw.file_read = file.values, file.sources, True
+        _read_file(path, raw)
     for key, text in arguments.items():
         _apply_override(key, text, single_keys, raw)
     return raw
+
+
+def _read_file(path: Path, raw: RawConfig) -> None:
+    text, fix = "", "write keys and values, one `key: value` per line"
+    try:
+        text = path.read_text(encoding="utf-8")
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if isinstance(root, yaml.MappingNode):
+            raw.values, raw.file_read = _mapping(root, "", loader, path, raw), True
+        else:
+            reason = "the file is empty" if root is None else "the top level is not a mapping"
+            raw.problems.append(Problem(str(path), NOT_GIVEN, reason, fix))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
+        raw.problems.append(Problem("config", str(path), f"the file {reason}", "give a YAML file that can be read"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        number, lines = mark.line if mark else 0, text.splitlines()
+        line = lines[number] if number < len(lines) else NOT_GIVEN
+        fix = "correct this line, or the one before it"
+        raw.problems.append(Problem(f"{path}:{number + 1}", line, f"not valid YAML: {explain(error)}", fix))
+
+
+def _mapping(node: yaml.MappingNode, prefix: str, loader: _Loader, path: Path, raw: RawConfig) -> dict[str, Any]:
+    """Read a mapping without PyYAML's constructor, which accepts duplicate keys and does not keep line numbers."""
+    values: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConstructorError(None, None, "a key must be text", key_node.start_mark)
+        key, source = f"{prefix}{key_node.value}", f"{path}:{key_node.start_mark.line + 1}"
+        if key_node.value in values:
+            value = loader.construct_object(value_node, deep=True)
+            reason = f"given twice, first at {raw.sources[key]}"
+            raw.problems.append(Problem(key, value, reason, "keep one of them", source))
+            continue
+        raw.sources[key] = source
+        if isinstance(value_node, yaml.MappingNode):
+            values[key_node.value] = _mapping(value_node, f"{key}.", loader, path, raw)
+        else:
+            values[key_node.value] = loader.construct_object(value_node, deep=True)
+    return values
 
 
 def with_home(value: Any) -> Any:
@@ -145,3 +238,43 @@ def _apply_override(key: str, text: str, single_keys: Collection[str], raw: RawC
         raw.sources.setdefault(path, COMMAND_LINE)
     node[leaf] = value
     raw.sources[key] = COMMAND_LINE
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A shipped config that runs on a CPU. `model`: its model folder. `made_by`: what makes only the model and data, in
+    a checkout. `task`, `experts`: which model and data (`qarl.demo.tiny_model`)."""
+
+    config: str
+    model: str
+    made_by: str
+    task: str = "column_addition"
+    experts: int = 0
+
+
+DEFAULT = "quickstart"
+DEMOS = {
+    DEFAULT: Demo("quickstart.yaml", "models/tiny-qwen3", "make quickstart"),
+    "moe": Demo("quickstart_moe.yaml", "models/tiny-qwen3-moe", "make model-moe", experts=8),
+    "verl": Demo("quickstart_verl.yaml", "models/tiny-qwen3", "make quickstart"),
+    **{
+        task: Demo(
+            f"{task}.yaml",
+            f"models/tiny-qwen3-{task.replace('_', '-')}",
+            f"python scripts/make_tiny_model.py --task {task}",
+            task=task,
+        )
+        for task in ("addition_chain", "letter_sorting")
+    },
+}
+"""Name of a demo -> what it runs."""
+
+
+def how_to_make(path: str) -> str | None:
+    """Return the commands that make `path`, a model folder or data file of shipped configs; None if no command does."""
+    names = [name for name, demo in DEMOS.items() if Path(path) == Path(demo.model)]
+    names = names or [name for name, demo in DEMOS.items() if Path(path).parent == Path("data") / demo.task]
+    if not names:
+        return None
+    commands = " or ".join(f"`qarl demo{'' if name == DEFAULT else f' {name}'}`" for name in names)
+    return f"{commands} makes it here and trains; in a checkout, `{DEMOS[names[0]].made_by}` makes it, too"

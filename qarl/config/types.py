@@ -39,12 +39,10 @@ class Words:
 
 @dataclass(frozen=True)
 class Sane:
-    """Values from `low` to `high` are sane. `below`: effect of a smaller value. `above`: effect of a larger value."""
+    """A value outside `low` to `high` works, but is almost certainly a mistake (`qarl.config.checks`)."""
 
     low: float
     high: float
-    above: str
-    below: str = ""
 
 
 def as_list(value: Any) -> Any:
@@ -93,5 +91,3 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]
 Below = Annotated[float, Field(gt=0, le=1)]
 Dotted = Annotated[dict[str, Any], BeforeValidator(as_dotted)]
-MANY_RESPONSES = "no usual run has that many responses per step, and time and memory of a step grow with their number"
-LONG = "no model has that many positions"

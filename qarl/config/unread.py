@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qarl.config.errors import Problem
+from qarl.config.errors import Problem, show
 from qarl.config.source import COMMAND_LINE
 
+_IS, _RS = "rollout_correction.rollout_is", "rollout_correction.rollout_rs"
+_ADVANTAGES = ("tbpo", "grpo", "dual_clip", "gspo", "mis_gspo", "positive_only", "sapo")
 _CLIPPED = ("grpo", "dual_clip", "gspo", "mis_gspo", "positive_only")
 
 
@@ -28,9 +30,9 @@ class Rule:
     keys: tuple[str, ...]
 
 
-def _if(decider: str, values: tuple[Any, ...], *keys: str, fix: str | None = None) -> Rule:
-    text = " or ".join(str(value) for value in values)
-    return Rule(decider, lambda value: value in values, fix or f"set {decider} to {text}", keys)
+def _if(decider: str, values: tuple[Any, ...], *keys: str) -> Rule:
+    text = " or ".join(str(value).lower() for value in values)
+    return Rule(decider, lambda value: value in values, f"set {decider} to {text}", keys)
 
 
 RULES = (
@@ -53,10 +55,33 @@ RULES = (
     _if("actor.loss", ("dual_clip",), "actor.clip_ratio_c"),
     _if("actor.loss", ("sapo",), "actor.tau_pos", "actor.tau_neg"),
     _if("actor.loss", ("mis_gspo",), "actor.mis_imp_ratio_cap"),
-    _if("actor.use_kl_loss", (True,), "actor.kl_loss_coef", fix="set actor.use_kl_loss=true"),
+    _if("actor.use_kl_loss", (True,), "actor.kl_loss_coef"),
     _if("actor.old_log_probs", ("auto",), "actor.old_log_probs_sample"),
     _if("optim.name", ("muon",), "optim.muon_lr", "optim.muon_momentum"),
     _if("optim.lr_scheduler_type", ("cosine",), "optim.min_lr_ratio"),
+    _if("actor.use_dynamic_bsz", (False,), *(f"actor.{kind}_micro_batch_size_per_gpu" for kind in ("ppo", "log_prob"))),
+    _if(
+        "actor.use_dynamic_bsz",
+        (True,),
+        *(f"actor.{kind}_max_token_len_per_gpu" for kind in ("ppo", "log_prob")),
+    ),
+    Rule(
+        _IS,
+        lambda level: level is not None,
+        f"set {_IS}",
+        tuple(f"{_IS}_{name}" for name in ("mode", "threshold", "threshold_lower", "batch_normalize")),
+    ),
+    _if(f"{_IS}_mode", ("clip", "icepop"), f"{_IS}_threshold_lower"),
+    Rule(
+        _RS,
+        bool,
+        f"set {_RS}",
+        tuple(f"{_RS}_{name}" for name in ("threshold", "threshold_lower", "ratio")),
+    ),
+    _if("actor.loss", _ADVANTAGES, "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"),
+    _if("algorithm.adv_estimator", ("grpo", "dr_grpo"), "algorithm.norm_adv_by_std_in_grpo"),
+    _if("trainer.resume_mode", ("resume_path",), "trainer.resume_from_path"),
+    _if("backend", ("verl",), "rollout.val_temperature"),
 )
 
 
@@ -82,7 +107,7 @@ def problems(
         Problem(
             key,
             values[key],
-            f"it has no effect with {rule.decider} = {_shown(values[rule.decider])}",
+            f"it has no effect with {rule.decider} = {show(values[rule.decider])}",
             f"remove it, or {rule.fix}",
             (sources or {}).get(key),
         )
@@ -97,7 +122,3 @@ def dropped(values: Mapping[str, Any], defaults: Mapping[str, Any], sources: Map
         for key, rule in unread(values, defaults)
         if sources.get(rule.decider) == COMMAND_LINE and sources.get(key) != COMMAND_LINE
     ]
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

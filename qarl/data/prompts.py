@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from qarl.config import Config
-from qarl.config.demos import how_to_make
+from qarl.config.source import how_to_make
 from qarl.errors import UserError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 
 from qarl.config import load_config
-from qarl.config.demos import DEFAULT, DEMOS
+from qarl.config.source import DEFAULT, DEMOS
 from qarl.console import run_command
 from qarl.errors import UserError
 from qarl.process import limit_threads
@@ -39,9 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     names = [word for word in argv if "=" not in word] or [DEFAULT]
     if len(names) > 1 or names[0] not in DEMOS:
-        raise UserError(
-            f"there is no demo {' '.join(names)!r}", where="command line", fix=f"the demos are {', '.join(DEMOS)}"
-        )
+        fix = f"the demos are {', '.join(DEMOS)}"
+        raise UserError(f"there is no demo {' '.join(names)!r}", where="command line", fix=fix)
     demo = DEMOS[names[0]]
     arguments = [f"config={demo.config}", *(word for word in argv if "=" in word)]
     config = load_config(arguments)  # a wrong argument is refused before the model is made

@@ -1,91 +1,147 @@
-"""The tasks that a tiny model can be made for: problems, prompts, worked answers and rewards, one module each.
+"""The tasks that a tiny model can be made for: problems, prompts, worked answers and rewards.
 
-`column_addition` is the quickstart's. The other two have answers of more than 100 tokens, so that errors accumulate:
-`addition_chain` is arithmetic, `letter_sorting` is not.
+Answers take one token for each character, end-of-text included. A half-trained model slips now and then in any step,
+and one slip spoils the answer: that is what reinforcement learning can then remove.
+
+`column_addition` is the quickstart's: two numbers of 4 or 5 digits. The answer adds column by column from the right,
+`a+b+carry=ct` with c the new carry and t the digit, and closes with the sum; only that last number is scored. An answer
+takes 42 to 53 tokens:
+
+    prompt    48310+7294
+    response  0+4+0=04 1+9+0=10 3+2+1=06 8+7+0=15 4+0+1=05 =55604
+
+`addition_chain` adds four numbers of four digits one after the other, each addition in such columns. A wrong digit in a
+running sum is carried through all later additions. An answer takes 126 to 147 tokens:
+
+    prompt    4831+7294+1022+3345
+    response  1+4+0=05 3+9+0=12 8+2+1=11 4+7+1=12 =12125 5+2+0=07 ... =13147 7+5+0=12 ... =16492
+
+`letter_sorting` has no numbers: 14 different letters. The answer inserts them one by one and writes the sorted letters
+after each; only the last word is scored. An answer takes 119 tokens. With five letters:
+
+    prompt    dkqba
+    response  d dk dkq bdkq abdkq
 """
 
 from __future__ import annotations
 
 import random
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
+from itertools import zip_longest
 from typing import Any
 
 from qarl.data.rewards import arithmetic
-from qarl.demo import addition_chain, column_addition, letter_sorting
 
 Problem = Any
-"""A problem is hashable. Its type differs by task: two numbers, several numbers, a string."""
+"""A problem is hashable: a tuple of numbers, or a string of letters."""
+
+
+def add_in_columns(a: int, b: int) -> str:
+    columns, carry = [], 0
+    for x, y in zip_longest(reversed(str(a)), reversed(str(b)), fillvalue="0"):
+        total = int(x) + int(y) + carry
+        columns.append(f"{x}+{y}+{carry}={total:02d}")
+        carry = total // 10
+    return f"{' '.join(columns)} ={a + b}"
+
+
+def add_one_by_one(numbers: tuple[int, ...]) -> str:
+    sums = [sum(numbers[:count]) for count in range(1, len(numbers))]
+    return " ".join(add_in_columns(total, number) for total, number in zip(sums, numbers[1:], strict=True))
+
+
+def insert_one_by_one(letters: str) -> str:
+    return " ".join("".join(sorted(letters[:count])) for count in range(1, len(letters) + 1))
+
+
+def last_word(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> float:
+    """Return 1.0 if the last word of the response is `ground_truth`, else 0.0."""
+    return float(solution_str.split()[-1:] == [ground_truth])
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    return rng.randrange(10 ** (digits - 1), 10**digits)
+
+
+def _pair(rng: random.Random) -> tuple[int, ...]:
+    return tuple(_number(rng, digits) for digits in (rng.choice((4, 5)), rng.choice((4, 5))))
+
+
+def _written_sum(numbers: tuple[int, ...]) -> str:
+    return "+".join(map(str, numbers))
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its module, how to draw problems, their ground truth, and the reward function of its config.
+    """A task: how to draw one problem, its prompt, its worked answer, its ground truth, and its config's reward.
 
-    `max_new_tokens`: more than any right answer takes. `target`: greedy accuracy at which the warm start stops.
-    `steps`: most steps of the warm start.
+    `target`: greedy accuracy at which the warm start stops. `steps`: most steps of the warm start.
     """
 
-    module: ModuleType
-    draw: Callable[[int, random.Random, set[Problem]], list[Problem]]
+    name: str
+    draw_one: Callable[[random.Random], Problem]
+    prompt_text: Callable[[Problem], str]
+    response_text: Callable[[Problem], str]
     answer: Callable[[Problem], str]
     reward: Callable[..., float]
-    max_new_tokens: int
-    ability: str = "math"
-    target: float = 0.40
-    steps: int = 400
+    target: float
+    steps: int
 
-    @property
-    def name(self) -> str:
-        return str(self.module.DATA_SOURCE)
-
-    @property
-    def source(self) -> Path:
-        return Path(str(self.module.__file__))
-
-    def prompt_text(self, problem: Problem) -> str:
-        return str(self.module.prompt_text(problem))
-
-    def response_text(self, problem: Problem) -> str:
-        return str(self.module.response_text(problem))
+    def draw(self, count: int, rng: random.Random, exclude: set[Problem]) -> list[Problem]:
+        """Return `count` distinct problems. None of them is in `exclude`, and no sum is there in the other order."""
+        problems: dict[Problem, None] = {}
+        while len(problems) < count:
+            problem = self.draw_one(rng)
+            turned = problem[::-1] if self.name == "column_addition" else problem
+            if exclude.isdisjoint({problem, turned}) and turned not in problems:
+                problems[problem] = None
+        return list(problems)
 
     def to_row(self, problem: Problem, split: str, index: int) -> dict[str, object]:
         """Return one row in verl's schema for rule-scored tasks."""
         return {
             "data_source": self.name,
             "prompt": [{"role": "user", "content": self.prompt_text(problem)}],
-            "ability": self.ability,
+            "ability": "sorting" if self.name == "letter_sorting" else "math",
             "reward_model": {"style": "rule", "ground_truth": self.answer(problem)},
             "extra_info": {"split": split, "index": index},
         }
 
 
-def _sum(pair: column_addition.OperandPair) -> str:
-    return str(sum(pair))
-
-
 TASKS = {
     task.name: task
     for task in (
-        Task(column_addition, column_addition.draw_pairs, _sum, arithmetic, max_new_tokens=64),
         Task(
-            addition_chain,
-            addition_chain.draw,
-            addition_chain.answer,
+            "column_addition",
+            _pair,
+            _written_sum,
+            lambda pair: add_in_columns(*pair),
+            lambda pair: str(sum(pair)),
             arithmetic,
-            max_new_tokens=176,
+            target=0.40,
+            steps=400,
+        ),
+        Task(
+            "addition_chain",
+            lambda rng: tuple(_number(rng, 4) for _ in range(4)),
+            _written_sum,
+            add_one_by_one,
+            lambda numbers: str(sum(numbers)),
+            arithmetic,
             target=0.25,
             steps=1000,
         ),
         Task(
-            letter_sorting,
-            letter_sorting.draw,
-            letter_sorting.answer,
-            letter_sorting.last_word,
-            max_new_tokens=140,
-            ability="sorting",
+            "letter_sorting",
+            lambda rng: "".join(rng.sample(string.ascii_lowercase, 14)),
+            str,
+            insert_one_by_one,
+            lambda letters: "".join(sorted(letters)),
+            last_word,
             target=0.08,  # the reward asks only for the last word, which is right far more often than all words
             steps=1000,
         ),

@@ -60,12 +60,8 @@ def _batches(words: list[str]) -> int:
     """Return the number of batches from `batches=N`, or 6. Raise UserError if it is not a number from 4 to 1000."""
     value = words[-1].removeprefix(_BATCHES) if words else "6"
     if not value.isdecimal() or not 4 <= int(value) <= 1000:
-        raise UserError(
-            f"batches is {value!r}",
-            where="qarl diagnose calibrate",
-            why="the noise between batches needs at least four",
-            fix="give a number from 4 to 1000, for instance batches=6",
-        )
+        fix = "give a number from 4 to 1000, for instance batches=6"
+        raise UserError(f"batches is {value!r}", where="qarl diagnose calibrate", fix=fix)
     return int(value)
 
 

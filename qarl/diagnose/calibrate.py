@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -37,10 +37,17 @@ import torch
 from qarl.checkpoint.storage import write_json
 from qarl.config import Config
 from qarl.console import say
-from qarl.diagnose.calibration_memory import LEVELS, check_memory
-from qarl.diagnose.calibration_text import as_text
-from qarl.diagnose.candidates import Candidate, bands, base_config, clipped_share, corrections, with_keys
-from qarl.diagnose.gradients import Closeness, Spread, closeness, objective_gradients
+from qarl.diagnose.candidates import (
+    LEVELS,
+    Candidate,
+    bands,
+    base_config,
+    check_memory,
+    clipped_share,
+    corrections,
+    with_keys,
+)
+from qarl.diagnose.gradients import Closeness, closeness, objective_gradients, spread
 from qarl.errors import UserError
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.tracker import write_versions
@@ -85,11 +92,11 @@ class Row:
             "name": self.name,
             "keys": self.keys,
             "batches": len(self.close),
-            "cosine": asdict(Spread.of([one.cosine for one in self.close])),
-            "relative_error": asdict(Spread.of([one.error for one in self.close])),
-            "relative_norm": asdict(Spread.of([one.norm for one in self.close])),
+            "cosine": spread([one.cosine for one in self.close]),
+            "relative_error": spread([one.error for one in self.close]),
+            "relative_norm": spread([one.norm for one in self.close]),
             "relative_error_of_the_mean_gradient": closeness(self.total, truth).error,
-            "cosine_gain": asdict(Spread.of(gain)),
+            "cosine_gain": spread(gain),
             "closer_in_batches": sum(one > 0 for one in gain),
             "responses_without_gradient": fmean(self.silent),
             "tokens_with_clipped_weight": fmean(self.clipped),
@@ -111,7 +118,9 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
     Raise UserError if the memory may be too small, if the model does not reach `exact`, or if fewer than four batches
     have a gradient."""
     if config.model.dtype == "fp16":
-        raise _fp16()
+        why = "they need a loss scale, and a run finds it only during its steps"
+        fix = "set model.dtype=bf16"
+        raise UserError("gradients of FP16 models are not compared", where="model.dtype=fp16", why=why, fix=fix)
     verl_losses.require(Settings(loss="grpo"))
     without_kl = config.actor.use_kl_loss
     config = with_keys(config, {"quant.align": "exact", "optim.lr_warmup_steps": 0, "actor.use_kl_loss": False})
@@ -156,7 +165,7 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
         "tokens": sum(int(batch.response_mask.sum()) for batch in useful),
         "mismatch_abs_max_at_exact": max(one["mismatch/abs_max"] for one in at_exact),
         "mismatch_abs_mean_at_off": fmean(one["mismatch/abs_mean"] for one in off),
-        "between_batches": asdict(Spread.of(_between(truths))),
+        "between_batches": spread(_between(truths)),
         **tables,
         "best": best(tables["corrections"]) | best(tables["bands"]),
     }
@@ -324,15 +333,6 @@ def _not_exact(policy: Policy) -> UserError:
     )
 
 
-def _fp16() -> UserError:
-    return UserError(
-        "gradients of FP16 models are not compared",
-        where="model.dtype=fp16",
-        why="they need a loss scale, and a run finds it only during its steps",
-        fix="set model.dtype=bf16",
-    )
-
-
 def _nothing_to_learn(batches: int, useful: int) -> UserError:
     return UserError(
         f"only {useful} of {batches} batches have a gradient, but at least {FEWEST_BATCHES} are needed",
@@ -340,3 +340,61 @@ def _nothing_to_learn(batches: int, useful: int) -> UserError:
         why="all rewards of every group are equal in the others, so every advantage is 0",
         fix="raise batches or data.train_batch_size, or choose a checkpoint that solves some of the prompts",
     )
+
+
+_HEAD = (
+    "| tried | cosine | relative error | error of the mean | closer in | responses without gradient | clipped weights |"
+)
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """Return the printed report."""
+    lines = [
+        f"\n{report['scheme']}, actor.loss={report['loss']}, {report['model']}: {report['batches']} batches, "
+        f"{report['responses']} responses, {report['tokens']} tokens",
+        f"mean |δ| at off {report['mismatch_abs_mean_at_off']:.3g}; max |δ| at exact "
+        f"{report['mismatch_abs_max_at_exact']:.3g}",
+        f"cosine between the exact gradients of two batches: {_shown(report['between_batches'])}",
+        *(["the KL term of actor.use_kl_loss is left out"] if report["kl_term_left_out"] else []),
+        "\nCorrections of quant.align=off, and alignment instead of a correction, against the gradient of exact:\n",
+        *_table(report["corrections"]),
+    ]
+    if report["bands"]:
+        lines += ["\nBands at off, after one update, against exact with the configured bands:\n"]
+        lines += _table(report["bands"])
+    else:
+        lines += ["\nNo bands: the objective has none, or every step has one update."]
+    lines += ["", *(_sentence(kind, row) for kind, row in report["best"].items())]
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [_HEAD, "|---" * _HEAD.count(" |") + "|"]
+    for row in rows:
+        cells = [
+            row["name"],
+            _shown(row["cosine"]),
+            _shown(row["relative_error"]),
+            f"{row['relative_error_of_the_mean_gradient']:.3f}",
+            "" if row["kind"] == "base" else f"{row['closer_in_batches']} of {row['batches']}",
+            f"{row['responses_without_gradient']:.1%}",
+            f"{row['tokens_with_clipped_weight']:.1%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _sentence(kind: str, row: Mapping[str, Any]) -> str:
+    gain = row["cosine_gain"]
+    verdict = "closer to exact than none" if row["beyond_noise"] else "not closer to exact than none, beyond the noise"
+    if kind == "band":
+        verdict = verdict.replace("none", "the configured one")
+    return (
+        f"best {kind}: {row['keys']} ({verdict}: cosine {gain['mean']:+.5f} ± {gain['std']:.5f}; "
+        f"{row['responses_without_gradient']:.1%} of the responses have no gradient, "
+        f"{row['tokens_with_clipped_weight']:.1%} of the weights are clipped)"
+    )
+
+
+def _shown(value: Mapping[str, float]) -> str:
+    return f"{value['mean']:.4f} ± {value['std']:.4f}"

@@ -25,6 +25,7 @@ import torch
 from qarl.checkpoint.storage import write_json
 from qarl.checks.sampling import truncation
 from qarl.config import Config
+from qarl.diagnose.candidates import with_keys
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.tracker import write_versions
 from qarl.trainer.batch import Batch, micro_batches
@@ -74,21 +75,16 @@ def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparis
     return Comparison(name, policy.align, log_probs, top, metrics)
 
 
-def with_quant(config: Config, **changes: str) -> Config:
-    """Return `config` with changed `quant` keys."""
-    return config.model_copy(update={"quant": config.quant.model_copy(update=changes)})
-
-
 def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
     """Compare the rollout with the configured trainer, and with one trainer for each cause."""
     config = trainer.config
-    plain = Policy.load(with_quant(config, scheme="bf16", align="exact"))
-    linears = Policy.load(with_quant(config, align="linears"))
+    plain = Policy.load(with_keys(config, {"quant.scheme": "bf16", "quant.align": "exact"}))
+    linears = Policy.load(with_keys(config, {"quant.align": "linears"}))
     comparisons = [compare("as configured", trainer.policy, batch, config)]
     if trainer.policy.scheme.quantized:
         comparisons.append(compare("quantization", plain, batch, config))
     comparisons.append(compare("kernel floor", linears, batch, config))
-    trainer.replace_policy(Policy.load(with_quant(config, align="exact")))
+    trainer.replace_policy(Policy.load(with_keys(config, {"quant.align": "exact"})))
     comparisons.append(compare("none", trainer.policy, batch, config))
     trainer.update(batch, comparisons[-1].log_probs)
     comparisons.append(compare("staleness", trainer.policy, batch, config))

@@ -105,13 +105,6 @@ def closeness(gradient: torch.Tensor, truth: torch.Tensor) -> Closeness:
     return Closeness(cosine, float((one - right).norm()) / size, length / size)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean and standard deviation (over n - 1) of a value over batches."""
-
-    mean: float
-    std: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return mean and standard deviation (over n - 1) of a value over batches."""
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}

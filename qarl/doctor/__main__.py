@@ -25,13 +25,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from qarl.console import run_command
 from qarl.errors import UserError
-
-if TYPE_CHECKING:
-    from qarl.doctor.report import Report
 
 OPTIONS = ("device", "gpu_memory_gib", "gpu_capability", "json")
 
@@ -52,32 +48,29 @@ def _main(argv: list[str]) -> int:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from qarl.checks.machine import find_machine
     from qarl.doctor.report import run_checks
+    from qarl.metrics.tracker import write_json
 
     report = run_checks(config, find_machine(options, config.backend), threads_given=threads_given)
     print(report)
     if path := options.get("json"):
-        write_report(path, report)
+        write_json(path, report.to_json())
     return report.exit_code
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the run's own arguments, and the `doctor.*` options by name.
 
-    Raise UserError if an option does not exist, has no value or is given twice.
+    Raise UserError if an option does not exist or has no value.
     """
-    run: list[str] = []
+    run = [argument for argument in argv if not argument.startswith("doctor.")]
     options: dict[str, str] = {}
     for argument in argv:
-        if not argument.startswith("doctor."):
-            run.append(argument)
-            continue
-        name, _, value = argument.removeprefix("doctor.").partition("=")
-        if name not in OPTIONS or not value or name in options:
-            known = ", ".join(f"doctor.{option}=..." for option in OPTIONS)
-            why = "it is given twice" if name in options else "the doctor has no such option, or its value is missing"
-            fix = f"give each option at most once: {known}"
-            raise UserError(f"cannot use {argument!r}", where="command line", why=why, fix=fix)
-        options[name] = value
+        if argument.startswith("doctor."):
+            name, _, value = argument.removeprefix("doctor.").partition("=")
+            if name not in OPTIONS or not value:
+                fix = f"the options are {', '.join(f'doctor.{option}=VALUE' for option in OPTIONS)}"
+                raise UserError(f"cannot use {argument!r}", where="command line", fix=fix)
+            options[name] = value
     return run, options
 
 
@@ -86,20 +79,6 @@ def describe(topics: list[str]) -> str:
     from qarl.config.help import config_help
 
     return config_help(__doc__ or "", topics)
-
-
-def write_report(path: str, report: Report) -> None:
-    """Write the findings to `path` as JSON. Raise UserError if that fails."""
-    from qarl.metrics.tracker import write_json
-
-    try:
-        if os.path.lexists(path) and not os.path.isfile(path):  # a device would be replaced, not written to
-            raise UserError("", why="it exists and is not a regular file")
-        write_json(path, report.to_json())
-    except (UserError, ValueError) as error:  # ValueError: NUL in the path
-        why = getattr(error, "why", None) or str(error)
-        shown, fix = path.replace("\0", "\\0"), "give a file in a folder that can be written to"
-        raise UserError(f"doctor.json={shown} cannot be written", why=why, fix=fix) from error
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
 from qarl.checks.memory_terms import ranks
 from qarl.checks.model_folder import cannot_load, compared_tensors
 from qarl.checks.model_size import ModelSize, Shape
-from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, error, note, ok, warning
-from qarl.checks.tensor_parallel import ROW_PARALLEL
+from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, Status, error, note, ok, warning
 from qarl.config import Config
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
@@ -49,38 +49,21 @@ REMEDIES = {
 """Advice for the phase that needs the most memory."""
 
 
-def parameter_count(model: nn.Module, size: ModelSize) -> Findings:
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if size.parameters != count:
-        yield note(
-            f"the memory estimate counts {size.parameters:,} parameters, but the model has {count:,}",
-            why="the estimate knows only Llama-like blocks and Qwen3's experts, and this model has other parts",
-            fix="allow for the difference when you read the memory estimate",
-        )
-
-
 def weights(config: Config, machine: Machine, model: nn.Module, weight_files: list[Path]) -> Findings:
     path = config.model.path
-    if not Path(path).is_dir():
+    if not weight_files and not (machine.here and Path(path).is_dir()):
         size = readable(2 * sum(parameter.numel() for parameter in model.parameters()))
-        why = f"{path} is a name on the Hub, and its BF16 weights are a download of {size}"
-        raise NotCheckedError(why, "download the model and set model.path to its folder")
+        raise NotCheckedError(f"{path} holds no weights here; they have {size}", "run the doctor where they are")
     if not weight_files:
         if any(Path(path).glob("*.bin")):
             raise NotCheckedError("*.bin files have no headers", "store the weights as safetensors")
-        if not machine.here:
-            why = "the folder holds no weights; the machine of the run needs them"
-            raise NotCheckedError(why, "run the doctor there too")
         raise cannot_load(path, "it holds neither *.safetensors nor *.bin files")
-    compared = compared_tensors(weight_files, model)
-    if compared is None:
-        files = len(weight_files)
-        yield note(
-            f"the tensor names in {files} safetensors files differ from the model's, so shapes were not compared",
-            fix="make sure that the files belong to this config.json",
-        )
+    count = compared_tensors(weight_files, model)
+    if count is None:
+        what = f"the tensor names in {len(weight_files)} safetensors files differ from the model's"
+        yield note(f"{what}, so shapes were not compared", fix="make sure that the files belong to this config.json")
     else:
-        yield ok(f"{compared} stored tensors have the shapes that config.json says")
+        yield ok(f"{count} stored tensors have the shapes that config.json says")
 
 
 def ignored_layers(config: Config, scheme: Scheme, linears: layers.Shapes, quantized: layers.Shapes) -> Findings:
@@ -104,33 +87,23 @@ def ignored_layers(config: Config, scheme: Scheme, linears: layers.Shapes, quant
 
 
 def ignored_by_engine(config: Config, scheme: Scheme, linears: layers.Shapes) -> Findings:
-    if not scheme.quantized:
-        return
-    if why_not := vllm_missing():
+    if scheme.quantized and (why_not := vllm_missing()):
         raise NotCheckedError(why_not, "make setup")
-    groups = layers.fused_groups(linears)
-    only_trainer: list[str] = []
-    only_engine: list[str] = []
-    for fused, members in groups.items():
-        in_trainer = all(is_ignored(name, config.quant.ignore) for name in members)
-        try:
-            in_engine = kernel_prediction.leaves_unquantized(fused, config.quant.ignore, layers.FUSED_LAYERS)
-        except ValueError:
-            continue  # a split group, which the check "fused layers" reports
-        if in_trainer and not in_engine:
-            only_trainer += members
-        if in_engine and not in_trainer:
-            only_engine += members
-    if not only_trainer and not only_engine:
-        yield ok(f"the trainer and vLLM leave the same layers in BF16 (vLLM has {len(groups)} layers after fusing)")
-        return
-    ours, theirs = (layers.name_layers(names) or "none" for names in (only_trainer, only_engine))
-    yield error(
-        "trainer and rollout engine would quantize different layers",
-        where=f"BF16 only in the trainer: {ours}; only in vLLM: {theirs}",
-        why="the trainer and vLLM read an entry of quant.ignore differently",
-        fix="list the layers by their exact names, and all parts of a fused layer (q/k/v, gate/up) together",
-    )
+    ignore, differ = config.quant.ignore, {True: list[str](), False: list[str]()}
+    for fused, members in layers.fused_groups(linears).items() if scheme.quantized else ():
+        in_trainer = [is_ignored(name, ignore) for name in members]
+        if len(set(in_trainer)) > 1:
+            continue  # a split group, which a check of the run reports
+        if kernel_prediction.leaves_unquantized(fused, ignore, layers.FUSED_LAYERS) != in_trainer[0]:
+            differ[in_trainer[0]] += members
+    if any(differ.values()):
+        ours, theirs = (layers.name_layers(differ[in_trainer]) or "none" for in_trainer in (True, False))
+        yield error(
+            "trainer and rollout engine would quantize different layers",
+            where=f"BF16 only in the trainer: {ours}; only in vLLM: {theirs}",
+            why="the trainer and vLLM read an entry of quant.ignore differently",
+            fix="list the layers by their exact names, and all parts of a fused layer (q/k/v, gate/up) together",
+        )
 
 
 def trainer_kernels(
@@ -145,15 +118,13 @@ def trainer_kernels(
     if not scheme.quantized or config.quant.align == "off":
         yield ok("trainer: every layer multiplies in BF16" + (" (quant.align=off)" if scheme.quantized else ""))
         return
-    dense = {name: shape for name, shape in quantized.items() if not layers.of_expert(name)}
-    served: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for name, shape in dense.items():
-        choice = kernels[shape]
-        if not isinstance(choice, UserError):
-            served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
     yield from (Finding.of(refusal) for refusal in kernels.values() if isinstance(refusal, UserError))
+    served: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, shape in quantized.items():
+        if isinstance(choice := kernels.get(shape), Choice) and not layers.of_expert(name):
+            served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
     for (kernel, passed_over), names in served.items():
-        yield _kernel(machine, kernel, passed_over, f"{len(names)} layers", layer_lines(names, dense))
+        yield _kernel(machine, kernel, passed_over, f"{len(names)} layers", layer_lines(names, quantized))
 
 
 def experts_kernel(
@@ -176,18 +147,16 @@ def _kernel(machine: Machine, kernel: str, passed_over: Iterable[str], served: s
     if kernel != "reference":
         return ok(what + (f" (not {why})" if why else ""), lines=lines)
     if machine.here:
-        fix = "expect exact numbers but slow steps, because there is no faster kernel for this machine yet"
-        return warning(what, why=why or None, fix=fix, lines=lines)
-    what, why = f"not checked: which kernel of the trainer multiplies {served}", f"{machine.name} runs"
-    return note(what, why=f"this machine lacks what {why}", fix="run the doctor there too", lines=lines)
+        return warning(what, why=why, fix="expect slow steps: this machine has no faster kernel", lines=lines)
+    what = f"not checked: which kernel of the trainer multiplies {served}"
+    return note(what, why=f"this machine lacks what {machine.name} runs", fix="run the doctor there too", lines=lines)
 
 
 def engine_kernels(config: Config, scheme: Scheme, machine: Machine, quantized: layers.Shapes) -> Findings:
     if not scheme.quantized:
         return
     if not machine.here:
-        why = "vLLM's choice depends on the machine of the run, which is not this one"
-        raise NotCheckedError(why, "run the doctor there too")
+        raise NotCheckedError("vLLM's choice depends on the machine of the run", "run the doctor there too")
     if why_not := vllm_unusable():
         raise NotCheckedError(why_not, "make setup")
 
@@ -203,7 +172,7 @@ def engine_kernels(config: Config, scheme: Scheme, machine: Machine, quantized: 
     answers: dict[tuple[bool, str], list[str]] = {}
     for fused, members in layers.fused_groups(dense).items():
         n, k = sum(dense[name][0] for name in members), dense[members[0]][1]
-        parts[fused] = (n, k // workers) if fused.endswith(ROW_PARALLEL) else (n // workers, k)
+        parts[fused] = (n, k // workers) if fused.endswith(layers.ROW_PARALLEL) else (n // workers, k)
         answers.setdefault(asked(parts[fused], (n, k)), []).append(fused)
     for (supported, answer), names in answers.items():
         if supported:
@@ -252,19 +221,10 @@ def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: s
 
 
 def published(config: Config, scheme: Scheme, hf_config: Any, quantized: layers.Shapes) -> Findings:
-    """Say how many tensors one publish sends to the engine, with their bytes and dtypes."""
+    """Say how many tensors one publish sends to the engine, and their bytes."""
     manifest = expected_manifest(hf_config, scheme, tuple(config.quant.ignore))
-    low_bit = quantized_layers(manifest)
-    kinds: dict[str, set[str]] = {}
-    size = 0
-    for name, spec in manifest.items():
-        owner, _, leaf = name.rpartition(".")
-        size += spec.dtype.itemsize * torch.Size(spec.shape).numel()
-        if owner in low_bit and leaf != "bias":
-            kinds.setdefault(leaf, set()).add(str(spec.dtype).removeprefix("torch."))
-    dtypes = ", ".join(f"{leaf} {' or '.join(sorted(names))}" for leaf, names in kinds.items())
-    described = f"; {len(low_bit)} layers as {dtypes}" if low_bit else ""
-    yield ok(f"{len(manifest)} tensors, {readable(size)} per publish{described}")
+    size = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in manifest.values())
+    yield ok(f"{len(manifest)} tensors, {readable(size)} per publish; {len(quantized_layers(manifest))} low-bit layers")
 
 
 def planned_memory(
@@ -299,7 +259,6 @@ def planned_memory(
         needed,
         limit,
         fix=("leave out the KL term, " if kl else "") + REMEDIES[phase],
-        why="the estimate counts no fragmentation",
         lines=plan.table(),
     )
     if plan.host:
@@ -307,27 +266,22 @@ def planned_memory(
     yield from kv_cache(config, machine, plan)
 
 
-def compared(what: str, needed: int, limit: int, *, fix: str, why: str, lines: list[str]) -> Finding:
+def compared(what: str, needed: int, limit: int, *, fix: str, lines: list[str]) -> Finding:
     """Return an error if more is needed than there is, and a warning if it is tight."""
-    if needed > limit:
-        return error(what, fix=fix, lines=tuple(lines))
-    if needed > TIGHT * limit:
-        return warning(what, why=why, fix=fix, lines=tuple(lines))
-    return ok(what, lines=tuple(lines))
+    status: Status = "error" if needed > limit else "warning" if needed > TIGHT * limit else "ok"
+    return Finding(status, what, why="the estimate counts no fragmentation", fix=fix, lines=tuple(lines))
 
 
 def host_memory(plan: MemoryEstimate, limit: int | None) -> Finding:
     """Compare the bytes that the GPUs' processes keep in host memory with the free bytes of the machine.
 
     `limit`: the free bytes, or None if the run is for a different machine, whose memory is not known."""
-    lines, needed = plan.host_lines(), plan.host_total
-    what = f"host memory of one machine: {readable(needed)} for tensors beside the GPUs"
+    what = f"host memory of one machine: {readable(plan.host_total)} for tensors beside the GPUs"
     fix = "turn off verl's offloading, its KL term, or publish.delta"
     if limit is None:
-        why = "the doctor cannot see the other machine's memory"
-        return note(what, why=why, fix=f"if it has less, {fix}", lines=tuple(lines))
+        return note(what, fix=f"if the other machine has less, {fix}", lines=tuple(plan.host_lines()))
     what += f", of {readable(limit)} that are free"
-    return compared(what, needed, limit, fix=fix, why="the processes' own memory is not counted", lines=lines)
+    return compared(what, plan.host_total, limit, fix=fix, lines=plan.host_lines())
 
 
 def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings:
@@ -347,23 +301,18 @@ def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings
         f"each of {at_once} sequences at a time has room for {each:,.0f} tokens. If prompts and responses together are "
         "longer on average, vLLM preempts sequences and computes them again"
     )
+    fix = f"raise {key} if there is memory left, or lower rollout.max_num_seqs"
     if sequences < 1:
         if not machine.on_cpu:  # a check of the run says it for CPUs
             yield error(what, where=key, why="vLLM does not start if no full sequence fits", fix=f"raise {key}")
-    elif each < prompt + MEAN_RESPONSE * longest:
-        begins = f"from a mean response of {each - prompt:,.0f} tokens on, with prompts of {prompt}"
-        if each < prompt:
-            begins = f"even for {at_once} prompts of {prompt} tokens at a time"
-        fix = f"raise {key} if there is memory left, or lower rollout.max_num_seqs"
-        yield warning(f"{what}: too few {begins}", where=key, why=why, fix=fix)
     elif each < prompt + longest:
-        yield note(what, why=why, fix=f"raise {key} if there is memory left")
+        few = each < prompt + MEAN_RESPONSE * longest
+        yield Finding("warning" if few else "note", what, where=key, why=why, fix=fix)
     else:
         yield ok(what)
 
 
 CHECKS = (
-    Check("model", "the memory estimate counts all parameters", parameter_count),
     Check("weights", "the weights are complete", weights),
     Check("ignore list", "entries of quant.ignore match layers", ignored_layers),
     Check("ignore list", "vLLM reads quant.ignore as the trainer does", ignored_by_engine),

@@ -6,8 +6,7 @@ They are the keys of `qarl.config.objectives` themselves, with what an objective
 from __future__ import annotations
 
 from qarl.config import Config
-from qarl.config.objective_checks import SEQUENCE_LOSSES
-from qarl.config.objectives import ObjectiveKeys, RolloutCorrectionConfig
+from qarl.config.objectives import SEQUENCE_LOSSES, ObjectiveKeys, RolloutCorrectionConfig
 from qarl.tbpo.config import TBPOConfig
 
 NO_DUAL_CLIP = 1e10

@@ -20,9 +20,8 @@ from qarl.align import align_model
 from qarl.align.buffers import check_buffers
 from qarl.align.packed_attention import attends_in_rows
 from qarl.align.router_replay import differing_tokens, recorded_routing, replayed_routing, replays
-from qarl.checks.hub_access import loading_options
 from qarl.checks.model import PLAIN_HEADS, no_fp32_head
-from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config
+from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
 from qarl.errors import UserError
 from qarl.kernels.logprob import LOGITS_AT_A_TIME, LogitsInBlocks, WholeLogits
 from qarl.kernels.sampling_mask import Truncation

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from checkout import ROOT
-from cpu_features import needs_vllm_cpu
 from engine_helpers import config as run_config
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, model_of
-from qarl.checks import layers, model_folder
+from qarl.checks import model_folder
 from qarl.checks.model import refuse_hidden_code
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.rollout.engine_config import EngineConfig, llm_arguments
-from qarl.rollout.publish.wire import expected_manifest
 from qarl.trainer import setup
 from qarl.trainer.policy import Policy
 
@@ -69,30 +61,6 @@ def hostile(pristine_model: Path, tmp_path: Path, model_type: str = "other") -> 
     return copy
 
 
-@pytest.fixture(autouse=True)
-def _yes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Somebody who says yes to every question."""
-    asked: list[str] = []
-
-    def answer(question: str = "") -> str:
-        asked.append(question)
-        return "y"
-
-    monkeypatch.setattr(builtins, "input", answer)
-    yield asked
-    assert not asked
-
-
-def _own_config(folder: Path) -> Any:
-    """A config as a native class, which still names code for its model."""
-    from transformers import Qwen3Config
-
-    content = json.loads((folder / "config.json").read_text())
-    config = Qwen3Config(**{key: value for key, value in content.items() if key != "model_type"})
-    config.name_or_path = str(folder)
-    return config
-
-
 LOADERS: dict[str, Callable[[Path, bool], Any]] = {
     "the tokenizer": lambda folder, trust: model_folder.load_tokenizer(str(folder), trust),
     "the config": lambda folder, trust: model_folder.load_hf_config(str(folder), trust),
@@ -115,30 +83,6 @@ def test_a_folders_code_is_not_run_unasked(folder: Path, tmp_path: Path, name: s
 def test_it_is_run_where_the_config_says_so(folder: Path, tmp_path: Path, name: str) -> None:
     LOADERS[name](folder, True)
     assert (tmp_path / "ran").exists()
-
-
-def test_the_error_names_the_key(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"contains Python code[\s\S]*set model.trust_remote_code=true"):
-        model_folder.load_tokenizer(str(folder))
-
-
-BUILDERS: dict[str, Callable[[Any, bool], Any]] = {
-    "meta_model": lambda config, trust: layers.meta_model(config, trust_remote_code=trust),
-    "linear_shapes": lambda config, trust: layers.linear_shapes(config, trust_remote_code=trust),
-    "expected_manifest": lambda config, trust: expected_manifest(
-        config, get_scheme("bf16"), (), trust_remote_code=trust
-    ),
-}
-
-
-@pytest.mark.parametrize("trust", [False, True])
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_model_class_of_the_folder_behind_a_known_config(
-    folder: Path, tmp_path: Path, name: str, trust: bool
-) -> None:
-    """transformers has its own class for the config, and takes the folder's where it may."""
-    BUILDERS[name](_own_config(folder), trust)
-    assert (tmp_path / "ran").exists() is trust
 
 
 @pytest.mark.parametrize("trust", [False, True])
@@ -179,73 +123,3 @@ def test_verl_would_run_what_nobody_needs(
         (only / name).write_text(json.dumps(content))
         with pytest.raises(UserError, match="which verl would run"):
             refuse_hidden_code(settings["false"], *model_folder.load_tokenizer(str(only)))
-
-
-@needs_vllm_cpu
-@pytest.mark.long
-def test_a_run_with_yes_on_standard_input(pristine_model: Path, tmp_path: Path) -> None:
-    model = hostile(pristine_model, tmp_path)
-    command = [sys.executable, "-m", "qarl.train", "config=quickstart.yaml", f"model.path={model}"]
-    done = subprocess.run(
-        [*command, f"output_dir={tmp_path}"], input="y\n" * 20, capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert done.returncode == 2 and "contains Python code" in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "ran").exists()
-
-
-LOADING = {"from_pretrained", "from_config"}
-NO_CODE = {"GenerationConfig", "ModelSize", "CompressedTensorsConfig"}
-"""Classes whose loaders run no code: a file of numbers, our own sizes, vLLM's reader of a dict."""
-
-
-def calls_without_the_argument(source: str) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        if node.func.attr not in LOADING or ast.unparse(node.func.value).rpartition(".")[2] in NO_CODE:
-            continue
-        if "trust_remote_code" not in {keyword.arg for keyword in node.keywords}:
-            found.append(f"line {node.lineno}: {ast.unparse(node.func)}")
-    return found
-
-
-def test_no_call_leaves_the_question_open() -> None:
-    assert calls_without_the_argument("AutoConfig.from_pretrained(x)\nA.from_config(c, trust_remote_code=t)") == [
-        "line 1: AutoConfig.from_pretrained"
-    ]
-    files = sorted((ROOT / "qarl").rglob("*.py"))
-    found = {path.name: calls_without_the_argument(path.read_text(encoding="utf-8")) for path in files}
-    assert {name: calls for name, calls in found.items() if calls} == {}
-
-
-@pytest.mark.parametrize("where", ["a meta model", "the policy", "the engine"])
-def test_the_default_dtype_survives_a_failure(
-    pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """As vLLM's loader, which sets the default dtype and does not put it back if the model's class raises."""
-
-    def fails(*arguments: Any, **keys: Any) -> Any:
-        torch.set_default_dtype(torch.bfloat16)
-        raise RuntimeError("made to fail")
-
-    import transformers
-
-    from qarl.rollout import engine
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", fails)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fails)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=fails))
-    monkeypatch.setattr(engine.RolloutEngine, "close", lambda self: None)
-    settings = run_config(tmp_path, f"model.path={pristine_model}")
-    calls: dict[str, Callable[[], Any]] = {
-        "a meta model": lambda: layers.meta_model(model_folder.load_hf_config(str(pristine_model))),
-        "the policy": lambda: Policy.load(settings),
-        "the engine": lambda: engine.RolloutEngine(setup.engine_config(settings, level="model")),
-    }
-    try:
-        with pytest.raises((RuntimeError, UserError), match="made to fail"):
-            calls[where]()
-        assert torch.get_default_dtype() == torch.float32
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -16,13 +16,14 @@ from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
 from qarl.checks import layers
+from qarl.checks.layers import KEY, VOCABULARY_PADDING, split_problems
 from qarl.checks.memory import KV_BLOCK, check_kv_cache
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.model_size import ModelSize
-from qarl.checks.tensor_parallel import KEY, VOCABULARY_PADDING, split_problems
 from qarl.config import Config, load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
+from qarl.quant import convert
 from qarl.quant.scheme import get_scheme
 
 
@@ -142,7 +143,7 @@ ROWS = [
 
 
 def problems(config: Config, model: Any) -> list[UserError]:
-    shapes = layers.linear_shapes(model)
+    shapes = convert.linear_shapes(layers.meta_model(model))
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     quantized = layers.select_shapes(shapes, scheme, config.quant.ignore) if scheme.quantized else {}
     return split_problems(config, model, shapes, quantized, on_cpu=True)
@@ -184,10 +185,3 @@ def test_other_sizes_are_refused(sizes: dict[str, Any], workers: int, words: str
     changes = {"quant.ignore": ignore, "trainer.n_gpus_per_node": 12}
     error = problems(config(workers, 32, **changes), DENSE(**{**SIZES, **sizes}))[0]
     assert words in error.what and "sizes that work here: 1" in (error.fix or "")
-
-
-def test_key_value_heads_that_are_repeated() -> None:
-    """Each of two on two of four workers, which have a whole one. A local engine has one worker."""
-    assert problems(config(4, 32), DENSE(**{**SIZES, "num_key_value_heads": 2})) == []
-    with pytest.raises(UserError, match=f"(?s){KEY}.*one process"):
-        load_config([f"config={ROOT / 'configs/quickstart.yaml'}", f"{KEY}=2"])

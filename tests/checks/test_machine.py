@@ -14,9 +14,8 @@ import torch
 from engine_helpers import config
 
 from qarl.checks import machine as driver
-from qarl.checks.kernels import check_capability, check_dense, check_kernels, check_scheme
-from qarl.checks.machine import Machine
-from qarl.checks.run import CHECKS
+from qarl.checks.machine import Machine, check_capability
+from qarl.checks.run import CHECKS, check_dense, check_kernels, check_scheme
 from qarl.errors import UserError
 from qarl.rollout.engine_config import W4A8_ON_GPUS
 
@@ -78,33 +77,23 @@ def test_a_driver_that_is_too_old_is_refused(machine, form: str, version: str, c
         driver.check_driver()
 
 
-@pytest.mark.parametrize(
-    ("text", "cuda", "sees_gpu"),
-    [
-        (CLOSED.format("550.54.15"), "13.0", True),  # with cuda-compat
-        (CLOSED.format("550.54.15"), None, False),  # a CPU build of PyTorch
-        (None, "13.0", False),  # no driver
-        ("something else\n", "13.0", False),
-    ],
-)
-def test_nothing_else_is_refused(machine, text: str | None, cuda: str | None, sees_gpu: bool) -> None:
-    machine(text, cuda, sees_gpu)
-    driver.check_driver()
+def gpu(capability: int, here: bool = False) -> Machine:
+    return Machine("cuda", "a GPU", here, capability)
 
 
 def test_training_refuses_what_gpus_do_not_compute(tmp_path, monkeypatch):
     fp8 = config(tmp_path, "quant.scheme=fp8")
     with pytest.raises(UserError, match=r"8\.6 is too low for quant\.scheme=fp8"):
-        check_scheme(fp8, "cuda", 86)
-    check_scheme(fp8, "cuda", 89)
+        check_scheme(fp8, gpu(86))
+    check_scheme(fp8, gpu(89))
     with pytest.raises(UserError) as error:
-        check_scheme(config(tmp_path, "quant.scheme=w4a8"), "cuda", 90)
+        check_scheme(config(tmp_path, "quant.scheme=w4a8"), gpu(90))
     assert W4A8_ON_GPUS in str(error.value)
     for here in (True, False):
         for scheme, kernels, words in (("w4a8", "qarl", W4A8_ON_GPUS), ("w4a16", "dequantized", "only on a CPU")):
             with pytest.raises(UserError) as error:
                 run = config(tmp_path, f"quant.scheme={scheme}", f"quant.kernels={kernels}")
-                check_kernels(run, "cuda", here=here)
+                list(check_kernels(run, gpu(90, here)))
             assert words in str(error.value)
     with pytest.raises(UserError, match="no int8 products"):
         check_capability("w8a8", "engine", 100)

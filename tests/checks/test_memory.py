@@ -15,9 +15,8 @@ import pytest
 import torch
 from memory_cases import SMALL, parts, run
 
-from qarl.bench.sources import find_model
 from qarl.checks import memory
-from qarl.checks.memory import RUNTIME_BYTES, estimate, readable
+from qarl.checks.memory import RUNTIME_BYTES, estimate
 from qarl.checks.memory_terms import (
     ENGINE_ASLEEP_BYTES,
     ENGINE_GROUP_BYTES,
@@ -26,7 +25,6 @@ from qarl.checks.memory_terms import (
     LOGITS_AT_A_TIME,
     OWN_INPUT_GRADIENT,
 )
-from qarl.checks.model_size import ModelSize
 from qarl.kernels.cpu.qarl_linears import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant.quantize import quantize
@@ -89,20 +87,6 @@ def test_the_local_engine_sleeps_on_a_gpu() -> None:
     host = {part.name: part.bytes for part in found.host}
     assert host.pop("vLLM's weights while it sleeps") == wire
     assert host == {part.name: part.bytes for part in kept.host}
-
-
-def test_kernels_with_their_own_input_gradient_hold_no_dequantized_weights() -> None:
-    """One layer's at a time, the largest; if some layers have another kernel, theirs are held."""
-    name = "dequantized weights for the backward, BF16"
-    shapes = set(SMALL.linears().values())
-    for kernel in OWN_INPUT_GRADIENT:
-        found = parts(estimate(SMALL, run(), device="cuda", kernels=dict.fromkeys(shapes, kernel)))
-        assert found[name] == 2 * 96 * 64
-    mixed = dict.fromkeys(shapes, "vllm_marlin") | {(96, 64): "reference"}
-    found = parts(estimate(SMALL, run(), device="cuda", kernels=mixed))
-    assert found[name] == 2 * 2 * 2 * 96 * 64 + 2 * 64 * 96
-    # gate and up in the reference's BF16, the rest repacked
-    assert found["low-bit tensors in the kernels' layout"] == 2 * (2 * 2 * 96 * 64 + 2 * 2304 + 2 * 1152 + 3456)
 
 
 def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
@@ -201,16 +185,6 @@ def test_rows_of_experts_by_hand() -> None:
     assert "rows of a layer's experts" not in parts(estimate(SMALL, run(), device="cuda"))
 
 
-def test_bytes_gathered_are_those_of_the_format() -> None:
-    """A block of int4 with groups of 32: (4 + 16/32) / 16 of BF16's bytes, and 16 bytes of shape for each linear."""
-    for scheme, part in (("bf16", 1), ("w4a16", (4 + 16 / 32) / 16), ("fp8", (8 + 32 / 64) / 16)):
-        config = run(backend="verl", quant__scheme=scheme)
-        found = parts(estimate(SMALL, config, device="cpu"))["gathered blocks (two)"]
-        assert found == pytest.approx(2 * 2 * 30720 * part, rel=0.03)
-    off = run(backend="verl", quant__align="off")
-    assert parts(estimate(SMALL, off, device="cpu"))["gathered blocks (two)"] == 2 * 2 * 30720
-
-
 def test_only_the_backward_of_sharded_int4_experts_has_a_second_layout() -> None:
     moe = replace(SMALL, experts=4, experts_per_token=2, moe_intermediate=32, sparse_layers=(0,))
     for scheme, expected in (("w4a16", 4 * 3 * (64 * 32 // 2 + 2 * 64 * 32 // 32 + 16)), ("w8a8", 0), ("fp8", 0)):
@@ -227,28 +201,6 @@ def test_many_logits_are_computed_in_blocks(backend: str) -> None:
     found = parts(estimate(SMALL, run(**changes), device="cpu"))
     assert found["logits, log-probs"] == {"local": 10, "verl": 8}[backend] * LOGITS_AT_A_TIME
     assert found["logits, update"] == 18 * LOGITS_AT_A_TIME + 4 * 6400
-
-
-def test_no_room_for_a_cache_is_no_negative_memory() -> None:
-    found = estimate(SMALL, run(), device="cuda", gpu_memory_bytes=GIB)
-    assert found.kv_cache < 0
-    assert found.kv_tokens == 0
-    assert "vLLM: KV cache" not in parts(found)
-
-
-def test_the_table_adds_up() -> None:
-    found = estimate(SMALL, run(), device="cpu")
-    header, *rows, last = found.table()
-    assert header.split() == ["MiB", "rollout", "old_log_prob", "update", "step"]
-    assert len(rows) == len(found.parts)
-    assert last.split() == ["together", *(f"{found.total(p) / 2**20:.1f}" for p in header.split()[1:])]
-    large = ModelSize.from_config(find_model("Qwen3-8B").config)
-    big = estimate(large, run(quant__group_size=128), device="cpu")
-    assert big.table()[0].startswith("GiB")
-
-
-def test_readable() -> None:
-    assert [readable(size) for size in (2**20, GIB, 3 * GIB // 2)] == ["1.0 MiB", "1.0 GiB", "1.5 GiB"]
 
 
 @pytest.mark.parametrize(

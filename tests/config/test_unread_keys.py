@@ -3,63 +3,50 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from qarl.config import ConfigError, load_config
 from qarl.config.schema import default_values, flat_values
-from qarl.config.unread import RULES, Rule, unread
+from qarl.config.unread import unread
 
-DEFAULTS = default_values()
-OFF = {
-    "actor.loss": "reinforce",
-    "actor.positive_band": "upper",
-    "actor.band_scaling": "none",
-    "actor.use_kl_loss": False,
-    "actor.old_log_probs": "recompute",
-    "optim.name": "adamw",
-    "optim.lr_scheduler_type": "constant",
-}
-"""Each decider with a value for which its keys are not read."""
-VALUES = {
-    "actor.mismatch_outside_cap": "drop",
-    "actor.positive_band": "two_sided",
-    "actor.band_scaling": "length",
-    "actor.band_reference_length": 100,
-}
-"""Values other than the default; elsewhere 0.5 or, for keys that must be above 1, 2.5."""
-ROWS = [(rule, key) for rule in RULES for key in rule.keys]
+ROWS = [
+    ("actor.loss=grpo", "actor.seq_clip_ratio_high=0.5"),
+    ("actor.positive_band=upper", "actor.seq_clip_ratio_low=0.5"),
+    ("actor.band_scaling=none", "actor.band_reference_length=100"),
+    ("actor.loss=sapo", "actor.clip_ratio_low=0.5"),
+    ("actor.loss=grpo", "actor.clip_ratio_c=2.5"),
+    ("actor.loss=grpo", "actor.tau_pos=0.5"),
+    ("actor.loss=grpo", "actor.mis_imp_ratio_cap=3.0"),
+    ("actor.use_kl_loss=false", "actor.kl_loss_coef=0.5"),
+    ("actor.old_log_probs=recompute", "actor.old_log_probs_sample=0.5"),
+    ("actor.use_dynamic_bsz=false", "actor.ppo_max_token_len_per_gpu=9999"),
+    ("optim.name=adamw", "optim.muon_lr=0.5"),
+    ("optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.5"),
+    ("rollout_correction.rollout_is=null", "rollout_correction.rollout_is_threshold=3.0"),
+    ("rollout_correction.rollout_is=null", "rollout_correction.rollout_is_mode=mask"),
+    ("rollout_correction.rollout_rs=[]", "rollout_correction.rollout_rs_ratio=ppo"),
+    ("actor.loss=reinforce", "algorithm.adv_estimator=rloo"),
+    ("algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"),
+    ("trainer.resume_mode=auto", "trainer.resume_from_path=a"),
+    ("backend=local", "rollout.val_temperature=0.5"),
+]
+"""A decider with a value for which the key beside it is not read."""
 
 
-def other(key: str) -> Any:
-    return VALUES.get(key, 2.5 if key in ("actor.clip_ratio_c", "actor.seq_tis_imp_ratio_cap") else 0.5)
-
-
-@pytest.mark.parametrize(("rule", "key"), ROWS, ids=lambda part: part if isinstance(part, str) else part.decider)
-def test_a_key_that_is_not_read(tmp_path: Path, rule: Rule, key: str) -> None:
+@pytest.mark.parametrize(("off", "given"), ROWS)
+def test_a_key_that_is_not_read(folder: Path, off: str, given: str) -> None:
+    key, _, value = given.partition("=")
     section, _, name = key.partition(".")
-    values = yaml.safe_load(Path("configs/quickstart.yaml").read_text(encoding="utf-8"))
-    for flat in flat_values({part: values.get(part, {}) for part in ("actor", "optim")} | REST, set()):
-        if flat in {key for _, key in ROWS} or flat in OFF:
-            values.get(flat.partition(".")[0], {}).pop(flat.partition(".")[2], None)
-    values.setdefault(section, {})[name] = other(key)
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(values))
-    off = f"{rule.decider}={OFF[rule.decider]}"
     with pytest.raises(ConfigError) as caught:
-        load_config([f"config={file}", f"{key}={other(key)}", off])
-    (problem,) = [problem for problem in caught.value.problems if problem.key == key]
-    assert problem.reason.startswith("it has no effect with ") and problem.source == "command line"
-    assert flat_values(load_config([f"config={file}", off]).model_dump(), set())[key] == DEFAULTS[key]
-
-
-REST: dict[str, Any] = {
-    name: {} for name in ("model", "data", "reward", "rollout", "quant", "publish", "algorithm", "trainer")
-} | {"rollout_correction": {}}
-
-
-def test_a_resolved_config_has_only_values_that_act() -> None:
-    config = load_config(["config=quickstart.yaml", "actor.loss=grpo", "optim.lr_scheduler_type=constant"])
-    assert list(unread(flat_values(config.model_dump(), set()), DEFAULTS)) == []
+        load_config(["config=minimal.yaml", off, given])
+    (problem,) = caught.value.problems
+    assert problem.key == key and problem.source == "command line"
+    assert problem.reason.startswith(f"it has no effect with {off.partition('=')[0]} = ")
+    text = Path("minimal.yaml").read_text()
+    line = f"  {name}: {value}\n"
+    with_key = text.replace(f"{section}:\n", f"{section}:\n{line}")
+    Path("run.yaml").write_text(with_key if with_key != text else f"{text}{section}:\n{line}")
+    config = load_config(["config=run.yaml", off])
+    assert flat_values(config.model_dump(), set())[key] == default_values()[key]
+    assert list(unread(flat_values(config.model_dump(), set()), default_values())) == []

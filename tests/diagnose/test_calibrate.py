@@ -18,13 +18,11 @@ from qarl.config import Config, OptimConfig, load_config
 from qarl.config.objectives import LOSSES
 from qarl.config.objectives import RolloutCorrectionConfig as Correction
 from qarl.diagnose import calibrate as calibration
-from qarl.diagnose import calibration_memory
+from qarl.diagnose import candidates as candidates_module
 from qarl.diagnose.__main__ import main
 from qarl.diagnose.calibrate import best, t_tail
-from qarl.diagnose.calibration_memory import needed_memory
-from qarl.diagnose.calibration_text import as_text
-from qarl.diagnose.candidates import bands, base_config, clipped_share, corrections, with_keys
-from qarl.diagnose.gradients import Gradients, closeness, objective_gradients
+from qarl.diagnose.candidates import bands, base_config, clipped_share, corrections, needed_memory, with_keys
+from qarl.diagnose.gradients import objective_gradients
 from qarl.errors import UserError
 from qarl.objectives.loss import objective_loss
 from qarl.objectives.settings import Settings, objective_settings
@@ -87,19 +85,6 @@ def test_each_gradient_is_that_of_the_training_path(policy: Policy) -> None:
     assert found.silent(0, batch.advantages[1:]) == 0.0
 
 
-def test_responses_without_gradient_are_counted_among_those_with_an_advantage() -> None:
-    slopes = torch.tensor([[[0.0, 0.0], [0.0, 2.0], [0.0, 0.0]]])
-    found = Gradients(torch.zeros(1, 1), slopes)
-    assert found.silent(0, torch.tensor([1.0, -1.0, 0.0])) == 0.5
-    assert found.silent(0, torch.zeros(3)) == 0.0
-
-
-def test_closeness() -> None:
-    found = closeness(torch.tensor([3.0, 4.0]), torch.tensor([6.0, 0.0]))
-    assert (found.cosine, found.error, found.norm) == (0.6, 5 / 6, 5 / 6)
-    assert closeness(torch.zeros(2), torch.ones(2)).cosine == 0.0
-
-
 @pytest.mark.verl
 def test_shares_of_clipped_weights() -> None:
     log_ratio = torch.tensor([[math.log(3.0), math.log(1.1)], [math.log(0.2), 0.0]])
@@ -143,13 +128,6 @@ def test_every_candidate_is_a_config_that_is_accepted(loss: str) -> None:
     assert shares[1:] == [pytest.approx(share, abs=0.01) for share in (0.2, 0.05, 0.01)]
 
 
-def test_the_configured_band_is_the_base_of_the_bands() -> None:
-    config = changed(load_config(["config=quickstart.yaml"]), actor__seq_clip_ratio_high=0.01)
-    (base,) = [one for one in bands(config) if one.kind == "base"]
-    assert base.settings == objective_settings(base_config(config)) and base.settings.tbpo.seq_clip_ratio_high == 0.01
-    assert [one.settings.tbpo.seq_clip_ratio_high for one in bands(config)] == [0.0025, 0.005, 0.01, 0.02, 0.04, 0.16]
-
-
 def test_the_best_of_a_kind_and_the_noise() -> None:
     def row(kind: str, cosine: float, gain: float, std: float) -> dict[str, object]:
         return {
@@ -164,28 +142,6 @@ def test_the_best_of_a_kind_and_the_noise() -> None:
     )
     assert found["cap"]["cosine"]["mean"] == 0.9 and found["cap"]["beyond_noise"]
     assert list(found) == ["cap", "band"] and not found["band"]["beyond_noise"]
-
-
-@pytest.mark.verl
-def test_a_kl_term_is_left_out_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing computes the reference's log-probs here, so a trainer with a KL term would crash after sampling."""
-
-    class Prepared(Exception):
-        pass
-
-    def prepare(config: Config) -> None:
-        assert config.quant.align == "exact" and not objective_settings(config).use_kl_loss
-        raise Prepared
-
-    monkeypatch.setattr(calibration, "prepare_run", prepare)
-    with pytest.raises(Prepared):
-        calibration.calibrate(changed(load_config(["config=quickstart.yaml"]), actor__use_kl_loss=True))
-    numbers = dict.fromkeys(("batches", "responses", "tokens"), 4)
-    numbers |= dict.fromkeys(("mismatch_abs_mean_at_off", "mismatch_abs_max_at_exact"), 0)
-    names = {"scheme": "w8a8", "loss": "grpo", "model": "m", "between_batches": {"mean": 0, "std": 0}}
-    report = numbers | names | {"corrections": [], "bands": [], "best": {}}
-    assert "KL term" in as_text(report | {"kl_term_left_out": True})
-    assert "KL term" not in as_text(report | {"kl_term_left_out": False})
 
 
 SMALL = ModelSize(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=100)
@@ -219,7 +175,7 @@ def test_too_little_memory_is_refused_before_anything_is_loaded(monkeypatch: pyt
     exact = changed(config, quant__align="exact", optim__lr_warmup_steps=0)
     size = ModelSize.from_config(AutoConfig.from_pretrained(config.model.path))
     needed = sum(needed_memory(size, exact, 5).values())
-    monkeypatch.setattr(calibration_memory, "available_memory", lambda: needed)
+    monkeypatch.setattr(candidates_module, "available_memory", lambda: needed)
     with pytest.raises(Prepared):
         calibration.calibrate(config, batches=5)
     with pytest.raises(UserError, match="comparing 6 batches may need") as caught:
@@ -244,25 +200,6 @@ def test_tails_of_student_t_against_the_incomplete_beta_function() -> None:
         for t in (0.0, 0.5, 2.0, 3.5):
             beta = mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True)
             assert t_tail(t, degrees) == pytest.approx(float(beta) / 2, rel=1e-4)
-
-
-def test_the_best_of_many_without_any_gain_is_rarely_beyond_the_noise() -> None:
-    """17 candidates, 4 batches, gains that are noise: at most 2.5% of 2000 reports name one (+ 3 standard errors)."""
-    torch.manual_seed(0)
-    gains = torch.randn(2000, 17, 4)
-    findings = 0
-    for candidates in gains:
-        rows = [
-            {
-                "kind": "weight",
-                "batches": 4,
-                "cosine": {"mean": float(gain.mean())},
-                "cosine_gain": {"mean": float(gain.mean()), "std": float(gain.std())},
-            }
-            for gain in candidates
-        ]
-        findings += best(rows)["weight"]["beyond_noise"]
-    assert findings < 2000 * (0.025 + 3 * (0.025 * 0.975 / 2000) ** 0.5)
 
 
 @pytest.mark.parametrize("given", ["batches=3", "batches=many"])

@@ -34,8 +34,3 @@ def test_the_split_names_the_cause(tmp_path, capfd):
     assert by_cause["staleness"]["mismatch/abs_max"] > 0
     printed = capfd.readouterr().out
     assert "largest mean" in printed and "| kernel floor | linears |" in printed
-
-
-def test_a_bad_config_is_one_error(capfd):
-    assert main(["config=quickstart.yaml", "quant.schema=w4a16"]) == 2
-    assert "quant.scheme" in capfd.readouterr().err

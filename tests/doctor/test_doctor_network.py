@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from doctor_rig import examine, said
 
-from qarl.checks import hub_access as hub
+from qarl.checks import model_folder as hub
 from qarl.config import load_config
 from qarl.config.source import available_configs
 from qarl.train import main

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_runs import (
-    row,
-    write_rows,
-)
 from checkout import ROOT
-from doctor_rig import cut_the_weights, examine, said, topic_of
+from doctor_rig import examine, said
 
 from qarl.checks.machine import GPUS, find_machine, this_machine
 from qarl.doctor.__main__ import main
@@ -56,29 +51,6 @@ def examine_big(name: str, gpus: int, parallel: int, *arguments: str) -> tuple[i
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize(
-    ("name", "gpus", "parallel", "params"),
-    [("Qwen2.5-Math-1.5B", 1, 1, "1.54"), ("Qwen2.5-Math-7B", 8, 2, "7.62"), ("Qwen3-8B", 8, 2, "8.19")],
-)
-def test_public_models_on_their_gpus(name: str, gpus: int, parallel: int, params: str) -> None:
-    code, findings = examine_big(name, gpus, parallel)
-    assert said(findings, "error") == []
-    assert all(f.get("fix") for f in findings if f["status"] != "ok")
-    assert code == 0
-    assert any(f"{params} billion parameters" in what for what in said(findings, "ok", "model"))
-    assert {f["topic"] for f in findings} >= {"model", "layer sizes", "kernels", "published tensors", "memory"}
-    left_out = said(findings, "note", "model")
-    assert any("tokenizer" in what for what in left_out)
-    assert any("weights are complete" in what for what in said(findings, "note", "weights"))
-    assert "packages" not in {f["topic"] for f in findings}
-    assert any("this machine's CPU" in what for what in said(findings, "note", "machine"))
-    notes = said(findings, "note", "kernels")
-    assert any("which kernel of the trainer multiplies" in what for what in notes)
-    level = "fall back to linears" if parallel > 1 else "model is unconfirmed on GPUs"
-    assert any(level in what for what in said(findings, "warning", "kernels"))
-
-
-@pytest.mark.verl
 def test_the_mixture_of_experts_has_its_experts_counted() -> None:
     ignore = 'quant.ignore=[lm_head, "re:.*mlp[.]gate$"]'
     code, findings = examine_big("Qwen3-30B-A3B", 16, 2, ignore, "rollout.gpu_memory_utilization=0.3")
@@ -87,9 +59,8 @@ def test_the_mixture_of_experts_has_its_experts_counted() -> None:
     assert "not checked: which kernel of the trainer multiplies 18432 matrices of experts" in notes
     assert not any("reference" in what for what in said(findings, "warning", "kernels"))
     # 48 layers of four matrices and two stacks.
-    assert any("288 layers as weight_packed int32" in what for what in said(findings, "ok", "published tensors"))
+    assert any("288 low-bit layers" in what for what in said(findings, "ok", "published tensors"))
     assert "quant.group_size divides all layers" in said(findings, "ok", "layer sizes")
-    assert "routers stay in BF16" in said(findings, "ok", "ignore list")
     assert any(what.startswith("18624 of 18625 linears") for what in said(findings, "ok", "ignore list"))
     assert any("30.53 billion" in what for what in said(findings, "ok", "model"))
     _, findings = examine_big("Qwen3-30B-A3B", 8, 2)
@@ -138,27 +109,6 @@ def test_tensor_parallel_sizes(name: str, gpus: int, parallel: int, arguments: l
     for words in errors[:3]:
         assert any(words in f["what"] for f in found), (words, found)
     assert all("sizes that work here: 1, 2" in f["fix"] for f in found)
-
-
-@pytest.mark.verl
-def test_ranks_that_verl_refuses() -> None:
-    uneven = ["data.train_batch_size=5", "actor.ppo_mini_batch_size=5", "rollout.n=2"]
-    _, findings = examine_big("Qwen2.5-Math-1.5B", 8, 1, *uneven)
-    assert said(findings, "error", "backend") == [
-        "actor.ppo_mini_batch_size=5 does not give each of 8 ranks the same number of responses"
-    ]
-    _, findings = examine_big("Qwen2.5-Math-1.5B", 6, 4, "data.train_batch_size=48", "actor.ppo_mini_batch_size=48")
-    assert any("6 ranks cannot be divided into engines of 4 workers" in error for error in said(findings, "error"))
-    micro = "actor.ppo_micro_batch_size_per_gpu=128"
-    _, findings = examine_big("Qwen2.5-Math-1.5B", 8, 1, micro)
-    assert said(findings, "error", "backend") == [f"{micro} does not divide a rank's 64 responses"]
-
-
-def test_masks_of_top_p_that_do_not_fit() -> None:
-    large = ["data.max_response_length=400", "data.train_batch_size=8192", "rollout.n=1024"]
-    large += ["actor.ppo_mini_batch_size=8192"]
-    findings = topic_of("kernels", "rollout.top_p=0.9", *large)
-    assert any("GiB; the limit is 4 GiB" in finding.what for finding in findings if finding.status == "error")
 
 
 @pytest.mark.verl
@@ -216,33 +166,11 @@ def test_what_a_gpu_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [W4A8_ON_GPUS in f["why"] for f in findings if f["what"] == "w4a8 rollouts are refused"] == [True]
 
 
-@pytest.mark.parametrize(("scheme", "kernels"), [("w4a8", "qarl"), ("w4a16", "dequantized")])
-def test_kernels_that_no_gpu_runs(scheme: str, kernels: str) -> None:
-    code, findings = examine("doctor.device=h100", f"quant.scheme={scheme}", f"quant.kernels={kernels}")
-    assert code == 1
-    wanted = f"quant.kernels={kernels} does not support quant.scheme={scheme} on GPUs"
-    (refused,) = [f for f in findings if f["what"] == wanted]
-    assert refused["status"] == "error" and (W4A8_ON_GPUS in refused["why"]) is (scheme == "w4a8")
-    assert "quant.kernels has kernels for quant.scheme" not in said(findings, "ok", "kernels")
-
-
-def test_broken_files_are_errors_for_another_machine_too() -> None:
-    cut_the_weights()
-    write_rows("train.jsonl", [row(ground_truth=None)])
-    code, findings = examine("doctor.device=h100")
-    assert code == 1
-    assert any("cannot read the weights" in what for what in said(findings, "error", "weights"))
-    assert any("ground_truth" in what for what in said(findings, "error", "data"))
-
-
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
         ("doctor.device=tpu", "doctor.device=tpu is not known"),
         ("doctor.gpu_memory_gib=much", "not a number above 0"),
-        ("doctor.gpu_memory_gib=1e308", "not a number above 0 and below a million"),
-        ("doctor.gpu_capability=1e308", "not a number above 0 and below a million"),
-        ("doctor.json=a\0b", "cannot be written"),
         ("doctor.gpu_capability=-1", "not a number above 0"),
         ("doctor.gpu=h100", "cannot use"),
         ("doctor.json=", "cannot use"),
@@ -251,15 +179,6 @@ def test_broken_files_are_errors_for_another_machine_too() -> None:
 def test_options_of_the_doctor_itself(capsys: pytest.CaptureFixture[str], argument: str, words: str) -> None:
     assert main(["config=run.yaml", argument]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_findings_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config=run.yaml", "doctor.json=/proc/x/y.json"]) == 2
-    assert "doctor.json=/proc/x/y.json cannot be written" in capsys.readouterr().err
-    os.mkfifo("pipe")
-    assert main(["config=run.yaml", "doctor.json=pipe"]) == 2
-    assert "not a regular file" in capsys.readouterr().err
-    assert Path("pipe").is_fifo()
 
 
 def test_targets() -> None:

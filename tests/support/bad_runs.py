@@ -69,11 +69,9 @@ CONFIG_FAULTS = {
         ["actor.ppo_mini_batch_size", "data.train_batch_size"],
     ),
     "lm_head quantized": (["quant.ignore=[]"], ["quant.ignore", "add lm_head"]),
-    "run name longer than a folder's": (["name=" + "a" * 201], ["name", "at most 200 characters"]),
-    "output folder with NUL": (['output_dir="\\0"'], ["output_dir", "of the form"]),
-    "number that Python cannot read": (["seed=" + "9" * 5000], ["seed", "5000 digits"]),
-    "list in a list, without end": (["quant.ignore=" + "[" * 3000], ["quant.ignore", "nested too deep"]),
-    "more threads than exist": (["trainer.num_threads=9999999"], ["trainer.num_threads", "4096 or less"]),
+    "run name longer than a folder's": (["name=" + "a" * 201], ["name", "200 characters"]),
+    "output folder with NUL": (['output_dir="\\0"'], ["output_dir", "pattern"]),
+    "more threads than exist": (["trainer.num_threads=9999999"], ["trainer.num_threads", "4096"]),
 }
 
 
@@ -81,12 +79,6 @@ FILE_FAULTS = {
     "syntax": ("name: [unclosed\n", ["broken.yaml"]),
     "duplicate key": (CONFIG + "seed: 1\nseed: 2\n", ["seed", "broken.yaml:16"]),
     "no mapping": ("- name\n", ["broken.yaml", "mapping"]),
-    "anchor": (CONFIG + "seed: &s 1\n", ["broken.yaml:16", "anchors (&s)"]),
-    "anchor of a section": (CONFIG + "optim: &o\n  lr: 1e-5\n", ["broken.yaml:16", "anchors (&o)"]),
-    "alias": (CONFIG + "seed: *s\n", ["broken.yaml:16", "aliases (*s)"]),
-    "merge key": (CONFIG + "optim:\n  <<: {lr: 1e-5}\n", ["broken.yaml:17", "merge keys (<<)"]),
-    "merge key in a list": (CONFIG + "verl:\n  a:\n  - <<: {b: 1}\n", ["broken.yaml:18", "merge keys (<<)"]),
-    "nested without end": (CONFIG + "verl: " + "[" * 3000 + "\n", ["broken.yaml", "nested too deep"]),
     "missing keys": ("name: x\n", ["model.path", "rollout.n", "required"]),
 }
 

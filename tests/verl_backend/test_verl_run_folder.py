@@ -17,7 +17,6 @@ from torch import nn
 from verl_runs import quickstart
 
 from qarl.checkpoint.open import find_checkpoint, open_ranks, whole_and_torn, whole_tensor
-from qarl.dry_run import dry_run
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
@@ -28,6 +27,7 @@ from qarl.verl.run import answered_interrupt, verl_config
 
 pytest.importorskip("verl")
 
+from qarl.train import dry_run
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 

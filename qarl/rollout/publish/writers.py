@@ -375,7 +375,7 @@ def _rows(part: Part, rank: int, size: int) -> Part:
 
 
 def _columns(part: Part, rank: int, count: int) -> Part:
-    """Return share `rank` of `count` equal shares of the inputs. `qarl.checks.tensor_parallel` refuses a cut inside a
+    """Return share `rank` of `count` equal shares of the inputs. `qarl.checks.layers` refuses a cut inside a
     group of weights that share one scale."""
     names = {"weight", "weight_packed"} | ({"weight_scale"} if "weight_packed" in part else set())
     shares = {name: part[name].chunk(count, -1)[rank].contiguous() for name in names & part.keys()}

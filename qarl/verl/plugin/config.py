@@ -187,7 +187,7 @@ def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
 def check_engine_config(model_config: Any, engine_config: Any) -> None:
     """Raise UserError for verl settings that the quantized forward does not support."""
     if get_device_name() == "cuda":
-        from qarl.checks.kernels import check_this_gpu
+        from qarl.checks.machine import check_this_gpu
 
         check_this_gpu(engine_config.quant.scheme, "engine")
     where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"

@@ -19,8 +19,8 @@ pytest.importorskip("vllm")
 
 from worker_models import distributed_vllm, multiplied, worker_model
 
+from qarl.checks.layers import split_problems
 from qarl.checks.registry import RunInputs
-from qarl.checks.tensor_parallel import split_problems
 from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
@@ -121,7 +121,7 @@ def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, ran
 def test_a_run_is_refused_if_vllm_cannot_split_the_model(
     family: str, sizes: dict[str, Any], workers: int, splits: bool, tmp_path: Path
 ) -> None:
-    """`qarl.checks.tensor_parallel` before anything is loaded, and vLLM in its worker."""
+    """`qarl.checks.layers.split_problems` before anything is loaded, and vLLM in its worker."""
     scheme = get_scheme("w4a16", 32)
     folder = (save_random_moe if "moe" in family else save_random_model)(tmp_path / "model", family, **sizes)
     config = load_config(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.kernels.sampling_mask import Truncation, packed_width
+from qarl.kernels.logprob import Truncation, packed_width
 from qarl.rollout.engine_config import SamplingConfig, sampling_params
 
 KEPT_GIB = 4.0

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from updating_trainer import updating_trainer
 
 from qarl.kernels.cpu import layer_ops
-from qarl.kernels.sampling_mask import Truncation
+from qarl.kernels.logprob import Truncation
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, fill, lay_out, make_batch, micro_batches

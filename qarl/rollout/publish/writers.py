@@ -305,7 +305,7 @@ def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
     layer: Any = module
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)
-    layer.weight_scale.data.copy_(prepared.scales)
+    layer.weight_scale.data.copy_(prepared.scale)
     _write_bias(layer, parts)
 
 

@@ -1,4 +1,4 @@
-"""Compares the engine's log-probs with the actor's own rounding noise (`qarl.align.noise`), before the first update.
+"""Compares the engine's log-probs with the actor's own rounding noise (`qarl.align.model`), before the first update.
 
 It takes three forwards without gradients of each rank's first micro-batch, once per start. As in
 `qarl.trainer.mismatch_watch`, the forward multiplies by the published tensors and, on a CPU, has the arithmetic of
@@ -21,8 +21,7 @@ import torch
 from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
-from qarl.align.model import engine_arithmetic
-from qarl.align.noise import Roots
+from qarl.align.model import Roots, engine_arithmetic
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_noise, times_noise
 from qarl.quant.convert import published_forward
 from qarl.quant.expert_names import stacked_experts

@@ -139,7 +139,7 @@ def flash_attention(
 def _varlen_attention(query: Any, key: Any, value: Any, lengths: Any, scaling: float, window: None) -> torch.Tensor:
     def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         parts = (q.float(), k.float(), v.float())
-        causal = {"is_causal": q.shape[2] > 1, "enable_gqa": True, "scale": scaling}
+        causal: dict[str, Any] = {"is_causal": q.shape[2] > 1, "enable_gqa": True, "scale": scaling}
         return F.scaled_dot_product_attention(*parts, **causal).to(q.dtype).transpose(1, 2)
 
     return packed_attention.in_rows(attend, query, key, value, lengths)

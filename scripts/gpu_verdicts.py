@@ -18,8 +18,7 @@ class Bound(NamedTuple):
     against: str | None = "bf16 bf16"
 
 
-QUANTIZERS = tuple(f"{scheme} triton{copy}" for scheme in ("w4a16", "w8a8", "fp8")
-                   for copy in ("", ", and the BF16 copy"))  # fmt: skip
+QUANTIZERS = ("w4a16 triton", "w8a8 triton", "fp8 triton")
 BOUNDS = (
     Bound("W4A16, M <= 16: 3x BF16", 3.0, "linear", lambda m: m <= 16, ("w4a16 triton",)),
     Bound("W4A16, M <= 16: 0.9x Marlin", 0.9, "linear", lambda m: m <= 16, ("w4a16 triton",), "w4a16 vllm_marlin"),

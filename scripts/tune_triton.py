@@ -25,9 +25,10 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from qarl.kernels.triton import common as tables
 from qarl.kernels.triton import experts as grouped
-from qarl.kernels.triton import scaled_mm, tables, w4a16
-from qarl.kernels.triton.tables import Tile
+from qarl.kernels.triton import scaled_mm, w4a16
+from qarl.kernels.triton.common import Tile
 
 SHAPES = ((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584), (6144, 4096), (24576, 4096))
 """(N, K) of the fused linears of Qwen2.5-1.5B, Qwen2.5-7B and Qwen3-8B."""
@@ -106,13 +107,13 @@ def best(operation: str, m: int, deadline: float, milliseconds: int) -> tuple[Ti
     """
     shapes: tuple[tuple[int, ...], ...] = EXPERT_SHAPES if operation.startswith("grouped") else SHAPES
     logs: dict[Tile | None, list[float]] = {}
-    first = tables.choose(operation, torch.device("cuda"), m, shapes[0][-2], shapes[0][-1], GROUP)
+    first = tables.choose(operation, torch.device("cuda"), m)
     alive: list[Tile | None] = [first, *(tile for tile in candidates(operation, m) if tile != first)]
     if "w4a16" in operation and first is not None:
         alive.insert(1, None)
     for number, shape in enumerate(shapes):
         call = make_call(operation, m, shape)
-        expected = call(tables.choose(operation, torch.device("cuda"), m, shape[-2], shape[-1], GROUP))
+        expected = call(tables.choose(operation, torch.device("cuda"), m))
         for tile in alive:
             if tile in alive[:2] or time.monotonic() < deadline:
                 logs.setdefault(tile, []).append(math.log(measure(call, tile, expected, milliseconds)))

@@ -132,7 +132,6 @@ def refusals_off(model: Model) -> Iterator[None]:
         "qarl.checks.model.check_checkpoint_layers": lambda model, family: None,
         "qarl.checks.model.check_model": lambda config: None,
         "qarl.align.model.check_config_keys": lambda config: None,
-        "qarl.align.packed_attention.check_arguments": lambda model: None,
     }
     if "attn_logit_softcapping" in model.changes:
         off["qarl.align.packed_attention._needs_scores"] = lambda given: False

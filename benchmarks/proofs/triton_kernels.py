@@ -13,8 +13,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from qarl.kernels.triton.activations import quantize_tokens_kernel
 from qarl.kernels.triton.checksum import checksum_kernel, checksum_rows_kernel
+from qarl.kernels.triton.common import Tile, tables
 from qarl.kernels.triton.experts import (
     clear_unused_kernel,
     combine_kernel,
@@ -30,9 +30,9 @@ from qarl.kernels.triton.quantize import (
     dequantize_rows_kernel,
     quantize_int4_kernel,
     quantize_rows_kernel,
+    quantize_tokens_kernel,
 )
 from qarl.kernels.triton.scaled_mm import scaled_mm_kernel
-from qarl.kernels.triton.tables import Tile, tables
 from qarl.kernels.triton.w4a16 import w4a16_backward_kernel, w4a16_kernel
 
 TARGETS = {"ampere": 80, "hopper": 90, "blackwell": 100, "blackwell_geforce": 120}
@@ -173,22 +173,19 @@ def _entry(
 
 def _quantize() -> list[AotKernel]:
     entries = []
-    for dtype, scale in (("*bf16", "*bf16"), ("*fp32", "*bf16"), ("*fp32", "*fp32")):
-        types = {"w_ptr": dtype, "packed_ptr": "*i32", "scale_ptr": scale, "dequantized_ptr": "*bf16",
-                 "flag_ptr": "*i32", "groups": "i32", "groups_per_row": "i32", "row_stride": "i32"}  # fmt: skip
-        configs = [
-            {"GROUP": group, "WORDS": group // 8, "GROUPS": WEIGHT_TILE // group, "BF16_GRID": scale == "*bf16",
-             "DEQUANTIZE": copy, "CONTIGUOUS": contiguous}
-            for group in (32, 128) for copy, contiguous in ((False, True), (True, True), (True, False))
-        ]  # fmt: skip
-        aot_configs = tuple(AotConfig(config) for config in configs)
+    for dtype in ("*bf16", "*fp32"):
+        types = {"w_ptr": dtype, "packed_ptr": "*i32", "scale_ptr": dtype, "flag_ptr": "*i32", "groups": "i32",
+                 "groups_per_row": "i32", "row_stride": "i32"}  # fmt: skip
+        aot_configs = tuple(
+            AotConfig({"GROUP": group, "WORDS": group // 8, "GROUPS": WEIGHT_TILE // group, "CONTIGUOUS": contiguous})
+            for group in (32, 128) for contiguous in (True, False)
+        )  # fmt: skip
         entries.append(AotKernel(quantize_int4_kernel, types, aot_configs, divisible=("row_stride",)))
         for fp8 in (False, True):
-            types = {"w_ptr": dtype, "values_ptr": "*u8" if fp8 else "*i8", "scale_ptr": "*fp32",
-                     "dequantized_ptr": "*bf16", "flag_ptr": "*i32", "cols": "i32", "row_stride": "i32"}  # fmt: skip
+            types = {"w_ptr": dtype, "values_ptr": "*u8" if fp8 else "*i8", "scale_ptr": "*fp32", "flag_ptr": "*i32",
+                     "cols": "i32", "row_stride": "i32"}  # fmt: skip
             aot_configs = tuple(
-                AotConfig({"HALF_RANGE": 448.0 if fp8 else 127.5, "FP8": fp8, "HARDWARE": hardware,
-                           "BF16_GRID": scale == "*bf16", "DEQUANTIZE": True, "BLOCK": block,
+                AotConfig({"HALF_RANGE": 448.0 if fp8 else 127.5, "FP8": fp8, "HARDWARE": hardware, "BLOCK": block,
                            "SINGLE": single}, num_warps=warps, targets=targets)
                 for block, single, warps in ((2048, True, 2), (8192, True, 8), (4096, False, 4))
                 for hardware, targets in ((False, (80,)), (True, (90, 100, 120)))

@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qarl.align.packed_attention import check_plain, in_rows, lengths_of_rows, rows_mask
+from qarl.align.packed_attention import check_plain, check_whole_rows, in_rows, lengths_of_rows
 from qarl.kernels.cpu import layer_ops
 
 
@@ -101,15 +101,6 @@ def align_module(module: nn.Module, mixin: type[nn.Module]) -> None:
 
 FP32_ATTENTION = "qarl_fp32"
 ENGINE_ATTENTION = "qarl_engine"
-
-
-def register_attention() -> None:
-    """Register both attention functions with transformers. Repeated calls do nothing."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    for name, function in ((FP32_ATTENTION, fp32_attention), (ENGINE_ATTENTION, engine_attention)):
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, rows_mask)
 
 
 def fp32_attention(
@@ -307,16 +298,9 @@ def engine_attention(
     `prompt_lengths` [rows] is an extra argument of the model's forward: the number of tokens that the engine prefilled
     in each row. Without it, tokens are computed as if the engine had decoded all of them.
     """
-    if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
-        raise ValueError(
-            "quant.align=exact needs rows from position 0, packed or padded on the right, without attention_mask, "
-            "key-value cache or attention dropout"
-        )
-    check_plain("exact", module, kwargs)
+    check_whole_rows("exact", module, query, key, attention_mask, dropout, kwargs)
     lengths = lengths_of_rows(query, key, kwargs) or (query.shape[2],) * len(query)
     prefilled = [0] * len(lengths) if prompt_lengths is None else prompt_lengths.tolist()
-    if len(prefilled) != len(lengths):
-        raise ValueError(f"there are {len(prefilled)} prompts for {len(lengths)} rows")
 
     def attend(i: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         row = (query.bfloat16(), key.bfloat16(), value.bfloat16())

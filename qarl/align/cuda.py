@@ -24,13 +24,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qarl.align.cpu import align_module
-from qarl.align.packed_attention import Lengths, check_plain, in_rows, lengths_of_rows, rows_mask, varlen_attention
-from qarl.align.rotary import head_size_of
+from qarl.align.packed_attention import Lengths, check_whole_rows, lengths_of_rows, register_attention, varlen_attention
+from qarl.align.rotary import EngineRotaryEmbedding, head_size_of
 from qarl.kernels.cpu import layer_ops as cpu_ops
 from qarl.kernels.cuda import layer_ops
 
@@ -65,7 +64,7 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool) -> str | None:
 def align_layers(model: Any) -> dict[str, int]:
     """Give the layers of a transformers causal LM the forwards of this module. Return the number of them by kind."""
     base, norms = model.model, 0
-    register_cuda_attention()
+    register_attention(CUDA_ATTENTION, cuda_attention)
     model.set_attn_implementation(CUDA_ATTENTION)
     align_module(base.rotary_emb, CudaRotaryEmbedding)
     base.rotary_emb.turns = None
@@ -122,17 +121,13 @@ class CudaDecoderLayer(nn.Module):
         return super().forward(hidden_states, position_embeddings=(cos.float(), sin.float()), **kwargs)
 
 
-class CudaRotaryEmbedding(nn.Module):
-    """Look up cosines and sines of `position_ids` [B, T] in vLLM's table. Return both as BF16 [B, T, D].
-
-    The table is computed on the GPU of the first forward, because vLLM computes its table on its GPU.
-    """
+class CudaRotaryEmbedding(EngineRotaryEmbedding):
+    """Use a table that is computed on the GPU of the first forward, because vLLM computes its table on its GPU."""
 
     config: Any
-    turns: tuple[torch.Tensor, torch.Tensor] | None
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.turns is None or self.turns[0].device != x.device:
+        if not self.turns or self.turns[0].device != x.device:
             engine = cpu_ops.engine_rotary(self.config, head_size_of(self.config))
             self.turns = cpu_ops.computed_turns(engine, x.device)
         cosines, sines = (part[position_ids] for part in self.turns)
@@ -188,28 +183,11 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            output = _recomputed(query, key, value, ctx.scale, ctx.lengths)
-        grads = torch.autograd.grad(output, (query, key, value), grad_outputs[0])
-        return *grads, None, None
-
-
-def _recomputed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Lengths
-) -> torch.Tensor:
-    """Return PyTorch's attention for the arguments of `flash_attention`. It has a backward."""
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    if query.is_cuda:
-        return varlen_attention(query, key, value, lengths, scale, None)[0]
-
-    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = F.scaled_dot_product_attention(
-            q.float(), k.float(), v.float(), scale=scale, is_causal=q.shape[2] > 1, enable_gqa=True
-        )
-        return rows.to(q.dtype).transpose(1, 2)
-
-    return in_rows(attend, query, key, value, lengths)[0]
+            query, key, value = (tensor.transpose(0, 1)[None] for tensor in inputs)
+            output = varlen_attention(query, key, value, ctx.lengths, ctx.scale, None)[0]
+        return *torch.autograd.grad(output, inputs, grad_outputs[0]), None, None
 
 
 def cuda_attention(
@@ -227,12 +205,7 @@ def cuda_attention(
     Rows must start at position 0, and be packed or padded on the right. Raises ValueError for masks, key-value caches
     and dropout.
     """
-    if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
-        raise ValueError(
-            "quant.align=model on a GPU needs rows from position 0, packed or padded on the right, without "
-            "attention_mask, key-value cache or attention dropout"
-        )
-    check_plain("model", module, kwargs)
+    check_whole_rows("model", module, query, key, attention_mask, dropout, kwargs)
     batch, tokens = query.shape[0], query.shape[2]
     lengths = lengths_of_rows(query, key, kwargs) or (tokens,) * batch
     packed = batch == 1 and sum(lengths) == tokens
@@ -249,11 +222,3 @@ def cuda_attention(
 def _valid(lengths: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
     """Return bool [rows, tokens]: whether a place of a row padded on the right has a token."""
     return torch.arange(tokens, device=device) < torch.tensor(lengths, device=device)[:, None]
-
-
-def register_cuda_attention() -> None:
-    """Register `qarl_cuda` with transformers. Repeated calls do nothing."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(CUDA_ATTENTION, cuda_attention)
-    AttentionMaskInterface.register(CUDA_ATTENTION, rows_mask)

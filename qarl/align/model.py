@@ -13,17 +13,25 @@ exists for dense models (`qarl.align.cuda`). Other models and devices get the ne
 At level `model` only the order of attention's FP32 sums differs from the engine's. Without AMX this changes nothing up
 to 192 keys. With more keys, about one output of attention in 10,000 is off by a BF16 step. With AMX such differences
 begin with the first keys.
+
+The guard of a run (`qarl.metrics.mismatch_limit`) measures with two contexts of this module. `engine_arithmetic` brings
+a model to level `model` for a while. `other_roundings` changes its roundings: below level `exact`, trainer and engine
+do the same operations, but each rounds intermediate results in its own way. How far that moves log-probs depends on the
+model, its temperature and its scheme, so no constant can limit it. `Roots` measures it on the trainer alone: every
+module's output is moved at random by about one rounding, and the change passes through the same layers, low-bit kernels
+and softmax as the differences between trainer and engine do.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from qarl.align.config_keys import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.cpu import (
@@ -32,12 +40,13 @@ from qarl.align.cpu import (
     AlignedDecoderLayer,
     AlignedRMSNorm,
     align_module,
-    register_attention,
+    engine_attention,
+    fp32_attention,
 )
 from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
-from qarl.align.packed_attention import use_rows_attention
-from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
+from qarl.align.packed_attention import register_attention, use_rows_attention
+from qarl.align.rotary import EngineRotaryEmbedding, head_size_of, is_plain, match_rotary
 from qarl.align.router_replay import AlignedRouter, routers
 from qarl.errors import UserError
 from qarl.kernels.cpu import layer_ops
@@ -133,8 +142,9 @@ def align_model(
     for norm in norms:
         align_module(norm, AlignedRMSNorm)
     align_rotary(model)
-    register_attention()
-    attention = ENGINE_ATTENTION if level == "exact" else FP32_ATTENTION
+    exact = level == "exact"
+    attention, function = (ENGINE_ATTENTION, engine_attention) if exact else (FP32_ATTENTION, fp32_attention)
+    register_attention(attention, function)
     model.set_attn_implementation(attention)
     for router in routers(model).values():
         align_module(router, AlignedRouter)
@@ -184,17 +194,13 @@ def resolve_level(
     """
     reasons: list[str] = []
     split = split_unavailable(workers)
-    capability = capability or own_capability(device_type)
+    if device_type == "cuda" and torch.cuda.is_available():
+        capability = capability or torch.cuda.get_device_capability()
     if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels, capability) or split):
         level, reasons = "model", [f"exact: {why_not}"]
     if level == "model" and (why_not := model_unavailable(config, device_type, dtype, capability) or split):
         level, reasons = "linears", [*reasons, f"model: {why_not}"]
     return level, tuple(reasons)
-
-
-def own_capability(device_type: str) -> tuple[int, int] | None:
-    """Return the compute capability of this process's GPU, or None if it has none or runs on a different device."""
-    return torch.cuda.get_device_capability() if device_type == "cuda" and torch.cuda.is_available() else None
 
 
 def unconfirmed(level: str, device_type: str, config: Any, *, eager: bool) -> str | None:
@@ -267,8 +273,7 @@ def exact_unavailable(
         return "some linears or experts run the reference kernel, not the engine's"
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
         return "VLLM_CPU_ATTN_SPLIT_KV is set, so the result of vLLM's attention depends on the batch"
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return layer_ops.attention_unavailable(device_type, head_dim)
+    return layer_ops.attention_unavailable(device_type, head_size_of(config))
 
 
 @contextmanager
@@ -295,3 +300,60 @@ def engine_arithmetic(model: Any, *, dtype: torch.dtype | None = None) -> Iterat
             if name and model.get_submodule(name) is not module:
                 model.set_submodule(name, module)
         model.set_attn_implementation(attention)
+
+
+DRAWS = 2
+"""Number of forwards with other roundings. In a trained model few tokens carry the noise, so one draw is uncertain."""
+_SIZE = 0.25
+"""Standard deviation of the moves, in units of the dtype's eps, which is one to two rounding steps. Before it is
+rounded again, a moved number is so one quarter of a step off, or half of one."""
+
+
+@contextmanager
+def other_roundings(model: Any, *, seed: int) -> Iterator[None]:
+    """Move the outputs of the model's innermost modules at random in every forward of this context.
+
+    Embeddings and the output embedding are left alone: they are the same operation on both sides. `model`: a
+    transformers model, which FSDP may shard. `seed`: seed of the moves. Global generators are not used.
+    """
+    head = model.get_output_embeddings()
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def move(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return None
+        device = output.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        moves = torch.randn(output.shape, generator=generators[device], device=device)
+        size = _SIZE * torch.finfo(output.dtype).eps
+        return (output.float() * (1 + size * moves)).to(output.dtype)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            innermost = next(module.children(), None) is None
+            if innermost and module is not head and not isinstance(module, nn.Embedding):
+                stack.callback(module.register_forward_hook(move).remove)
+        yield
+
+
+class Roots:
+    """Sums over tokens of the square roots of |δ| (`delta`) and of |noise| (`noise`), and the number of `tokens`.
+
+    Square roots, because a mean of a trained model's |δ| is decided by a few tokens (`qarl.metrics.mismatch_limit`)."""
+
+    def __init__(self) -> None:
+        self.delta, self.noise, self.tokens = 0.0, 0.0, 0.0
+
+    @torch.no_grad()
+    def add(self, model: Any, log_probs: Callable[[], torch.Tensor], rollout: torch.Tensor, mask: torch.Tensor) -> None:
+        """Compare a few responses. `log_probs` runs the forward of `model` and returns FP32 log-probs [B, T].
+
+        `rollout`: the engine's log-probs, [B, T]. `mask`: whether a place has a token, [B, T]."""
+        mask = mask.bool()
+        own = log_probs()[mask].double()
+        self.delta += float((own - rollout.to(own.device)[mask]).abs().sqrt().sum())
+        self.tokens += float(mask.sum())
+        for seed in range(DRAWS):
+            with other_roundings(model, seed=seed):
+                self.noise += float((log_probs()[mask].double() - own).abs().sqrt().sum()) / DRAWS

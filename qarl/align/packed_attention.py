@@ -5,8 +5,8 @@ transformers' `sdpa` would compute the scores of every pair of tokens in the pac
 module registers an attention function that runs once per row and needs no mask:
 
     qarl_rows   transformers' `sdpa`, row by row (levels `off` and `linears`). On CUDA a pack is one call of PyTorch's
-                variable-length Flash Attention (torch.nn.attention.varlen). Neither can cap scores or has sinks, so
-                such rows are computed by `scored_attention`
+                variable-length Flash Attention (torch.nn.attention.varlen). Neither can cap scores, so such rows are
+                computed by `scored_attention`
 
 A padded row is also computed with its own length, so a row has the same bits padded or packed. (The last bits depend on
 the size of the blocks that PyTorch's CPU attention chooses by the length.)
@@ -16,15 +16,12 @@ computed from `position_ids`. Models without `_supports_attention_backend` do no
 padding (`qarl.align.families.PADDED`).
 
 transformers' classes pass keyword arguments to the attention function, and its `sdpa` ignores those that it does not
-know, such as Gemma 2's `softcap`. So QaRL reads the names in the source of the model's class, and refuses those that it
-does not apply, by name and before the run.
+know, such as Gemma 2's `softcap`. So only families whose arguments are applied here (`qarl.align.families`) are packed.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -36,61 +33,40 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from qarl.errors import UserError
-from qarl.kernels.device import upload
+from qarl.align.families import FAMILIES, SHOWN
+from qarl.kernels.base import upload
 
-APPLIED = frozenset(
-    {"query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal", "position_ids"}
-    | {"sliding_window", "softcap", "s_aux"}
-)
-"""Keyword arguments of an attention function that `qarl.align.packed_attention.rows_attention` applies."""
-WITHOUT_SDPA = ("softcap", "s_aux")
-"""Arguments that PyTorch's scaled_dot_product_attention does not have: a cap of the scores, and sinks."""
 _QUERIES = 1024
 """Number of queries whose scores are in memory at once."""
 
 
-def passed_arguments(source: str) -> set[str]:
-    """Return the names of the keyword arguments that the classes in `source` pass to the attention function."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "attention_interface"]
-    return {keyword.arg for call in named for keyword in call.keywords if keyword.arg}
-
-
-def check_arguments(model: Any) -> None:
-    """Raise UserError if a transformers model passes its attention an argument that would have no effect."""
-    check_source(model.config.model_type, inspect.getsource(sys.modules[type(model).__module__]))
-
-
-def check_source(family: str, source: str) -> None:
-    """Raise UserError if the classes in `source` pass their attention an argument that would have no effect."""
-    passed = passed_arguments(source)
-    if unknown := sorted(passed - APPLIED):
-        raise _refused(family, f"the argument {', '.join(unknown)}", "QaRL's attention does not apply it")
-    if "create_chunked_causal_mask" in source:
-        raise _refused(family, "chunks only as a mask", "a pack of rows has no mask")
-    if "create_sliding_window_causal_mask" in source and "sliding_window" not in passed:
-        raise _refused(family, "a sliding window only as a mask", "a pack of rows has no mask")
-
-
-def _refused(family: str, what: str, why: str) -> UserError:
-    return UserError(
-        f"models of the family {family} are refused, because they give their attention {what}",
-        where="model.path",
-        why=f"{why}, so trainer and engine would compute different models",
-        fix="train a model of another family",
-    )
-
-
 def check_plain(level: str, module: nn.Module, given: Mapping[str, Any]) -> None:
     """Raise ValueError if an attention that is causal, and nothing more, is given an argument that changes it."""
-    changing = [name for name in (*WITHOUT_SDPA, "sliding_window") if given.get(name) is not None]
+    changing = [name for name in ("softcap", "sliding_window") if given.get(name) is not None]
     if not is_causal(module, given):
         changing.append("is_causal=False")
     if changing:
         raise ValueError(
             f"quant.align={level} does not apply attention's {', '.join(changing)}; use quant.align=linears"
         )
+
+
+def check_whole_rows(
+    level: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    given: Mapping[str, Any],
+) -> None:
+    """Raise ValueError unless rows start at position 0 and `check_plain` accepts the arguments `given`."""
+    if mask is not None or dropout or query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"quant.align={level} needs rows from position 0, packed or padded on the right, without attention_mask, "
+            "key-value cache or attention dropout"
+        )
+    check_plain(level, module, given)
 
 
 def is_causal(module: nn.Module, given: Mapping[str, Any]) -> bool:
@@ -108,10 +84,9 @@ def scored_attention(
     causal: bool,
     scaling: float | None = None,
     dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    softcap: float,
 ) -> torch.Tensor:
-    """Return attention [B, t, H, D] with a cap of the scores, or with sinks.
+    """Return attention [B, t, H, D] with a cap of the scores.
 
     Products and sums are FP32 (FP64 for FP64 inputs), and the output is rounded once, as in the engine.
 
@@ -119,18 +94,14 @@ def scored_attention(
         query: [B, H, t, D]. `key` and `value`: [B, Hkv, keys, D].
         mask: as scaled_dot_product_attention takes it. Without it all keys count, or up to the query if `causal`.
         softcap: a score s becomes softcap · tanh(s / softcap).
-        s_aux: [H], the score of a sink, which takes weight and has no value.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     tokens, keys, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sinks = None if s_aux is None else s_aux.to(wide).view(1, -1, 1, 1)
     key, value = (tensor.repeat_interleave(groups, 1).to(wide) for tensor in (key, value))
 
     def attend(start: int, part: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        scores = part.to(wide) @ key.transpose(2, 3) * scale
-        if softcap is not None:
-            scores = (scores / softcap).tanh() * softcap
+        scores = (part.to(wide) @ key.transpose(2, 3) * scale / softcap).tanh() * softcap
         if seen is None and causal:
             places = torch.arange(start, start + part.shape[2], device=part.device)
             seen = torch.arange(keys, device=part.device) <= places[:, None]
@@ -138,9 +109,7 @@ def scored_attention(
             scores = scores.masked_fill(~seen, torch.finfo(wide).min)
         elif seen is not None:
             scores = scores + seen
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
-        weights = F.dropout(scores.softmax(-1)[..., :keys], dropout)
+        weights = F.dropout(scores.softmax(-1), dropout)
         return (weights @ value).to(part.dtype).transpose(1, 2)
 
     if tokens <= _QUERIES:
@@ -162,24 +131,20 @@ _LENGTHS = WeakIdKeyDictionary()
 """Positions -> their version and lengths. All layers of a forward get the same tensor, so the host reads it once."""
 
 
-def register_rows_attention() -> None:
-    """Register `qarl_rows` with transformers. A second call changes nothing."""
+def register_attention(name: str, function: Callable[..., tuple[torch.Tensor, None]]) -> None:
+    """Register an attention function and `rows_mask` with transformers. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ROWS_ATTENTION, rows_attention)
-    AttentionMaskInterface.register(ROWS_ATTENTION, rows_mask)
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, rows_mask)
 
 
 def use_rows_attention(model: Any) -> bool:
-    """Switch a transformers model from `sdpa` to `qarl_rows`.
-
-    If this is impossible, change nothing and return False. Raise UserError if the model passes its attention an
-    argument that would have no effect.
-    """
-    if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
+    """Switch a transformers model from `sdpa` to `qarl_rows`, if this is possible. Return whether it is."""
+    known = model.config.model_type in (*FAMILIES, *SHOWN)
+    if not known or model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         return False
-    check_arguments(model)
-    register_rows_attention()
+    register_attention(ROWS_ATTENTION, rows_attention)
     model.set_attn_implementation(ROWS_ATTENTION)
     return True
 
@@ -288,7 +253,7 @@ def rows_attention(
 
 
 def _needs_scores(given: Mapping[str, Any]) -> bool:
-    return any(given.get(name) is not None for name in WITHOUT_SDPA)
+    return given.get("softcap") is not None
 
 
 def _attend(
@@ -305,7 +270,7 @@ def _attend(
     if not _needs_scores(given):
         return sdpa_attention_forward(module, query, key, value, mask, **given)[0]
     causal = is_causal(module, given) and query.shape[2] > 1
-    how = {name: given[name] for name in ("scaling", "dropout", *WITHOUT_SDPA) if name in given}
+    how = {name: given[name] for name in ("scaling", "dropout", "softcap") if name in given}
     return scored_attention(query, key, value, mask, causal=causal, **how)
 
 

@@ -18,7 +18,7 @@ the trainer's own logits, so the router still gets a gradient. Replay works at e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -89,43 +89,26 @@ def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
         experts: integers [T, layers, k], for all decoder layers, even those without experts. The T tokens are in the
             order of the flattened rows of the forward. If a token's k numbers in a layer are not all different, or if
             one is negative, the model's router chooses instead.
-
-    Raises ValueError if the sizes do not fit the model, if an expert's number is too large, or (in a forward) if the
-    number of tokens is not T.
     """
+
     found = routers(model)
-    layers = len(model.model.layers)
-    if experts.dim() != 3 or experts.shape[1] != layers:
-        raise ValueError(f"replayed experts have shape {list(experts.shape)}, not [tokens, {layers} layers, k]")
-    handles = []
-    try:
+
+    def replay(number: int) -> Any:
+        given = experts[:, number].to(device=found[number].weight.device, dtype=torch.int64)
+        known = known_routing(given)[:, None]
+
+        def hook(router: Any, inputs: Any, output: RouterOutput) -> RouterOutput:
+            logits, _, own = output
+            chosen = torch.where(known, given, own)
+            weights = engine_weights if isinstance(router, AlignedRouter) else transformers_weights
+            return logits, weights(logits, chosen, renormalize=router.norm_topk_prob), chosen
+
+        return hook
+
+    with ExitStack() as stack:
         for number, router in found.items():
-            given = experts[:, number].to(device=router.weight.device, dtype=torch.int64)
-            if given.shape[1] != router.top_k or (len(given) and int(given.max()) >= router.num_experts):
-                raise ValueError(
-                    f"layer {number} sends a token to {router.top_k} of {router.num_experts} experts, but the replay "
-                    f"has {given.shape[1]} experts per token, numbered up to {int(given.max())}"
-                )
-            handles.append(router.register_forward_hook(_Replay(given)))
+            stack.callback(router.register_forward_hook(replay(number)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _Replay:
-    """A hook that replaces a router's own choice with `experts`."""
-
-    def __init__(self, experts: torch.Tensor) -> None:
-        self.experts, self.known = experts, known_routing(experts)[:, None]
-
-    def __call__(self, router: Any, inputs: Any, output: RouterOutput) -> RouterOutput:
-        logits, _, own = output
-        if len(logits) != len(self.experts):
-            raise ValueError(f"the forward has {len(logits)} tokens, but the replay has {len(self.experts)}")
-        experts = torch.where(self.known, self.experts, own)
-        weights = engine_weights if isinstance(router, AlignedRouter) else transformers_weights
-        return logits, weights(logits, experts, renormalize=router.norm_topk_prob), experts
 
 
 def known_routing(experts: torch.Tensor) -> torch.Tensor:
@@ -157,14 +140,10 @@ class RecordedRouting:
 def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
     """Within this context, record what the model's own routers choose, even if a replay replaces it."""
     record = RecordedRouting(len(model.model.layers))
-    handles = [
-        router.register_forward_hook(record._hook(number), prepend=True) for number, router in routers(model).items()
-    ]
-    try:
+    with ExitStack() as stack:
+        for number, router in routers(model).items():
+            stack.callback(router.register_forward_hook(record._hook(number), prepend=True).remove)
         yield record
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def differing_tokens(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@
     bytes     each operand is read once and each result is written once, which is the least that this operator moves. Of
               an indexed table only the rows that are read count
 
-`Counting` is a dispatch mode: below it, meta tensors stand for the GPU's (`qarl.kernels.device.assume`) and CPU tensors
+`Counting` is a dispatch mode: below it, meta tensors stand for the GPU's (`qarl.kernels.base.assume`) and CPU tensors
 are the host's. A number that the host reads is 0.
 """
 
@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qarl.kernels.device import AssumedGPU, assume
+from qarl.kernels.base import AssumedGPU, assume
 
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "device", "sym_")
 """Names of operators, or their beginnings, that start no kernel."""

@@ -15,10 +15,10 @@ import torch
 
 from qarl.bench.kernels import Arguments
 from qarl.bench.products import Competitor, Group, ends, error_of, random_rows
-from qarl.kernels.activations import silu_mul
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.autograd import BF16_KERNELS, EXPERTS_KERNELS, ReferenceExperts
 from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape, Routing, Tensors, route, scheme_of
+from qarl.kernels.reference import silu_mul
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
 

@@ -32,9 +32,8 @@ from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.process import keep_freed_memory
 from qarl.quant.linear import QuantLinear
-from qarl.quant.quantize import quantize
+from qarl.quant.quantize import measure_phases, quantize
 from qarl.quant.scheme import Scheme
-from qarl.quant.timing import measure_phases
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import engine_config

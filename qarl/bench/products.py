@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 
 from qarl.bench.kernels import Arguments
-from qarl.kernels.activations import quantize_fp8, quantize_fp8_cuda, quantize_int8, quantize_int8_cuda
 from qarl.kernels.base import LinearKernel
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
+from qarl.kernels.reference import quantize_fp8, quantize_fp8_cuda, quantize_int8, quantize_int8_cuda
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.quantize import QuantizedTensor, quantize
@@ -296,11 +296,9 @@ def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
         expected = codes.to(weight.device), scale.to(weight.device)
         calls: dict[str, Quantizer] = {"pytorch": partial(_wire, weight, grid)}
         if triton_runs(weight.device):
-            calls |= {"triton": _triton(layer, scheme, copy=False),
-                      "triton, and the BF16 copy": _triton(layer, scheme, copy=True)}  # fmt: skip
+            calls["triton"] = _triton(layer, scheme)
         for name, call in calls.items():
-            copied = 2 * weight.numel() * name.endswith("copy")
-            found.append(Competitor(scheme, name, call, partial(_differ, call, expected), 0.0, moved + copied))
+            found.append(Competitor(scheme, name, call, partial(_differ, call, expected), 0.0, moved))
     return found
 
 
@@ -310,13 +308,13 @@ def _wire(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Ten
     return tensors["weight_packed" if "weight_packed" in tensors else "weight"], tensors["weight_scale"]
 
 
-def _triton(layer: Layer, scheme: str, *, copy: bool) -> Any:
+def _triton(layer: Layer, scheme: str) -> Any:
     from qarl.kernels.triton import quantize as kernels
 
     if scheme == "w4a16":
-        return partial(kernels.quantize_int4, layer.weight, layer.arguments.group_size, dequantize=copy)
+        return partial(kernels.quantize_int4, layer.weight, layer.arguments.group_size)
     dtype = torch.int8 if scheme == "w8a8" else torch.float8_e4m3fn
-    return partial(kernels.quantize_rows, layer.weight, dtype, dequantize=copy)
+    return partial(kernels.quantize_rows, layer.weight, dtype)
 
 
 def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from qarl.checks.model_folder import loading_options
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.kernels.sampling_mask import Truncation, packed_width
+from qarl.kernels.logprob import Truncation, packed_width
 from qarl.rollout.engine_config import SamplingConfig, sampling_params
 
 _GENERATION = "generation_config.json"

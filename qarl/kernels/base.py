@@ -1,13 +1,21 @@
-"""What a kernel for linears offers. Kernels are classes that are never instantiated.
+"""What a kernel for linears offers, and what kernels ask of a GPU. Kernels are classes that are never instantiated.
 
 `qarl.kernels.registry` chooses among them. Those for layers of experts are in `qarl.kernels.experts.grouped`.
+
+`assume` answers for a GPU that this machine lacks. Tensors on the meta device then stand for tensors on that GPU, so a
+layer runs at its real sizes without memory, and each launch is reported and not made. `qarl bench costs` counts in
+this way. PyTorch's FakeTensor with device `cuda` would not do: a build of PyTorch without CUDA cannot index such
+tensors, and its autograd has no queue for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -31,6 +39,18 @@ class Layout:
     restore: Callable[[Tensors], dict[str, torch.Tensor]]
 
 
+def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return values * scale, rounded to BF16 [M, K]. The backward uses this as the activations."""
+    return values.float().mul_(scale).to(torch.bfloat16)
+
+
+class PreparedWeight(NamedTuple):
+    """A weight and its scales in the layout of a kernel. For wire tensors, `weight` may be `weight_packed`."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
 class Kernel:
     """`layout`: a layout of int4 weights that `prepare` also accepts, so that FSDP2 can gather it, or None."""
 
@@ -43,10 +63,12 @@ class LinearKernel(Kernel):
 
     group_sizes              the supported group sizes, or None if all are supported
     computes_input_gradient  whether `backward_input` exists. If not, dX is the product with the dequantized weight
+    quantize_input           x BF16 [M, K] -> 8 bits [M, K] and FP32 scales [M, 1], or None if x is not quantized
     """
 
     group_sizes: ClassVar[tuple[int, ...] | None] = None
     computes_input_gradient: ClassVar[bool] = False
+    quantize_input: ClassVar[Any] = None
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -76,9 +98,73 @@ class LinearKernel(Kernel):
     @classmethod
     def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:
         """Return the activations BF16 [M, K] that `linear` multiplies for this x."""
-        return x
+        return x if cls.quantize_input is None else dequantize(*cls.quantize_input(x))
 
     @staticmethod
     def dequantized_weight(prepared: Any) -> torch.Tensor | None:
         """Return the BF16 weight [N, K] for the backward, if `prepared` contains it, or None."""
         return None
+
+
+@dataclass(frozen=True)
+class AssumedGPU:
+    """A GPU that is not there. `launched(name, tensors)` is called for each launch of a Triton kernel."""
+
+    capability: tuple[int, int]
+    processors: int
+    launched: Callable[[str, Sequence[torch.Tensor]], None]
+
+
+_ASSUMED: ContextVar[AssumedGPU | None] = ContextVar("assumed_gpu", default=None)
+
+
+@contextmanager
+def assume(gpu: AssumedGPU) -> Iterator[None]:
+    """Let meta tensors stand for tensors on `gpu`."""
+    token = _ASSUMED.set(gpu)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether `device` is a GPU, or stands for the assumed one."""
+    return device.type == "cuda" or (device.type == "meta" and _ASSUMED.get() is not None)
+
+
+def has_gpu() -> bool:
+    """Return whether this process sees a GPU, or assumes one."""
+    return _ASSUMED.get() is not None or torch.cuda.is_available()
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
+    assumed = _ASSUMED.get()
+    return assumed.capability if assumed else torch.cuda.get_device_capability(device)
+
+
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU."""
+    assumed = _ASSUMED.get()
+    return assumed.processors if assumed else _processors(device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to `device`. The host does not wait for the copy."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel, or report the launch to the assumed GPU."""
+    assumed = _ASSUMED.get()
+    if assumed is None:
+        kernel[grid](*arguments, **options)
+        return
+    given = [getattr(argument, "base", argument) for argument in (*arguments, *options.values())]
+    assumed.launched(str(kernel.fn.__name__), [value for value in given if isinstance(value, torch.Tensor)])

@@ -5,8 +5,7 @@ Rows are processed in blocks:
     logits = bf16(hidden @ weight.T)      the engine, too, samples from BF16 logits
     y = log_softmax(fp32(logits) / temperature)[token]
 
-If the engine sampled by top-k or top-p, the softmax is over the tokens that it sampled from
-(`qarl.kernels.sampling_mask`).
+If the engine sampled by top-k or top-p, the softmax is over the tokens that it sampled from, a packed mask (below).
 
 `log_probs_of_logits` does the same with all logits at once. Its results are the same bit for bit if the BF16 product of
 a row does not depend on other rows, as in PyTorch on CPU from 17 rows on. Only the gradient of `weight` can differ in
@@ -23,6 +22,21 @@ Existing functions do not fit (Liger-Kernel at ead96b6, verl 0.9.1):
     verl   `linear_cross_entropy` keeps its logits in FP32, but the engine rounds them
     Liger  `LigerFusedLinearScaledCrossEntropyFunction` sums gradients in BF16
     Liger  `LigerFusedLinearCrossEntropyFunction` needs a loss that is a sum over tokens, which TBPO's is not
+
+The rules of the mask are those of vLLM's `apply_top_k_top_p_pytorch` (vllm/v1/sample/ops/topk_topp_sampler.py). Logits
+are upcast to FP32 and divided by the temperature. Then:
+
+    top-k    keeps every token whose logit is at least the k-th largest, including all ties
+    top-p    sorts these tokens by ascending logit and drops the first ones, up to a summed probability of 1 - top_p.
+             The likeliest token always stays
+
+On GPUs, vLLM 0.24 finds top-p's threshold for 8 rows and more with a Triton kernel that does not sort. Close to the
+threshold it keeps other tokens: under Triton's interpreter up to 2e-4 of a row's probability, for top_p >= 0.99.
+
+The mask is computed once, with the old log-probs, and does not change during the update. Computed again after an
+optimizer step, it could exclude a sampled token, and its log-prob would be -inf.
+
+A mask has one bit per entry of the vocabulary: `packed_width(V)` bytes per response token, or 19 KB at V = 152k.
 """
 
 from __future__ import annotations
@@ -33,8 +47,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-
-from qarl.kernels.sampling_mask import Truncation, packed_sampling_mask, packed_width, unpack
 
 LOGITS_AT_A_TIME = 2**27
 """Number of logits in a block. The backward of a block needs 2.3 GiB for them."""
@@ -146,6 +158,70 @@ class LogitsInBlocks:
                 logits, tokens[block], truncation, temperature=temperature
             )
         return packed, outside
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """`top_p` is in (0, 1]. `top_k` of -1 or 0 keeps all tokens, as in vLLM and verl."""
+
+    top_p: float = 1.0
+    top_k: int = -1
+
+    @property
+    def active(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0
+
+
+def sampling_mask(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Return bool [T, V]: whether a token can be sampled. `scaled`: logits / temperature, FP32 [T, V]."""
+    top_k = truncation.top_k if 0 < truncation.top_k < scaled.shape[1] else None
+    if truncation.top_p >= 1:
+        if top_k is None:
+            return torch.ones_like(scaled, dtype=torch.bool)
+        return scaled >= scaled.topk(top_k, dim=1).values[:, -1:]
+    ascending, index = scaled.sort(dim=-1, descending=False)
+    if top_k is not None:
+        ascending = ascending.masked_fill(ascending < ascending[:, -top_k, None], -torch.inf)
+    # The engine, too, subtracts an FP32 top_p from 1.
+    rest = 1 - torch.tensor(truncation.top_p, dtype=torch.float32, device=scaled.device)
+    mask = ascending.softmax(dim=-1).cumsum(dim=-1) > rest
+    mask[:, -1] = True
+    return torch.empty_like(mask).scatter_(1, index, mask)
+
+
+def pack(mask: torch.Tensor) -> torch.Tensor:
+    """Bool [T, V] -> uint8 [T, packed_width(V)], lowest bit first."""
+    padded = F.pad(mask, (0, -mask.shape[1] % 8)).view(len(mask), -1, 8)
+    return (padded * _bits(mask.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Invert `pack`: return bool [T, vocabulary]."""
+    return (packed[:, :, None] & _bits(packed.device)).bool().flatten(1)[:, :vocabulary]
+
+
+def packed_width(vocabulary: int) -> int:
+    """Return the number of bytes of one token's packed mask."""
+    return -(-vocabulary // 8)
+
+
+def _bits(device: torch.device) -> torch.Tensor:
+    return torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=device)
+
+
+@torch.no_grad()
+def packed_sampling_mask(
+    logits: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed mask of each row of logits [T, V], and bool [T]: whether the sampled token was added to its
+    mask.
+
+    It is added if the computed mask lacks it.
+    """
+    mask = sampling_mask(logits.float() / temperature, truncation)
+    outside = ~mask.gather(1, tokens[:, None])[:, 0]
+    mask.scatter_(1, tokens[:, None], True)
+    return pack(mask), outside
 
 
 class _ChosenLogProbs(torch.autograd.Function):

@@ -5,6 +5,19 @@ uses the same operand (csrc/cpu/cpu_wna16.cpp).
 
 Schemes with 8-bit activations multiply the dequantized operands in float64 and round once: y = sum_k (q_x s_x) (q_w
 s_w) + b. Each operand is exact in float64. W4A8 does the same with int4 weights and a scale per group.
+
+Activations are quantized to 8 bits with one scale per token, with vLLM's arithmetic, which
+differs between CPU and CUDA:
+
+       on CPU (`quantize_int8`, `quantize_fp8`)         on CUDA (`..._cuda`)
+int8   s = amax / 127, q = rint(x * (1 / s))            q = rint(x * (127 / amax))
+fp8    s = max(amax / 448, 1 / (448 * 512)),            q = e4m3(clamp(x / s))
+       q = e4m3(clamp(x * (1 / s), -448, 448))
+
+The CPU functions follow vLLM's oneDNN operator `dynamic_scaled_int8_quant` and `QuantFP8.forward_native`. The CUDA
+functions follow csrc/quantization/w8a8/int8/scaled_quant.cu and w8a8/fp8/common.cu, and are the reference for the
+Triton kernels. A row of zeros gives zeros, and its int8 scale is 0. compressed-tensors computes scales differently, but
+the engine does not run compressed-tensors.
 """
 
 from __future__ import annotations
@@ -14,9 +27,50 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8
 from qarl.kernels.base import LinearKernel
 from qarl.kernels.int4 import dequantize_int4
+
+INT8_MAX = 127.0
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
+
+
+def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> int8 [M, K], FP32 scales [M, 1]. For amax < 4e-37, 1 / s is clamped (in vLLM it is Inf)."""
+    scale = _amax(x).div_(INT8_MAX)
+    reciprocal = scale.reciprocal().clamp_(max=torch.finfo(torch.float32).max)
+    return (x.float() * reciprocal).round_().clamp_(-128, 127).to(torch.int8), scale
+
+
+def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> float8_e4m3fn [M, K] and FP32 scales [M, 1]."""
+    scale = _amax(x).div_(FP8_MAX).clamp_(min=FP8_MIN_SCALE)
+    return (x.float() * scale.reciprocal()).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax(-1, keepdim=True).float()
+
+
+def quantize_int8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> int8 [M, K], FP32 scales [M, 1]. For amax < 4e-37, 127 / amax is clamped (in vLLM it is Inf)."""
+    amax = _amax(x)
+    top = torch.full_like(amax, INT8_MAX)  # a Python number would be multiplied by its reciprocal on CUDA
+    reciprocal = torch.where(amax == 0, 0.0, top / amax).clamp_(max=torch.finfo(torch.float32).max)
+    return (x.float() * reciprocal).round_().clamp_(-128, 127).to(torch.int8), amax / top
+
+
+def quantize_fp8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> float8_e4m3fn [M, K] and FP32 scales [M, 1]."""
+    amax = _amax(x)
+    scale = (amax / torch.full_like(amax, FP8_MAX)).clamp_(min=FP8_MIN_SCALE)
+    return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Round silu(gate) to BF16, then multiply by up, as vLLM's `silu_and_mul` does. All tensors are BF16 [M, K]."""
+    return F.silu(gate) * up
 
 
 class _Reference(LinearKernel):
@@ -59,10 +113,6 @@ class ReferenceW8A8Linear(_Reference):
         values, scale = cls.quantize_input(x)
         exact = (values.double() * scale.double()) @ cls.weight(prepared).t()
         return (exact if bias is None else exact + bias.double()).to(x.dtype)
-
-    @classmethod
-    def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:
-        return dequantize(*cls.quantize_input(x))
 
 
 class ReferenceFP8Linear(ReferenceW8A8Linear):

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 
 from qarl.errors import UserError
 from qarl.kernels import reference
-from qarl.kernels.base import Kernel, LinearKernel
-from qarl.kernels.cpu.qarl_linears import CpuW4A8Linear, DequantizedW4A16Linear
-from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear
+from qarl.kernels.base import LinearKernel
+from qarl.kernels.cpu.torch_ops import CpuW4A8Linear, DequantizedW4A16Linear, TorchInt8Linear, VllmCpuFP8Linear
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
 from qarl.kernels.cuda.vllm_ops import VllmCutlassFP8Linear, VllmCutlassInt8Linear, VllmMacheteLinear, VllmMarlinLinear
 from qarl.kernels.triton import linears as triton
-
-AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
 LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
     "w4a16": (
@@ -66,7 +63,7 @@ OWN_KERNELS: dict[str, dict[str, type[LinearKernel]]] = {
     "dequantized": {"w4a16": DequantizedW4A16Linear},
 }
 """`quant.kernels` -> scheme -> the kernel that trainer and engine both run. `prepare` of such a kernel returns a
-NamedTuple (its attribute `prepared`) of two tensors, which the engine keeps as the parameters of a layer."""
+`PreparedWeight`, whose two tensors the engine keeps as the parameters of a layer."""
 
 
 def kernels_of(kernels: str, scheme_name: str) -> tuple[type[LinearKernel], ...]:
@@ -78,10 +75,10 @@ def kernels_of(kernels: str, scheme_name: str) -> tuple[type[LinearKernel], ...]
 
 
 @dataclass(frozen=True)
-class Choice(Generic[AnyKernel]):
+class Choice:
     """The chosen kernel, and a line of text about each kernel that was skipped, with the reason."""
 
-    kernel: type[AnyKernel]
+    kernel: Any
     passed_over: tuple[str, ...]
 
     @property
@@ -90,13 +87,13 @@ class Choice(Generic[AnyKernel]):
 
 
 def first_available(
-    kernels: Sequence[type[AnyKernel]],
-    unavailable: Callable[[type[AnyKernel]], str | None],
+    kernels: Sequence[Any],
+    unavailable: Callable[[Any], str | None],
     *,
     force: str | None,
     refusal: str,
     served: str,
-) -> Choice[AnyKernel]:
+) -> Choice:
     """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only kernel to try.
 
     If there is none, raise UserError(`refusal`) with all reasons. `served`: the error's words for the weights.
@@ -124,7 +121,7 @@ def choose_linear_kernel(
     group_size: int | None = None,
     force: str | None = None,
     kernels: str = "engine",
-) -> Choice[LinearKernel]:
+) -> Choice:
     """Return the first kernel in order of preference that supports `scheme_name` weights [N, K] on `device`.
 
     `group_size`: None if the weights have no groups, or to skip the check of group sizes. `force`: name of the only

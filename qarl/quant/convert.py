@@ -22,9 +22,8 @@ from torch import nn
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant.expert_names import STACKS, is_stack, matrices, stacked_experts, unstacked
-from qarl.quant.experts import QuantExperts, check_experts
-from qarl.quant.layer import watch_optimizers
-from qarl.quant.linear import QuantLinear
+from qarl.quant.experts import QuantExperts
+from qarl.quant.linear import QuantLinear, watch_optimizers
 from qarl.quant.quantize import quantize, quantize_stack
 from qarl.quant.scheme import Scheme, get_scheme
 
@@ -142,17 +141,14 @@ def quantize_model(
 ) -> QuantReport:
     """Quantize `model` in place: replace linears with `QuantLinear` and experts with `QuantExperts`.
 
-    Parameters keep their names. `kernels`: a value of `quant.kernels`. Raises UserError if a weight is not BF16, the
-    model is already quantized, or no kernel supports a layer, and for the reasons given at `select_linears`.
+    Parameters keep their names. `kernels`: a value of `quant.kernels`. Raises UserError if a weight is not BF16 or
+    no kernel supports a layer, and for the reasons given at `select_linears`.
     """
     if isinstance(ignore, str):
         raise UserError(f"ignore is the text {ignore!r}", why="it is a list of names", fix=f"write ignore=[{ignore!r}]")
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
     selected, skipped = select_linears(model, scheme, ignore)
-    for name, module in selected.items():
-        if isinstance(module, QuantLinear | QuantExperts):
-            raise UserError(f"{name} is already quantized", why="quantize_model ran twice", fix="call it only once")
     for name, module in owners(selected).items():
         for leaf, parameter in module.named_parameters(recurse=False):
             if leaf in ("weight", *STACKS) and parameter.dtype != torch.bfloat16:
@@ -183,17 +179,13 @@ def replace_selected(
     watch_optimizers()
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
-    modules = owners(selected)
-    for name, module in modules.items():
-        if not isinstance(module, nn.Linear):
-            if kernels != "engine":
-                raise no_own_experts(kernels, name)
-            check_experts(module, name)
-    for name, module in modules.items():
+    for name, module in owners(selected).items():
         if isinstance(module, nn.Linear):
             linear = linear_class(module, scheme, qualified_name=name, kernels=kernels, device=device)
             model.set_submodule(name, linear)
             linears[name] = linear.choice.reason
+        elif kernels != "engine":
+            raise no_own_experts(kernels, name)
         else:
             layer = experts_class(module, scheme, qualified_name=name, device=device)
             model.set_submodule(name, layer)

@@ -7,7 +7,7 @@ The module replaces transformers' experts, as `QuantLinear` replaces a linear. I
 their names. transformers' registry of functions for experts is not used, because it has one function for all layers,
 while `quant.ignore` can name a single layer.
 
-A whole stack is quantized at once, and once per optimizer step (`qarl.quant.layer`). The bytes are the same as if each
+A whole stack is quantized at once, and once per optimizer step (`qarl.quant.linear`). The bytes are the same as if each
 gate_proj, up_proj and down_proj were quantized alone.
 
 With scheme bf16 nothing is quantized, and the forward is the engine's BF16 operator. `qarl.align.model` uses this for
@@ -23,17 +23,15 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.experts.autograd import (
-    ExpertsWeights,
     LowBitExperts,
     choose_experts_kernel,
     fused_experts,
 )
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.quant.expert_names import STACKS
-from qarl.quant.layer import QuantLayer
-from qarl.quant.quantize import QuantizedStack, quantize_stack
+from qarl.quant.linear import QuantLayer
+from qarl.quant.quantize import QuantizedStack, phase, quantize_stack
 from qarl.quant.scheme import Scheme
-from qarl.quant.timing import phase
 
 
 class QuantExperts(QuantLayer):
@@ -102,18 +100,11 @@ class QuantExperts(QuantLayer):
             y.register_hook(lambda _: self.check_unchanged(generation))
         return y
 
-    def low_bit(self) -> ExpertsWeights:
+    def low_bit(self) -> Any:
         """Return the weights for a forward and its backward."""
         self.quantized()
         assert self._low_bit is not None
         return self._low_bit
-
-    def extra_repr(self) -> str:
-        count, hidden, intermediate = self.down_proj.shape
-        return (
-            f"experts={count}, hidden={hidden}, intermediate={intermediate}, scheme={self.scheme.name}, "
-            f"kernel={self.kernel.name}"
-        )
 
 
 def check_experts(experts: nn.Module, name: str) -> None:
@@ -125,7 +116,7 @@ def check_experts(experts: nn.Module, name: str) -> None:
     wrong = [f"{flag}={not wanted}" for flag, wanted in flags.items() if getattr(experts, flag, wanted) is not wanted]
     activation: Any = getattr(experts, "act_fn", None)
     probe = torch.linspace(-4.0, 4.0, 33, device="cpu")
-    computes = getattr(activation, "forward", activation)  # without hooks, such as those of qarl.align.noise
+    computes = getattr(activation, "forward", activation)  # without hooks, such as those of qarl.align.model
     if activation is None or not torch.equal(computes(probe), torch.nn.functional.silu(probe)):
         wrong.append(f"activation {type(activation).__name__}")
     if wrong:

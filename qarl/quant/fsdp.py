@@ -25,16 +25,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qarl.errors import UserError
-from qarl.kernels.experts.autograd import ExpertsWeights
 from qarl.kernels.experts.grouped import ExpertsKernel
 from qarl.kernels.int4 import wire_tensors
 from qarl.quant import convert
 from qarl.quant.expert_names import STACKS
 from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.quantize import QuantizedStack, QuantizedTensor
+from qarl.quant.quantize import QuantizedStack, QuantizedTensor, phase
 from qarl.quant.scheme import Scheme
-from qarl.quant.timing import phase
 from qarl.quant.weight_shard import GatheredWeight, WeightShard
 
 
@@ -105,7 +103,7 @@ class ShardedQuantExperts(_Sharded, QuantExperts):
         QuantExperts.__init__(self, experts, scheme, **options)
         self.shards = {leaf: _shard(self, leaf) for leaf in STACKS} if scheme.quantized else {}
 
-    def low_bit(self) -> ExpertsWeights:
+    def low_bit(self) -> Any:
         return GatheredExperts(self.kernel, *(self._stack(leaf) for leaf in STACKS))
 
     def _stack(self, leaf: str) -> dict[str, torch.Tensor]:

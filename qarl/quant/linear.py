@@ -8,21 +8,112 @@ The backward ignores the rounding of x and of the master weight (arXiv 2604.0785
 quantization) also rounds the weight, but multiplies in BF16. `weight` stays an ordinary parameter, so optimizers,
 checkpoints and FSDP need no change.
 
-The weight is quantized once per optimizer step (`qarl.quant.layer`).
+The weight is quantized once per optimizer step. Autograd's version counter tells whether it has changed. In-place
+updates advance the counter of a tensor. Some optimizers do not: fused ones (torch 2.13: AdamW with fused=True), and on
+DTensors also foreach ones, torch's default on GPUs. So `watch_optimizers` advances the counters of an optimizer's
+parameters after each of its steps.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from qarl.kernels.registry import choose_linear_kernel
-from qarl.quant.layer import QuantLayer
-from qarl.quant.quantize import QuantizedTensor, quantize
+from qarl.errors import UserError
+from qarl.kernels.registry import Choice, choose_linear_kernel
+from qarl.quant.quantize import QuantizedTensor, phase, quantize
 from qarl.quant.scheme import Scheme
-from qarl.quant.timing import phase
+
+
+@cache
+def watch_optimizers() -> None:
+    """Advance the version counters of all parameters that any torch optimizer steps. A second call changes nothing."""
+
+    def advance(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            torch.autograd.graph.increment_version(group["params"])
+
+    register_optimizer_step_post_hook(advance)
+
+
+Mark = tuple[torch.Tensor, int, int]
+"""The state of a weight: the parameter, its address, and autograd's version counter. A mark keeps its parameter alive.
+Otherwise a new parameter could get the same address and the same version."""
+
+
+class QuantLayer(nn.Module):
+    """Base of `QuantLinear` and `QuantExperts`.
+
+    The weights are quantized when a storage or a version counter has changed, so once per optimizer step. After writing
+    through `.data`, which does not advance the counter, call `invalidate_quantized`.
+    """
+
+    WEIGHTS: ClassVar[tuple[str, ...]]
+    """Names of the parameters that are quantized."""
+    MADE: ClassVar[tuple[str, ...]]
+    """Names of the attributes that are made from the weights. They are None until the first use."""
+    multiplies: ClassVar[str]
+    """What multiplies, in an error."""
+    scheme: Scheme
+    qualified_name: str
+    choice: Choice
+    _marks: tuple[Mark, ...]
+
+    def _choose(self, scheme: Scheme, qualified_name: str, choice: Choice) -> None:
+        self.scheme, self.qualified_name, self.choice = scheme, qualified_name, choice
+        self._generation = 0
+        QuantLayer.invalidate(self)
+
+    @property
+    def kernel(self) -> Any:
+        return self.choice.kernel
+
+    @property
+    def generation(self) -> int:
+        """How many times the weights were quantized."""
+        return self._generation
+
+    @property
+    def stale(self) -> bool:
+        """Whether a weight was changed or replaced since it was quantized."""
+        weights = [getattr(self, name) for name in self.WEIGHTS]
+        return not self._marks or not all(
+            weight is marked and weight.data_ptr() == address and weight._version == version
+            for weight, (marked, address, version) in zip(weights, self._marks, strict=True)
+        )
+
+    def _mark(self) -> None:
+        """Note that the weights have just been quantized."""
+        self._generation += 1
+        weights = [getattr(self, name) for name in self.WEIGHTS]
+        self._marks = tuple((weight, weight.data_ptr(), weight._version) for weight in weights)
+
+    def invalidate(self) -> None:
+        """Drop the quantized tensors. The next use makes them again."""
+        self._marks = ()
+        for name in self.MADE:
+            setattr(self, name, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the quantized tensors out of copies and pickles, because a kernel may own their memory."""
+        return {**self.__dict__, "_marks": (), **dict.fromkeys(self.MADE)}
+
+    def check_input(self, dtype: torch.dtype) -> None:
+        if dtype != torch.bfloat16:
+            raise UserError(
+                f"{self.qualified_name} got {dtype} activations",
+                why=f"the {self.multiplies} multiply BF16 activations, as the rollout engine does",
+                fix="run the model in bfloat16, without autocast to a different dtype",
+            )
+
+    def check_unchanged(self, generation: int) -> None:
+        """Raise RuntimeError unless the weights are those of the forward, which had this `generation`."""
+        if self.generation != generation or self.stale:
+            raise RuntimeError(f"{self.qualified_name} changed between its forward and its backward")
 
 
 class _StraightThroughLinear(torch.autograd.Function):
@@ -123,6 +214,3 @@ class QuantLinear(QuantLayer, nn.Linear):
         x = input.reshape(-1, self.in_features)
         y = _StraightThroughLinear.apply(x, self.weight, self.bias, self)
         return y.view(*input.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, scheme={self.scheme.name}, kernel={self.kernel.name}"

@@ -11,9 +11,7 @@ is rounded to the weight's dtype:
 
 For int4, integer arithmetic on the bits gets the same results in a third of the time. Do not compile this code, because
 a compiler that keeps BF16 intermediates in FP32 would change the results. It needs a little-endian machine. On GPUs one
-fused Triton kernel replaces it if both give equal bytes. `fused_quantizer` compares the two on the device, once for
-each kind of weight: every BF16 number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a
-byte differs, it warns and returns the PyTorch steps.
+fused Triton kernel replaces it and gives equal bytes (tests/kernels/triton_kernels/test_quantize.py).
 
 `QuantizedTensor` and `QuantizedStack` hold the result: the same tensors that are sent to the engine and written to
 disk.
@@ -22,21 +20,21 @@ disk.
 from __future__ import annotations
 
 import importlib.util
-import warnings
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.kernels.device import is_gpu
+from qarl.kernels.base import is_gpu
 from qarl.kernels.int4 import dequantize_int4
 from qarl.quant.expert_names import matrices
 from qarl.quant.scheme import QuantArgs, Scheme
-from qarl.quant.timing import phase
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,18 +60,6 @@ class QuantizedTensor:
         """Bytes on the wire, including the 16 bytes of `weight_shape`."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def equals(self, other: QuantizedTensor) -> bool:
-        """Return whether names, dtypes, shapes and bytes are equal. Devices may differ. 0.0 and -0.0 are not equal."""
-        if self.tensors.keys() != other.tensors.keys():
-            return False
-        for name, mine in self.tensors.items():
-            theirs = other.tensors[name]
-            if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
-                return False
-            if not torch.equal(_bytes(mine), _bytes(theirs.to(mine.device))):
-                return False
-        return True
-
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return the weight [N, K] that the low-bit GEMM multiplies by, as `dtype`. The backward uses it as Ŵ.
@@ -86,10 +72,6 @@ class QuantizedTensor:
         if "weight_packed" in self.tensors:
             return dequantize_int4(self.tensors["weight_packed"], self.tensors["weight_scale"], dtype)
         return self.tensors["weight"].float().mul_(self.tensors["weight_scale"]).to(dtype)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +143,7 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     groups have the dtype of `weight`, which must be BF16 for the wire. Scales of 8-bit channels are FP32.
 
     Raise UserError if the shape does not fit the scheme, or if `weight` contains a NaN or an Inf (this check costs one
-    device synchronization). Raise ValueError if the scheme does not quantize weights, or if `weight` has a different
-    dtype or is not a matrix.
+    device synchronization).
     """
     made, nonfinite = quantize_unchecked(weight, scheme, name=name)
     if nonfinite.item():
@@ -191,12 +172,7 @@ def quantize_unchecked(weight: Tensor, scheme: Scheme, *, name: str) -> tuple[Qu
     Return the tensors and a flag, int32 [1]. If it is not 0, `weight` has a NaN or an Inf, and the tensors are invalid.
     """
     args = scheme.weights
-    if args is None or (args.num_bits, args.type) not in _HALF_RANGE:
-        raise ValueError(f"quantize makes only int4, int8 and e4m3 weights, not those of scheme {scheme.name!r}")
-    if weight.dtype not in _ROUNDERS:
-        raise ValueError(f"{name} is {weight.dtype}; quantize takes bfloat16, float16 and float32")
-    if weight.ndim != 2:
-        raise ValueError(f"{name} has {weight.ndim} dimensions; quantize takes a [N, K] matrix")
+    assert args is not None
     rows, cols = weight.shape
     problem = scheme.check_shape(name, rows, cols)
     if problem:
@@ -207,7 +183,8 @@ def quantize_unchecked(weight: Tensor, scheme: Scheme, *, name: str) -> tuple[Qu
             + (", or set quant.group_size to a divisor of the input features" if args.group_size else ""),
         )
     weight = weight.detach()
-    values, scale, nonfinite = fused_quantizer(weight, args, _eager)(weight, args)
+    fused = is_gpu(weight.device) and weight.dtype != torch.float16 and importlib.util.find_spec("triton") is not None
+    values, scale, nonfinite = (_run_fused if fused else _eager)(weight, args)
     if args.num_bits == 4:
         shape = torch.tensor([rows, cols], dtype=torch.int64, device="cpu")
         tensors = {"weight_packed": values, "weight_scale": scale, "weight_shape": shape}
@@ -290,74 +267,43 @@ def _pack(codes: Tensor) -> Tensor:
     return lanes.view(torch.int16)[:, ::4].contiguous().view(torch.int32)
 
 
-Quantizer = Callable[[Tensor, QuantArgs], tuple[Tensor, Tensor, Tensor]]
-"""A function that quantizes a weight [N, K] and returns (values, scale, flag). The flag, int32 [1], is nonzero if the
-weight holds a NaN or an Inf."""
-
-
-def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:
-    """Return the fused quantizer for a GPU's `weight` if its bytes equal those of `eager`. Otherwise return `eager`."""
-    if not is_gpu(weight.device) or weight.dtype == torch.float16 or importlib.util.find_spec("triton") is None:
-        return eager
-    equal = weight.is_meta or _checked(weight.dtype, weight.device, args, eager)
-    return _run_fused if equal else eager
-
-
-@cache
-def _checked(dtype: torch.dtype, device: torch.device, args: QuantArgs, eager: Quantizer) -> bool:
-    difference = find_difference(_run_fused, eager, dtype, device, args)
-    if difference is not None:
-        warnings.warn(
-            f"the fused quantizer is not used on {device}: for {args.num_bits}-bit {args.type} of {dtype} {difference}",
-            stacklevel=2,
-        )
-    return difference is None
-
-
-def find_difference(
-    fused: Quantizer, eager: Quantizer, dtype: torch.dtype, device: torch.device, args: QuantArgs
-) -> str | None:
-    """Return where `fused` and `eager` first differ on the weights of `check_weights`, or None if they never do."""
-    for what, weight in check_weights(dtype, device, args.group_size or 64):
-        for name, a, b in zip(("values", "scale", "flag"), fused(weight, args), eager(weight, args), strict=True):
-            same = a.dtype == b.dtype and a.shape == b.shape
-            if not same or not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
-                return f"the {name} of {what} differ"
-    return None
-
-
-def check_weights(dtype: torch.dtype, device: torch.device, group_size: int) -> list[tuple[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.arange(1 << 16, dtype=torch.int32)
-    numbers = bits.to(torch.int16).view(torch.bfloat16)
-    numbers = numbers[numbers.isfinite()]
-    shuffled = numbers[torch.randperm(len(numbers), generator=generator)]
-    if dtype == torch.float32:
-        shuffled = shuffled.float() * (1 + torch.rand(len(shuffled), generator=generator) / 256)
-        numbers, shuffled = numbers.float(), shuffled.clamp(-3.3e38, 3.3e38)
-    width = 24 * group_size
-    rows = len(numbers) // width
-    normal = torch.randn(67, 3 * group_size, generator=generator).mul_(0.02)
-    normal[5:7] = 0
-    halves = torch.arange(-15, 16).div(2).repeat(group_size // 31 + 1)[:group_size].expand(4, -1)
-    return [
-        (what, weight.to(dtype).contiguous().to(device))
-        for what, weight in (
-            ("all numbers in order", numbers[: rows * width].view(rows, width)),
-            ("all numbers shuffled", shuffled[: rows * width].view(rows, width)),
-            ("normal numbers", normal),
-            ("ties", halves),
-        )
-    ]
-
-
 def _run_fused(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
-    from qarl.kernels.triton import quantize as kernels
+    """Do the same as `_eager` in one pass on a GPU."""
+    from qarl.kernels.triton.quantize import quantize_int4, quantize_rows
 
     with phase("quantize"):
         if args.num_bits == 4:
-            made = kernels.quantize_int4(weight, args.group_size or weight.shape[1], grid=weight.dtype)
-        else:
-            dtype = torch.int8 if args.type == "int" else torch.float8_e4m3fn
-            made = kernels.quantize_rows(weight, dtype, grid=weight.dtype)
-    return made.values, made.scale, made.nonfinite
+            return quantize_int4(weight, args.group_size or weight.shape[1])
+        return quantize_rows(weight, torch.int8 if args.type == "int" else torch.float8_e4m3fn)
+
+
+_seconds: ContextVar[dict[str, float] | None] = ContextVar("qarl_quant_phases", default=None)
+
+
+@contextmanager
+def measure_phases() -> Iterator[dict[str, float]]:
+    """Collect the seconds of every phase in the block: `quantize` (scales and codes), `pack` (codes into int32) and
+    `prepare` (the kernel's layout).
+
+    Phases in an inner `measure_phases` count only there. On a GPU only the time to queue the kernels is measured.
+    """
+    seconds = {"quantize": 0.0, "pack": 0.0, "prepare": 0.0}
+    token = _seconds.set(seconds)
+    try:
+        yield seconds
+    finally:
+        _seconds.reset(token)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Count the time of the block as phase `name`. Outside of `measure_phases` this costs only a look-up."""
+    seconds = _seconds.get()
+    if seconds is None:
+        yield
+        return
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] += time.perf_counter() - start

@@ -17,9 +17,8 @@ A `Scheme` is converted to and from compressed-tensors' `QuantizationConfig`, wh
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,20 +58,11 @@ class QuantArgs:
     @classmethod
     def from_compressed_tensors(cls, args: QuantizationArgs) -> QuantArgs:
         """Return `args` as a QuantArgs. Raise ValueError if they set act order, a block structure or a scale dtype."""
-        from compressed_tensors.quantization import QuantizationStrategy, QuantizationType
-
         for field in ("actorder", "block_structure", "scale_dtype"):
-            value = getattr(args, field)
-            if value is not None:
+            if (value := getattr(args, field)) is not None:
                 raise ValueError(f"{field}={value} is not supported")
-        return cls(
-            num_bits=args.num_bits,
-            type=QuantizationType(args.type).value,
-            strategy=QuantizationStrategy(args.strategy).value,
-            group_size=args.group_size,
-            symmetric=args.symmetric,
-            dynamic=bool(args.dynamic),
-        )
+        given = args.model_dump(mode="json")
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -98,30 +88,20 @@ class Scheme:
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> str | None:
         """Return why this scheme cannot quantize the weight `name` [out_features, in_features], or None if it can."""
-        if self.weights is None:
+        group = self.group_size
+        if not group or in_features % group == 0:
             return None
         shape = f"{name} has shape [{out_features}, {in_features}]"
-        if out_features < 1 or in_features < 1:
-            return f"{shape}, so there is nothing to quantize"
-        group = self.group_size
-        if group and in_features % group:
-            return f"{shape}: {in_features} input features are not a multiple of group_size {group}"
-        if self.format == "pack-quantized" and in_features % PACK_FACTOR:
-            return f"{shape}: {in_features} input features are not a multiple of {PACK_FACTOR}, the values in one int32"
-        return None
+        return f"{shape}: {in_features} input features are not a multiple of group_size {group}"
 
     def wire_tensors(self, out_features: int, in_features: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each wire tensor that represents a BF16 [out_features, in_features] weight."""
         if self.weights is None:
             return {"weight": (torch.bfloat16, (out_features, in_features))}
         if self.format != "pack-quantized":
-            return {
-                "weight": (
-                    torch.int8 if self.weights.type == "int" else torch.float8_e4m3fn,
-                    (out_features, in_features),
-                ),
-                "weight_scale": (torch.float32, (out_features, 1)),
-            }
+            codes = torch.int8 if self.weights.type == "int" else torch.float8_e4m3fn
+            scales = (torch.float32, (out_features, 1))
+            return {"weight": (codes, (out_features, in_features)), "weight_scale": scales}
         return {
             "weight_packed": (torch.int32, (out_features, in_features // PACK_FACTOR)),
             "weight_scale": (torch.bfloat16, (out_features, in_features // (self.group_size or in_features))),
@@ -136,8 +116,7 @@ class Scheme:
         """
         from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 
-        if self.weights is None:
-            raise ValueError(f"scheme {self.name!r} is not quantized and has no quantization_config")
+        assert self.weights is not None
         activations = self.input_activations
         group = QuantizationScheme(
             targets=list(TARGETS),
@@ -152,7 +131,7 @@ class Scheme:
             quantization_status=QuantizationStatus.COMPRESSED,
             ignore=list(ignore),
         )
-        return _without_none(config.model_dump(mode="json"))
+        return config.model_dump(mode="json", exclude_none=True)
 
     @classmethod
     def from_quantization_config(cls, config: Mapping[str, Any]) -> Scheme:
@@ -193,9 +172,7 @@ def get_scheme(name: str, group_size: int = 128) -> Scheme:
         return Scheme(name, _per_channel("int"), _per_token("int"), format="int-quantized")
     if name == "fp8":
         return Scheme(name, _per_channel("float"), _per_token("float"), format="float-quantized")
-    near = difflib.get_close_matches(name, SCHEMES, n=1, cutoff=0.4)
-    hint = f" (nearest: {near[0]})" if near else ""
-    raise UserError(f"there is no scheme {name!r}", where="quant.scheme", fix=f"use one of {', '.join(SCHEMES)}{hint}")
+    raise UserError(f"there is no scheme {name!r}", where="quant.scheme", fix=f"use one of {', '.join(SCHEMES)}")
 
 
 def _int4(group_size: int) -> QuantArgs:
@@ -215,14 +192,6 @@ def _per_channel(type: str) -> QuantArgs:
 
 def _per_token(type: str) -> QuantArgs:
     return QuantArgs(num_bits=8, type=type, strategy="token", dynamic=True)
-
-
-def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in fields.items()
-        if value is not None
-    }
 
 
 def _from_parsed(config: QuantizationConfig) -> Scheme:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from qarl.errors import UserError
 from qarl.kernels.base import Layout
@@ -57,9 +57,6 @@ class GatheredWeight(torch.Tensor):
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> None:
         """Wrap `tensors`. FSDP2's parameter and all its aliases share this one dictionary."""
-
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # PyTorch's own has a private type
-        return f"GatheredWeight({list(self.shape)}, {', '.join(self.tensors)})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # PyTorch's own way to disable it
 
@@ -101,17 +98,14 @@ class WeightShard:
         self.name, self.scheme, self.shape = name, scheme, torch.Size(shape)
         self.generation = 0
         self._layout = layout if scheme.format == "pack-quantized" else None
-        self._parameter: DTensor | None = None
+        self.parameter: DTensor  # `attach` sets it
         self._buffer: torch.Tensor | None = None
         self._slots: tuple[_Slot, ...] = ()
         self._versions = (-1, -1)
 
     def attach(self, parameter: DTensor) -> None:
         """Make FSDP2 gather `parameter` through this object. Drop rows that were quantized from a different tensor."""
-        placement, dim = parameter.placements[-1], parameter.device_mesh.ndim - 1
-        if not isinstance(placement, Shard) or placement.dim != 0:
-            raise ValueError(f"{self.name} is placed as {parameter.placements}, not sharded by rows in dimension {dim}")
-        self._parameter = parameter
+        self.parameter = parameter
         local = _local(parameter)
         if not self.is_attached(parameter):
             # FSDP2 looks for these attributes on the local tensor, which does not declare them.
@@ -136,12 +130,6 @@ class WeightShard:
         """Return autograd's counts of in-place updates of the DTensor and of its local tensor."""
         parameter = self.parameter
         return parameter._version, _local(parameter)._version
-
-    @property
-    def parameter(self) -> DTensor:
-        if self._parameter is None:
-            raise RuntimeError(f"{self.name} is not attached to a parameter that FSDP2 has sharded")
-        return self._parameter
 
     @torch.no_grad()
     def quantize(self, device: torch.device | None = None) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ from qarl.objectives.metrics import update_metrics
 from qarl.objectives.settings import objective_settings
 from qarl.process import keep_freed_memory
 from qarl.quant.expert_names import stacked_experts
-from qarl.quant.timing import measure_phases
+from qarl.quant.quantize import measure_phases
 from qarl.rollout.engine import EngineRecovery, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.wire import PublishReport
 from qarl.trainer.advantages import step_advantages

@@ -2,7 +2,7 @@
 
 Two limits apply to the probe (`qarl.metrics.mismatch_limit`): that of the alignment level, and a multiple of the
 model's own rounding noise. The second takes three forwards of the probe's tokens: one with the published tensors, and
-`qarl.align.noise.DRAWS`. Steps have only the first limit. Before the first update, a mismatch over it ends the run.
+`qarl.align.model.DRAWS`. Steps have only the first limit. Before the first update, a mismatch over it ends the run.
 Later it is a warning.
 
 `log_samples` writes the tokens of a few responses with their differences, for the report.
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qarl.align.model import engine_arithmetic
-from qarl.align.noise import Roots
+from qarl.align.model import Roots, engine_arithmetic
 from qarl.align.router_replay import known_routing
 from qarl.checks.sampling import sampling_config
 from qarl.config import Config

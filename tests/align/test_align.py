@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from qarl.align import AlignReport, align_model
 from qarl.align.cpu import AlignedRMSNorm, add_residual, align_module
 from qarl.align.model import resolve_level
-from qarl.errors import UserError
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import Choice
 from qarl.quant import QuantLinear, quantize_model
-from qarl.trainer.batch import lay_out
-from qarl.trainer.policy import Policy
 
 LEVELS = ["model", pytest.param("exact", marks=needs_engine_attention)]
 FAMILIES = ["qwen2", "qwen3", "llama"]
@@ -105,35 +101,6 @@ def test_rotary_embedding_equals_the_engines(rope_type, head_dim):
         assert torch.equal(mine.bfloat16()[0].transpose(0, 1).flatten(1), expected)
 
 
-@pytest.mark.parametrize("in_blocks", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("level", ["exact", "model", "linears", "off"])
-def test_the_policy_tells_attention_the_rows_and_at_exact_the_prompts(level, packed, in_blocks):
-    def forward(input_ids: torch.Tensor, **given: Any) -> Any:
-        asked.append(given)
-        states = torch.zeros(len(input_ids), 40, 8)
-        return SimpleNamespace(logits=states, last_hidden_state=states)
-
-    asked: list[Any] = []
-    forward.base_model = forward
-
-    policy = SimpleNamespace(
-        align=level, model=forward, called=forward, logits_in_blocks=lambda _: in_blocks, packed=packed, fp32_head=False
-    )
-    forward.get_output_embeddings = lambda: SimpleNamespace(weight=torch.zeros(8, 8))
-    batch: Any = SimpleNamespace(
-        input_ids=torch.zeros(3, 5, dtype=torch.int64),
-        response_mask=torch.ones(3, 2, dtype=torch.bool),
-        prompt_lengths=torch.tensor([2, 3, 2]),
-        lengths=torch.tensor([4, 5, 4]),
-    )
-    Policy.logits(policy, batch, slice(1, 3), lay_out(batch, slice(1, 3), packed=packed))
-    (given,) = asked
-    assert given["row_lengths"] == ((5, 4, 23) if packed else (5, 4))
-    prompts = given.get("prompt_lengths")
-    assert prompts.tolist() == ([3, 2, 23] if packed else [3, 2]) if level == "exact" else prompts is None
-
-
 def unaligned_twin(layer: Any, dtype: torch.dtype) -> Any:
     """transformers' own unaligned layer in `dtype`, eager attention: its norms compute in FP32 whatever the dtype."""
     twin = copy.deepcopy(layer).to(dtype)
@@ -213,40 +180,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(folders, level, align_f
     assert len(plain) > 20 and all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_aligned_model_stays_the_same_function(folders, family):
-    """Norms, rotary, attention and residual all still there: near transformers' FP32 model, as near as its BF16 one."""
-    tokens = torch.randint(0, 64, (2, 50), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        truth = load(folders[family], dtype=torch.float32)(input_ids=tokens).logits
-        plain = (load(folders[family])(input_ids=tokens).logits.float() - truth).norm()
-        aligned = (load(folders[family], "model")(input_ids=tokens).logits.float() - truth).norm()
-    assert aligned <= plain < 0.02 * truth.norm()
-
-
-def test_generation_with_a_cache_continues_as_without(folders):
-    model = load(folders["qwen3"], "model")
-    tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        cache = model(input_ids=tokens[:, :8], use_cache=True).past_key_values
-        continued = model(input_ids=tokens[:, 8:], past_key_values=cache).logits
-        whole = model(input_ids=tokens, use_cache=False).logits
-    torch.testing.assert_close(continued, whole[:, 8:], rtol=0, atol=0.02)
-
-
-def test_level_model_takes_attention_masks(folders):
-    """Rows padded on the left, as generate and verl pad prompts, against the same rows alone."""
-    model = load(folders["qwen3"], "model")
-    tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, :5] = 0
-    with torch.no_grad():
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        padded = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
-        alone = model(input_ids=tokens[:1, 5:]).logits
-    torch.testing.assert_close(padded[:1, 5:], alone, rtol=0, atol=0.02)
-
-
 @needs_engine_attention
 def test_level_exact_refuses_what_the_engines_operator_would_compute_otherwise(folders):
     model = load(folders["qwen3"], "exact")
@@ -322,8 +255,3 @@ def test_exact_falls_back_to_model_where_an_operator_is_not_the_engines():
     layer.choice = Choice(ReferenceW4A16Linear, ())
     found = align_model(model, "exact")
     assert found.level == "model" and "reference" in str(found)
-
-
-def test_an_unknown_level_is_refused(folders):
-    with pytest.raises(UserError, match="align=all is not a level"):
-        align_model(torch.nn.Module(), "all")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -258,16 +257,3 @@ def test_every_way_in_refuses_a_config_in_the_same_words(startable_run, way):
     with pytest.raises(UserError) as refused:
         prepare_run(config) if way == "set-up" else check_run(config)
     assert str(refused.value) == str(wanted.value)
-
-
-def test_int8_activations_for_w4a16_are_refused(monkeypatch):
-    from qarl.checks.machine import check_cpu
-
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr("qarl.checks.machine.cpu_flags", lambda: {"avx512f", "avx512_vnni"})
-    config = load_config(["config=quickstart.yaml", "quant.scheme=w4a16"])
-    monkeypatch.setitem(os.environ, "VLLM_CPU_INT4_W4A8", "1")
-    with pytest.raises(UserError, match="VLLM_CPU_INT4_W4A8"):
-        check_cpu(config)
-    monkeypatch.setitem(os.environ, "VLLM_CPU_INT4_W4A8", "0")
-    check_cpu(config)

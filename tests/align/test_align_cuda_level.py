@@ -13,8 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from checkout import ROOT
-from contract_checks import add_rms_norm_reference, rotary_reference
+from contract_checks import (
+    add_rms_norm_reference,
+    flash_reference,
+    rms_norm_reference,
+    rotary_reference,
+    silu_and_mul_reference,
+    stand_in_for_vllm,
+)
 from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model, cuda
@@ -23,6 +29,13 @@ from qarl.kernels.cuda import layer_ops
 from qarl.trainer.policy import Policy
 
 pytest.importorskip("vllm")
+
+
+@pytest.fixture(autouse=True)
+def operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_vllm(monkeypatch)
+
+
 GPU = torch.device("cuda")
 CONFIG = transformers.Qwen3Config(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -43,26 +56,11 @@ def aligned() -> tuple[Any, Any]:
     return model, other
 
 
-@needs_vllm_cpu
-def test_the_aligned_model_is_the_same_function() -> None:
-    plain, model = aligned()
-    keys = [name for name, _ in plain.named_parameters()]
-    assert [name for name, _ in model.named_parameters()] == keys
-    tokens = torch.randint(0, 64, (2, 50))
-    ours, theirs = model(tokens).logits, plain(tokens).logits
-    assert float((ours - theirs).detach().float().norm() / theirs.detach().float().norm()) < 0.02
-    for out in (ours, theirs):
-        out.float().logsumexp(-1).sum().backward()
-    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None and other.grad is not None
-        assert float((mine.grad - other.grad).float().norm() / other.grad.float().norm()) < 0.1
-
-
 def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Logits [T, V] of one row, operator by operator in the order of vLLM's Qwen3, where a norm adds the residual."""
     cosines, sines = (part[: len(tokens)] for part in model.model.rotary_emb.turns)
     states, residual = model.model.embed_tokens(tokens), None
-    norm = layer_ops.rms_norm_reference
+    norm = rms_norm_reference
 
     def add(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
@@ -77,10 +75,10 @@ def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         )
         q, k = norm(q, attention.q_norm.weight, 1e-6), norm(k, attention.k_norm.weight, 1e-6)
         q, k = (rotary_reference(x, cosines, sines) for x in (q, k))
-        states = F.linear(layer_ops.flash_reference(q, k, v, 32**-0.5).flatten(1), attention.o_proj.weight)
+        states = F.linear(flash_reference(q, k, v, 32**-0.5).flatten(1), attention.o_proj.weight)
         states, residual = add(layer.post_attention_layernorm.weight)
         gate, up = (F.linear(states, getattr(mlp, f"{name}_proj").weight) for name in ("gate", "up"))
-        states = F.linear(layer_ops.silu_and_mul_reference(gate, up), mlp.down_proj.weight)
+        states = F.linear(silu_and_mul_reference(gate, up), mlp.down_proj.weight)
     return F.linear(add(model.model.norm.weight)[0], model.lm_head.weight)
 
 
@@ -119,39 +117,6 @@ def test_packed_and_padded_rows_have_the_same_bits() -> None:
             model(padded, attention_mask=mask)
 
 
-@needs_vllm_cpu
-def test_cosines_and_sines_are_those_of_vllms_table() -> None:
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
-    _, model = aligned()
-    positions = torch.arange(40)[None]
-    x = torch.zeros(1, 40, 64, dtype=torch.bfloat16)
-    found, expected = model.model.rotary_emb(x, positions), Qwen3RotaryEmbedding(CONFIG)(x, positions)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.dtype == torch.bfloat16 and torch.equal(mine, theirs)
-    assert model.model.rotary_emb.turns[0].shape == (512, 16)
-
-
-@needs_vllm_cpu
-def test_vllms_modules_are_neither_read_nor_left_to_engines() -> None:
-    """An engine's buffers cannot be read while it sleeps, and an engine must not get a table of this process's CPU."""
-    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
-
-    from qarl.kernels.cpu import layer_ops as cpu_ops
-
-    before = dict(_ROPE_DICT)
-    engine = cpu_ops.engine_rotary(CONFIG, 32)
-    assert dict(_ROPE_DICT) == before
-    expected = engine.cos_sin_cache.clone()
-    engine.cos_sin_cache.fill_(float("nan"))
-    found = cpu_ops.computed_turns(engine, torch.device("cpu"))
-    assert torch.equal(torch.cat(found, -1), expected) and found[0].dtype == torch.bfloat16
-
-
-def confirmed_contracts() -> dict[str, layer_ops.Contract]:
-    return {part: contract._replace(confirmed="gpu.json") for part, contract in layer_ops.CONTRACTS.items()}
-
-
 def test_the_level_says_that_no_device_has_confirmed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = copy.deepcopy(CONFIG)
     config.head_dim = 128
@@ -159,8 +124,8 @@ def test_the_level_says_that_no_device_has_confirmed_it(monkeypatch: pytest.Monk
     assert "unconfirmed: no GPU has confirmed" in str(report) and "fused_add_rms_norm" in str(report)
     assert report.limit_level == "linears"
     assert all(unconfirmed(*place, config, eager=True) is None for place in (("linears", "cuda"), ("model", "cpu")))
-    done = confirmed_contracts()
-    monkeypatch.setattr(layer_ops, "CONTRACTS", done | {"norm": layer_ops.CONTRACTS["norm"]})
+    done = dict.fromkeys(layer_ops.CONTRACTS, "gpu.json")
+    monkeypatch.setattr(layer_ops, "CONTRACTS", done | {"rms_norm": ""})
     assert "rounds in rms_norm, so" in str(unconfirmed("model", "cuda", config, eager=False))
     monkeypatch.setattr(layer_ops, "CONTRACTS", done)
     report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU)
@@ -173,7 +138,7 @@ def test_the_level_says_that_no_device_has_confirmed_it(monkeypatch: pytest.Monk
 def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
     size: int, eager: bool, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_ops, "CONTRACTS", confirmed_contracts())
+    monkeypatch.setattr(layer_ops, "CONTRACTS", dict.fromkeys(layer_ops.CONTRACTS, "gpu.json"))
     config = copy.deepcopy(CONFIG)
     config.head_dim = size
     report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU, eager=eager)
@@ -181,37 +146,8 @@ def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
     assert why in str(report) and "no GPU has confirmed" not in str(report)
 
 
-@pytest.mark.parametrize("asked", [None, False, True])
-def test_the_policy_hands_over_whether_the_engine_has_graphs(
-    asked: bool | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from qarl.align.model import AlignReport
-    from qarl.config import load_config
-    from qarl.trainer import policy
-
-    seen: list[bool] = []
-
-    def align(model: Any, level: str, *, eager: bool) -> AlignReport:
-        seen.append(eager)
-        return AlignReport(level, level, {})
-
-    monkeypatch.setattr(policy, "align_model", align)
-    transformers.Qwen3ForCausalLM(CONFIG).bfloat16().save_pretrained(tmp_path)
-    eager = [] if asked is None else [f"rollout.enforce_eager={str(asked).lower()}"]
-    given = ["config=quickstart.yaml", f"model.path={tmp_path}", "quant.scheme=bf16", *eager]
-    Policy.load(load_config(given))
-    assert seen == [asked is True]
-
-
 def built() -> Any:
     return transformers.AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
-
-
-def test_the_policy_on_a_cpu_keeps_its_limit() -> None:
-    from qarl.quant.scheme import get_scheme
-
-    policy = Policy(built(), get_scheme("bf16"), (), align="model")
-    assert (policy.align, policy.limit_level) == ("model", "model")
 
 
 @pytest.mark.parametrize(
@@ -272,16 +208,3 @@ def test_the_engine_follows_the_level_that_applies(
     assert {key: arguments[key] for key in layer_ops.ENGINE_ARGUMENTS if key in arguments} == (
         layer_ops.ENGINE_ARGUMENTS if one_split else {}
     )
-
-
-def test_the_page_has_the_table_of_contracts() -> None:
-    text = " ".join((ROOT / "docs" / "gpu.md").read_text().split())
-    for part, contract in layer_ops.CONTRACTS.items():
-        assert f"| {part} | `{contract.operator}` | {contract.rounds} | {contract.open} |" in text, part
-
-
-def test_a_confirmed_contract_names_its_results() -> None:
-    for contract in layer_ops.CONTRACTS.values():
-        assert not contract.confirmed or (ROOT / "benchmarks" / "results" / contract.confirmed).is_file()
-        file, _, function = contract.test.partition("::")
-        assert f"def {function}(" in (ROOT / file).read_text()

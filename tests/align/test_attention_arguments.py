@@ -1,16 +1,12 @@
-"""Each argument that transformers' classes pass to their attention acts, packed, padded and alone, or is refused."""
+"""Each argument that the families' classes pass to their attention acts, packed, padded and alone."""
 
 from __future__ import annotations
 
-import ast
 import importlib
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from family_models import LENGTHS, random_model
 from torch import nn
 
@@ -18,47 +14,13 @@ from qarl.align import packed_attention
 from qarl.align.cpu import engine_attention, fp32_attention
 from qarl.align.cuda import cuda_attention
 from qarl.align.packed_attention import (
-    APPLIED,
-    check_source,
-    passed_arguments,
     rows_attention,
     scored_attention,
     use_rows_attention,
 )
-from qarl.errors import UserError
 
 ROWS = (5, 12, 1, 9)
 HEADS, KEY_HEADS, SIZE = 4, 2, 16
-
-
-def read_sources() -> dict[str, str]:
-    """The source of each model class of transformers that chooses its attention by name."""
-    files = Path(transformers.__path__[0]).glob("models/*/modeling_*.py")
-    texts = {f"{file.parent.name}.{file.stem}": file.read_text() for file in files}
-    return {name: text for name, text in texts.items() if "ALL_ATTENTION_FUNCTIONS" in text}
-
-
-SOURCES = read_sources()
-
-
-def keywords(source: str) -> set[str]:
-    """The keyword arguments of calls of whatever `ALL_ATTENTION_FUNCTIONS` returned, under any name."""
-    nodes = list(ast.walk(ast.parse(source)))
-    names = {
-        target.id
-        for node in nodes
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        and node.value
-        and "ALL_ATTENTION_FUN" in ast.unparse(node.value)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
-    }
-    calls = (node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
-    return {keyword.arg for call in calls if call.func.id in names for keyword in call.keywords if keyword.arg}
-
-
-PASSED = {name: keywords(source) for name, source in SOURCES.items()}
-ARGUMENTS = sorted(set[str]().union(*PASSED.values()))
 
 
 def inputs(tokens: int = sum(ROWS), dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -67,26 +29,25 @@ def inputs(tokens: int = sum(ROWS), dtype: torch.dtype = torch.float64) -> list[
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def module(sinks: torch.Tensor | None = None, causal: bool = True) -> Any:
+def module(causal: bool = True) -> Any:
     made = nn.Module()
-    made.num_key_value_groups, made.head_dim, made.sinks, made.is_causal = HEADS // KEY_HEADS, SIZE, sinks, causal
+    made.num_key_value_groups, made.head_dim, made.is_causal = HEADS // KEY_HEADS, SIZE, causal
     return made
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     """transformers' eager attention of one row, with the mask that its classes make of the same arguments."""
     given = dict(given)
-    length, sinks = q.shape[2], given.pop("s_aux", None)
+    length = q.shape[2]
     seen = torch.ones(length, length, dtype=torch.bool)
     if given.pop("is_causal", True):
         seen = seen.tril()
     if window := given.pop("sliding_window", None):
         seen = seen.triu(1 - window)
     mask = torch.zeros(1, 1, length, length, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)
-    family = "gpt_oss" if sinks is not None else "gemma2"
-    source = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    source = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
     scaling = given.pop("scaling", SIZE**-0.5)
-    found: torch.Tensor = source.eager_attention_forward(module(sinks), q, k, v, mask, scaling=scaling, **given)[0]
+    found: torch.Tensor = source.eager_attention_forward(module(), q, k, v, mask, scaling=scaling, **given)[0]
     return found
 
 
@@ -122,25 +83,14 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"softcap": 50.0, "scaling": 20.0},
         {"softcap": 2.0, "sliding_window": 3},
     ],
-    "s_aux": [{"s_aux": torch.linspace(-1, 3, HEADS)}, {"s_aux": torch.linspace(-1, 3, HEADS), "sliding_window": 4}],
     "sliding_window": [{"sliding_window": 3}, {"sliding_window": 1}],
     "is_causal": [{"is_causal": False}, {"is_causal": False, "softcap": 2.0}],
 }
-BY_POSITION = {"query", "key", "value"}
-OF_THEIR_OWN = {"dropout", "attention_mask", "position_ids"}
-"""Arguments with a test of their own below; `position_ids` is the form `packed, told by positions`."""
 FORMS = ("packed", "packed, told by positions", "padded", "alone")
 
 
-def test_the_list_is_transformers_own():
-    assert len(SOURCES) > 200 and {"softcap", "s_aux", "sliding_window", "is_causal"} <= set(ARGUMENTS)
-    assert set(ARGUMENTS) & APPLIED == set(CASES) | ((BY_POSITION | OF_THEIR_OWN) & set(ARGUMENTS))
-    for name, source in SOURCES.items():
-        assert passed_arguments(source) == PASSED[name], name
-
-
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_an_argument_acts_as_in_eager_attention(name, form):
     tensors = inputs()
     parts = list(zip(*(tensor.split(ROWS, 2) for tensor in tensors), strict=True))
@@ -153,23 +103,7 @@ def test_an_argument_acts_as_in_eager_attention(name, form):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name not in APPLIED])
-def test_an_argument_without_effect_is_refused_by_name(name):
-    passing = [family for family, passed in PASSED.items() if name in passed]
-    assert passing
-    for family in passing:
-        with pytest.raises(UserError, match=rf"\b{name}\b"):
-            check_source(family, SOURCES[family])
-
-
-def test_masks_that_a_pack_would_lose_are_refused():
-    with pytest.raises(UserError, match="sliding window only as a mask"):
-        check_source("phimoe", SOURCES["phimoe.modeling_phimoe"])
-    with pytest.raises(UserError, match="chunks only as a mask"):
-        check_source("llama4", SOURCES["llama4.modeling_llama4"])
-
-
-@pytest.mark.parametrize("case", [{}, {"softcap": 2.0}, {"s_aux": torch.zeros(HEADS)}])
+@pytest.mark.parametrize("case", [{}, {"softcap": 2.0}])
 @pytest.mark.parametrize("form", FORMS)
 def test_dropout_acts(form, case):
     tensors = inputs()
@@ -181,47 +115,13 @@ def test_dropout_acts(form, case):
     assert error[draws.std(0) > 0.01].max() < 6
 
 
-@pytest.mark.parametrize("case", [{}, {"softcap": 2.0}])
-@pytest.mark.parametrize("kind", [torch.bool, torch.float64])
-def test_a_mask_acts(case, kind):
-    """Over the rows' lengths, as in a batch that is padded on the left."""
-    tensors = [tensor[:, :, :12] for tensor in inputs()]
-    seen = torch.ones(12, 12, dtype=torch.bool).tril()[None, None].clone()
-    seen[..., 4:, :3] = False
-    added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
-    mask = seen if kind is torch.bool else added
-    found, _ = rows_attention(module(), *tensors, mask, row_lengths=(12,), **case)
-    source = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
-    expected = source.eager_attention_forward(module(), *tensors, added, scaling=SIZE**-0.5, **case)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["none", *CASES])
-def test_a_pack_on_cuda_takes_the_fused_operator_only_if_it_has_the_argument(monkeypatch, name):
-    """A stand-in for a tensor on CUDA; the operator itself is compared in test_packed_attention.py and tests/gpu."""
-    called = []
-    monkeypatch.setattr(
-        packed_attention, "varlen_attention", lambda *given: called.append(given[3:]) or given[0].transpose(1, 2)
-    )
-
-    class OnCuda(torch.Tensor):
-        is_cuda = True
-
-    query, key, value = inputs()
-    for case in CASES.get(name, [{}]):
-        called.clear()
-        rows_attention(module(), query.as_subclass(OnCuda), key, value, None, row_lengths=ROWS, **case)
-        fused = set(case) <= {"scaling", "sliding_window"}
-        assert called == ([(ROWS, case.get("scaling"), case.get("sliding_window"))] if fused else [])
-
-
 def test_a_window_without_causality_is_refused():
     with pytest.raises(ValueError, match="window and is not causal"):
         rows_attention(module(causal=False), *inputs(), None, row_lengths=ROWS, sliding_window=3)
 
 
 @pytest.mark.parametrize("attend", [fp32_attention, engine_attention, cuda_attention])
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "sliding_window", "is_causal"])
+@pytest.mark.parametrize("name", ["softcap", "sliding_window", "is_causal"])
 def test_levels_model_and_exact_refuse_what_they_do_not_apply(attend, name):
     with pytest.raises(ValueError, match=name):
         attend(module(), *inputs(dtype=torch.bfloat16), None, row_lengths=ROWS, **{"scaling": 0.25} | CASES[name][0])
@@ -271,11 +171,3 @@ def test_gemma_2_is_its_eager_self(cap):
         found = model(input_ids=padded, use_cache=False, **given).logits
         rows_found = torch.cat([row[:length] for row, length in zip(found, LENGTHS, strict=True)])[None]
         torch.testing.assert_close(rows_found, alone, rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_that_is_refused_is_refused_when_it_is_built():
-    model = SimpleNamespace(config=SimpleNamespace(model_type="phimoe", _attn_implementation="sdpa"))
-    kind = type("Model", (SimpleNamespace,), {"_supports_attention_backend": True})
-    kind.__module__ = importlib.import_module("transformers.models.phimoe.modeling_phimoe").__name__
-    with pytest.raises(UserError, match="phimoe"):
-        use_rows_attention(kind(**vars(model)))

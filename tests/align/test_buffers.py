@@ -8,10 +8,10 @@ from accelerate import init_empty_weights
 from random_models import save_random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qarl.align.buffers import check_buffers, restore_buffers, wrong_buffers
 from qarl.align.families import FAMILIES, SHOWN
 from qarl.errors import UserError
 from qarl.quant import get_scheme
+from qarl.quant.meta_model import check_buffers, restore_buffers, wrong_buffers
 from qarl.trainer.policy import Policy
 
 ROPES = {

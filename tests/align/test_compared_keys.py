@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
-from cpu_features import needs_vllm_cpu
 
 from qarl.align.config_keys import COMPARED, check_config_keys, read_keys
 from qarl.align.families import SHOWN
 from qarl.checks.model import check_model
 from qarl.config import load_config
-from qarl.doctor.__main__ import main as doctor
 from qarl.errors import UserError
-from qarl.train import main
 from qarl.trainer.policy import DROPOUTS, Policy
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -140,15 +137,3 @@ def test_every_family_loads_without_dropout(family, startable_run, pristine_mode
     kinds = {type(module).__name__: module for module in policy.model.modules() if "Dropout" in type(module).__name__}
     assert all(module.p == 0 for module in kinds.values())
     assert not any(getattr(policy.model.config, key, 0) for key in DROPOUTS)
-
-
-@needs_vllm_cpu
-@pytest.mark.parametrize("name", ["gemma2 untied", "ernie bias", "granite partial"])
-def test_a_dry_run_and_the_doctor_refuse_a_key_as_the_run_does(name, startable_run, capsys):
-    bad(name).save_pretrained("model")
-    key = next(iter(WRONG[name][1]))
-    for start in (lambda: main(["config=run.yaml", "dry_run=true"]), lambda: main(["config=run.yaml"])):
-        assert start() == 2 and key in capsys.readouterr().err
-    assert doctor(["config=run.yaml"]) != 0
-    told = capsys.readouterr().out
-    assert key in told and "not checked: quant.align applies" in told and "fall back" not in told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from family_models import LENGTHS, random_model
 from torch import nn
 
@@ -12,7 +11,6 @@ from qarl.align.families import FAMILIES, PADDED, SHOWN, check_rows
 from qarl.align.packed_attention import (
     ROWS_ATTENTION,
     attends_in_rows,
-    in_rows,
     lengths_of_rows,
     rows_attention,
     use_rows_attention,
@@ -89,19 +87,6 @@ def test_padded_rows_are_computed_at_their_length_and_end_in_zeros():
         assert not found[i, length:].any()
 
 
-def test_gradients_go_to_the_rows_they_come_from():
-    query, key, value = (one.float().requires_grad_() for one in random_rows(1, 12))
-    seen = []
-
-    def attend(row: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        seen.append((row, q.shape[2]))
-        return (q * row).transpose(1, 2)
-
-    in_rows(attend, query, key, value, (2, 7, 3)).sum().backward()
-    assert seen == [(0, 2), (1, 7), (2, 3)]
-    assert query.grad is not None and query.grad[0, 0, :, 0].tolist() == [0.0] * 2 + [1.0] * 7 + [2.0] * 3
-
-
 @pytest.mark.parametrize(
     ("batch", "lengths"), [(1, (5, 6)), (1, (13,)), (2, (12,)), (2, (12, 13)), (1, (12, 0)), (3, (4, 4, 4, 4))]
 )
@@ -144,36 +129,3 @@ def test_the_second_layer_copies_nothing_to_the_device():
             varlen_attention(query, key, value, (30, 39, 1), 0.25, None)
         counts.append((counter.counts.copies, counter.counts.syncs, counter.counts.kernels))
     assert counts == [(1, 0, 1), (0, 0, 1)]
-
-
-@pytest.mark.parametrize("of_torch", ["2.11", "2.13"])
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_packed_rows_on_cuda_with_both_torchs(monkeypatch, of_torch, kv_heads):
-    """PyTorch's variable-length attention runs only on CUDA. Stand-ins with the parameters of torch 2.11 (the GPU lock)
-    and 2.13 compute each row in FP32. Older than 2.13, it has no `enable_gqa`, and takes fewer key heads untold."""
-    from torch.nn.attention import varlen
-
-    def attend(q, k, v, starts, starts_k, longest, longest_k, scale, window_size):
-        assert window_size == (-1, 0) and torch.equal(starts, starts_k) and longest == longest_k == max(LENGTHS)
-        rows = zip(starts.tolist(), starts[1:].tolist(), strict=False)
-        parts = [[t[a:b].transpose(0, 1).float() for t in (q, k, v)] for a, b in rows]
-        grouped = {"is_causal": True, "enable_gqa": True, "scale": scale}
-        return torch.cat([F.scaled_dot_product_attention(*part, **grouped).transpose(0, 1) for part in parts])
-
-    def older(query, key, value, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
-
-    def newer(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-        assert key.shape[1] == value.shape[1] == kv_heads and (enable_gqa or query.shape[1] == kv_heads)
-        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
-
-    monkeypatch.setattr(varlen, "varlen_attn", older if of_torch == "2.11" else newer)
-    query, *_ = random_rows(1, sum(LENGTHS))
-    key, value = (torch.randn(1, kv_heads, sum(LENGTHS), 16).bfloat16() for _ in range(2))
-    found = varlen_attention(query, key, value, LENGTHS, 0.25, None)
-    module = nn.Module()
-    module.num_key_value_groups = 4 // kv_heads
-    expected, _ = rows_attention(
-        module, query.float(), key.float(), value.float(), None, scaling=0.25, row_lengths=LENGTHS
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

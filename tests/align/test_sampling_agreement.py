@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -29,7 +28,7 @@ from qarl.rollout.engine_config import sampling_params
 from qarl.trainer import setup
 from qarl.trainer.batch import Batch
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.mismatch_watch import check_batch, probe, watch
+from qarl.trainer.mismatch_watch import probe, watch
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run
 
@@ -195,20 +194,6 @@ def test_preemptions_are_counted(trainer, tmp_path):
     assert few.response_token_ids[0] == many.response_token_ids[0] == again.response_token_ids[0]
 
 
-def test_preemptions_name_the_keys_that_help():
-    batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None, routed_experts=None)
-    run = SimpleNamespace(
-        quant=SimpleNamespace(mismatch_limit=None, kernels="engine"), rollout=SimpleNamespace(temperature=1.0)
-    )
-    for device, key in (("cpu", "rollout.cpu_kvcache_space_gib"), ("cuda", "rollout.gpu_memory_utilization")):
-        policy = SimpleNamespace(limit_level="model", device=torch.device(device))
-        _, warnings = watch(run, policy, batch, {"mismatch/abs_mean": 0.0, "rollout/preemptions": 3.0})
-        (text,) = warnings
-        assert "computed it again 3 times" in text and key in text and "rollout.max_num_seqs" in text
-        healthy = {"mismatch/abs_mean": 0.0, "rollout/preemptions": 0.0}
-        assert watch(run, policy, batch, healthy)[1] == []
-
-
 @pytest.mark.parametrize("name", ["temperature", "val_temperature"])
 def test_the_config_knows_vllms_lowest_temperature(name, tmp_path):
     lowest = config_checks.MIN_TEMPERATURE
@@ -231,21 +216,6 @@ def test_the_config_knows_vllms_lowest_temperature(name, tmp_path):
 def test_what_vllm_changes_or_refuses_is_our_error(sampling, words):
     with pytest.raises(UserError, match=words):
         sampling_params(sampling)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        (SamplingConfig(4), (1.0, 1.0, 0)),
-        (SamplingConfig(4, top_k=-1), (1.0, 1.0, 0)),
-        (SamplingConfig(4, top_k=0), (1.0, 1.0, 0)),
-        (SamplingConfig(4, 0.7, 0.9, 20), (0.7, 0.9, 20)),
-        (SamplingConfig(4, temperature=0.0), (0.0, 1.0, 0)),
-    ],
-)
-def test_what_vllm_is_given(sampling, expected):
-    params = sampling_params(sampling, seed=3)
-    assert (params.temperature, params.top_p, params.top_k) == expected and params.seed == 3
 
 
 @pytest.mark.parametrize(
@@ -285,30 +255,3 @@ def test_truncation_at_an_unconfirmed_level_is_refused_before_anything_is_loaded
     monkeypatch.setattr("qarl.align.model.model_unavailable", lambda *_: "is not built")
     with pytest.raises(UserError, match="fell back to linears"):
         prepare_run(run)
-
-
-def test_a_run_passes_on_that_its_level_is_unconfirmed(tmp_path, monkeypatch):
-    head = SimpleNamespace(weight=torch.zeros(100, 1))
-    policy = SimpleNamespace(align="model", model=SimpleNamespace(get_output_embeddings=lambda: head))
-    monkeypatch.setattr(setup.Policy, "load", lambda config: policy)
-    tokenizer = SimpleNamespace(pad_token_id=0)
-    parts = SimpleNamespace(tokenizer=tokenizer, train_prompts=0, val_prompts=0, sampler=0, reward_fn=0)
-    monkeypatch.setattr(setup, "check_run", lambda config: parts)
-    run = config(tmp_path, *OVERRIDES, "rollout.top_p=0.9")
-    policy.limit_level = "model"
-    assert setup.prepare_run(run).policy is policy
-    policy.limit_level = "linears"
-    with pytest.raises(UserError, match="unconfirmed"):
-        setup.prepare_run(run)
-
-
-def test_a_mismatch_is_an_error_before_the_first_update_and_a_warning_later():
-    batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None, routed_experts=None)
-    run = SimpleNamespace(
-        quant=SimpleNamespace(mismatch_limit=None, kernels="engine"), rollout=SimpleNamespace(temperature=1.0)
-    )
-    metrics = {"mismatch/abs_mean": 0.5, "rollout/preemptions": 0.0}
-    with pytest.raises(MismatchError):
-        check_batch(run, "model", batch, metrics, before_first_update=True)
-    policy = SimpleNamespace(limit_level="model", device=torch.device("cpu"))
-    assert watch(run, policy, batch, metrics)[1]

@@ -25,7 +25,7 @@ from qarl.checks.memory_terms import (
     LOGITS_AT_A_TIME,
     OWN_INPUT_GRADIENT,
 )
-from qarl.kernels.cpu.qarl_linears import CpuW4A8Linear, DequantizedW4A16Linear
+from qarl.kernels.cpu.torch_ops import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import get_scheme

@@ -23,8 +23,13 @@ from qarl.checkpoint.folder import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate
 from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_bytes
 from qarl.kernels.cpu import layer_ops
-from qarl.kernels.cpu.qarl_linears import CpuW4A8Linear, DequantizedW4A16Linear
-from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
+from qarl.kernels.cpu.torch_ops import (
+    CpuW4A8Linear,
+    DequantizedW4A16Linear,
+    TorchInt8Linear,
+    VllmCpuFP8Linear,
+    _fp32_matmul_equals_scaled_mm,
+)
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
 from qarl.kernels.experts.autograd import LowBitExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import ReferenceW4A16Linear

@@ -2,7 +2,7 @@
 
 Each test prints, for every rounding that the operator might have, how many outputs differ and by how much, and asks
 that the contract's be the nearest. `pytest -rP` shows what is printed. A contract is confirmed by writing the file of
-these results into its `confirmed` (qarl/kernels/cuda/layer_ops.py).
+these results into `CONTRACTS` (qarl/kernels/cuda/layer_ops.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from contract_checks import (
     attention_roundings,
     differing_shares,
     log_softmax_reference,
+    rms_norm_reference,
     rotary_reference,
+    silu_and_mul_reference,
     vllm_logits,
 )
 
@@ -95,7 +97,7 @@ def test_rms_norm(tokens: int, hidden: int) -> None:
     torch.manual_seed(0)
     x, weight = random(tokens, hidden), random(hidden)
     candidates = {
-        "value in FP32": layer_ops.rms_norm_reference(x, weight, EPSILON),
+        "value in FP32": rms_norm_reference(x, weight, EPSILON),
         "value rounded": normalised(x.float()).bfloat16() * weight,
     }
     out = layer_ops.rms_norm(x, weight, EPSILON, after_sum=False)
@@ -141,32 +143,12 @@ def test_rotary_embedding(tokens: int) -> None:
         assert torch.equal(contract, found.view_as(x))
 
 
-def test_the_rotary_table_of_cpu_and_gpu() -> None:
-    """vLLM computes its table on the GPU: how many entries differ from one that is computed on a CPU."""
-    import transformers
-
-    from qarl.kernels.cpu import layer_ops as cpu_ops
-
-    config = transformers.Qwen3Config(head_dim=128, max_position_embeddings=16384, rope_theta=1e6)
-    tables = []
-    for device in ("cpu", "cuda"):
-        with torch.device(device):
-            engine = cpu_ops.engine_rotary(config, 128)
-        turns = cpu_ops.computed_turns(engine, torch.device(device))
-        assert engine.cos_sin_cache.device.type == device
-        assert torch.equal(torch.cat(turns, -1), engine.cos_sin_cache)
-        tables.append(torch.cat(turns, -1).cpu())
-    share = float((tables[0] != tables[1]).float().mean())
-    print(f"rotary table of 16384 positions: {share:.2e} of the entries differ between CPU and GPU")
-    assert share < 1e-2
-
-
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_silu_and_mul(tokens: int) -> None:
     torch.manual_seed(0)
     gate, up = random(tokens, 12288), random(tokens, 12288)
     candidates = {
-        "silu rounded, then the product": layer_ops.silu_and_mul_reference(gate, up),
+        "silu rounded, then the product": silu_and_mul_reference(gate, up),
         "FP32, rounded once": (F.silu(gate.float()) * up.float()).bfloat16(),
         "PyTorch's F.silu, then the product": F.silu(gate) * up,
     }
@@ -252,26 +234,6 @@ def test_attention_of_decoding(length: int, size: int) -> None:
         if size in layer_ops.HEAD_SIZES:
             assert share == 0
     assert torch.equal(found[1], found[len(places)])
-
-
-def test_attention_depends_on_splits() -> None:
-    """Why one split is needed: the share of outputs that FlashAttention's own choice of splits changes."""
-    skip_unless_flash_3()
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    length, size = 8192, 128
-    query, key, value = attention_inputs(length, size)
-    table, slots = layer_ops.pages(torch.tensor([length], dtype=torch.int32))
-    caches = [layer_ops.into_pages(tensor, slots.cuda(), table.numel()) for tensor in (key, value)]
-    outputs = [
-        flash_attn_varlen_func(
-            q=query[-1:], k=caches[0], v=caches[1], cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
-            max_seqlen_q=1, seqused_k=torch.tensor([length], dtype=torch.int32, device="cuda"), max_seqlen_k=length,
-            softmax_scale=size**-0.5, causal=True, block_table=table.cuda(), fa_version=3, num_splits=splits,
-        )
-        for splits in (1, 0)
-    ]  # fmt: skip
-    print(f"splits by the heuristic change {float((outputs[0] != outputs[1]).float().mean()):.2e} of the outputs")
 
 
 def test_rows_of_a_pack() -> None:

@@ -36,7 +36,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_plane(device: torch.device) -> None:
-    """The PTX that makes two weights of two codes (`_int4_tile.plane`): every code, times scales of every exponent that
+    """The PTX that makes two weights of two codes (`w4a16.plane`): every code, times scales of every exponent that
     matters, bit for bit: the product with the identity is the weight itself."""
     from qarl.kernels.triton.w4a16 import PTX, w4a16_backward_input, w4a16_linear
 
@@ -52,20 +52,20 @@ def test_plane(device: torch.device) -> None:
 
 
 def test_split_sums(device: torch.device) -> None:
-    """The acquire and release counter of `_compat.py`: the same bits every time, and counters left at zero."""
-    from qarl.kernels.triton import _compat
-    from qarl.kernels.triton.tables import choose, parts
+    """The acquire and release counter of `common.py`: the same bits every time, and counters left at zero."""
+    from qarl.kernels.triton import common
+    from qarl.kernels.triton.common import choose, parts
     from qarl.kernels.triton.w4a16 import w4a16_linear
 
     n, k, rounds = (512, 16384, 300) if device.type == "cuda" else (128, 2048, 2)
     packed, scale, x = w4a16(n, k, 16, device)
-    tile = choose("w4a16", device, 16, n, k, 128)
+    tile = choose("w4a16", device, 16)
     assert tile is not None
     assert parts(tile, -(-n // tile.BN), -(-k // tile.BK), device) > 1, "this shape is not split: it tries nothing"
     first = w4a16_linear(x, packed, scale)
     assert error(first, x.double() @ dequantize_int4(packed, scale).double().t()) <= 3e-3
     assert all(torch.equal(w4a16_linear(x, packed, scale), first) for _ in range(rounds))
-    assert [int(counter.abs().sum()) for counter in _compat._COUNTERS.values()] == [0] * len(_compat._COUNTERS)
+    assert [int(counter.abs().sum()) for counter in common._COUNTERS.values()] == [0] * len(common._COUNTERS)
 
 
 def test_tensor_maps(device: torch.device) -> None:
@@ -115,8 +115,8 @@ def test_bf16_operands_and_an_fp32_result() -> None:
 @pytest.mark.gpu
 def test_graphs() -> None:
     """Capture and replay of the products: nothing in them may wait for the device or allocate outside of the pool."""
-    from qarl.kernels.triton.activations import quantize_tokens
     from qarl.kernels.triton.linears import unavailable
+    from qarl.kernels.triton.quantize import quantize_tokens
     from qarl.kernels.triton.scaled_mm import scaled_mm
     from qarl.kernels.triton.w4a16 import w4a16_backward_input, w4a16_linear
 

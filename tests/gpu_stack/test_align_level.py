@@ -47,7 +47,7 @@ def test_the_operators_and_their_arguments_exist() -> None:
     given = {"q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal"}
     given |= {"block_table", "fa_version", "num_splits"}
     assert given <= inspect.signature(flash_attn_varlen_func).parameters.keys()
-    assert all(f" {name}=" in inspect.getsource(layer_ops.vllm_flash_attention) for name in given)
+    assert all(f" {name}=" in inspect.getsource(layer_ops.flash_attention) for name in given)
 
 
 def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> None:

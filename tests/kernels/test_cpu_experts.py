@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from typing import Any
@@ -13,11 +12,10 @@ import torch
 pytest.importorskip("vllm")
 
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
-from expert_cases import exact, exact_bf16, exact_weight, make, off, stacked
+from expert_cases import exact_weight, make, stacked
 
 from qarl.kernels.cpu.vllm_ops import cpu_ops_missing
 from qarl.kernels.experts import cpu
-from qarl.kernels.experts.autograd import choose_experts_kernel
 from qarl.kernels.experts.cpu import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.process import allow_matrix_tiles
@@ -56,32 +54,6 @@ def all_to(expert: int, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])
-@pytest.mark.parametrize(
-    ("shape", "tokens", "one_expert"),
-    [
-        (SHAPE, 40, False),  # expert 1 has no token
-        (SHAPE, 1, False),
-        (SHAPE._replace(top_k=1), 23, False),
-        (SHAPE._replace(top_k=1), 1, True),
-        (SHAPE, 40, True),
-        (WIDE, 5, False),
-    ],
-)
-def test_the_forward_beside_float64(scheme: str, shape: ExpertsShape, tokens: int, one_expert: bool) -> None:
-    """BF16 rounds a low-bit row three times on its way and its sum once."""
-    x, weights, ids, gate_up, down = make(shape, tokens)
-    if one_expert:
-        ids = all_to(2, ids)
-    made, w1, w2 = prepared(scheme, gate_up, down)
-    y = kernel_of(scheme).forward(x, weights, ids, made)
-    assert y.shape == x.shape and y.dtype == torch.bfloat16
-    operands = x.double(), weights.double(), ids, w1, w2
-    int8 = functools.partial(VllmCpuExperts.quantize, "w8a8")  # with AMX, vLLM's kernel has other scales
-    expected = exact_bf16(*operands) if scheme == "bf16" else exact(scheme, *operands, int8=int8)
-    assert off(y, expected) < 3e-3
-
-
-@pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])
 @pytest.mark.parametrize("shape", [SHAPE, WIDE])
 def test_a_token_does_not_depend_on_the_others(scheme: str, shape: ExpertsShape) -> None:
     x, weights, ids, gate_up, down = make(shape, 150)
@@ -100,7 +72,7 @@ def test_a_token_does_not_depend_on_the_others(scheme: str, shape: ExpertsShape)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_each_expert_is_the_dense_kernel_of_its_scheme(scheme: str) -> None:
     """One token, one expert, weight 1: the same bits as three dense layers."""
-    from qarl.kernels.activations import silu_mul
+    from qarl.kernels.reference import silu_mul
     from qarl.kernels.registry import choose_linear_kernel
 
     x, _, ids, gate_up, down = make(SHAPE._replace(top_k=1), 40)
@@ -141,14 +113,6 @@ def test_preparing_under_vllms_default_dtype_changes_nothing(scheme: str) -> Non
     assert torch.equal(y, expected)
 
 
-def test_bf16_experts_of_an_odd_width_are_padded() -> None:
-    x, weights, ids, gate_up, down = make(SHAPE._replace(intermediate=56), 23)
-    made, w1, w2 = prepared("bf16", gate_up, down)
-    assert made.gate_up.shape[1] == 128 and made.down.shape[2] == 64
-    y = VllmCpuBf16Experts.forward(x, weights, ids, made)
-    assert off(y, exact_bf16(x.double(), weights.double(), ids, w1, w2)) < 3e-3
-
-
 @pytest.mark.parametrize("intermediate", [64, 56])
 def test_bf16_is_what_vllm_chooses(intermediate: int) -> None:
     """Its class, its instruction set, its padding and its packing."""
@@ -174,21 +138,6 @@ def test_bf16_is_what_vllm_chooses(intermediate: int) -> None:
     made = VllmCpuBf16Experts.prepare({"weight": gate_up}, {"weight": down})
     assert experts.isa == made.isa and not experts._use_zentorch
     assert torch.equal(layer.w13_weight, made.gate_up) and torch.equal(layer.w2_weight, made.down)
-
-
-def test_limits() -> None:
-    def why_not(kernel: Any, scheme: str, device: str = "cpu", group: int | None = 32, **sizes: int) -> str:
-        return kernel.unavailable(scheme, torch.device(device), SHAPE._replace(**sizes), group) or ""
-
-    assert why_not(VllmCpuExperts, "w4a16") == why_not(VllmCpuBf16Experts, "bf16") == ""
-    assert why_not(VllmCpuExperts, "w8a8", "cuda") == why_not(VllmCpuBf16Experts, "bf16", "cuda")
-    assert "on cpu, not on cuda" in why_not(VllmCpuExperts, "w8a8", "cuda")
-    assert "multiples of 32" in why_not(VllmCpuExperts, "w4a16", intermediate=48)
-    assert "even group size" in why_not(VllmCpuExperts, "w4a16", group=7)
-    assert "w4a8" in why_not(VllmCpuExperts, "w4a8") and "w4a16" in why_not(VllmCpuBf16Experts, "w4a16")
-    assert "hidden size" in why_not(VllmCpuBf16Experts, "bf16", hidden=120)
-    for scheme in SCHEMES:
-        assert choose_experts_kernel(scheme, CPU, SHAPE, group_size=32).kernel is VllmCpuExperts
 
 
 def test_asking_for_operators_leaves_the_environment_of_a_running_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from qarl.bench.counting import counting
 from qarl.kernels.cpu.torch_ops import upcast_e4m3
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuWNA16Linear
 from qarl.kernels.int4 import CODES, MARLIN, SCALES, TILES, from_marlin, from_tiles, to_marlin, to_tiles
-from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant import get_scheme, quantize
 
 CPU = torch.device("cpu")
@@ -21,26 +20,11 @@ def weight(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)).bfloat16()
 
 
-@pytest.mark.parametrize("shape", [(16, 8), (48, 40), (160, 96)])
-def test_tiles_hold_the_codes_of_16_rows_at_one_place_along_k(shape: tuple[int, int]) -> None:
-    rows, columns = shape
-    codes = torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    packed = torch.zeros(rows, columns // 8, dtype=torch.int32)
-    for place in range(8):
-        packed |= codes[:, place::8] << 4 * place
-    tiles = to_tiles(packed)
-    assert tiles.shape == (rows // 16, 2 * columns)
-    data = tiles.view(torch.uint8).view(rows // 16, columns, 8).int()
-    found = torch.stack((data & 15, data >> 4), dim=-1).view(rows // 16, columns, 16)
-    assert torch.equal(found.transpose(1, 2).reshape(shape), codes)
-    assert torch.equal(from_tiles(tiles), packed)
-    assert torch.equal(torch.cat([to_tiles(part) for part in packed.split(16)]), tiles), "parts of whole tiles"
-
-
 @needs_w4a16_cpu
 def test_int4_from_tiles_is_int4_from_the_wire() -> None:
     tensors = quantize(weight(96, 64), get_scheme("w4a16", 32)).tensors
     tiles = {"weight_tiles": to_tiles(tensors["weight_packed"]), "weight_scale": tensors["weight_scale"]}
+    assert torch.equal(from_tiles(tiles["weight_tiles"]), tensors["weight_packed"])
     expected = VllmCpuWNA16Linear.prepare(tensors)
     for found in (VllmCpuWNA16Linear.prepare_gathered(tiles), VllmCpuWNA16Linear.prepare_gathered(tensors)):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -62,12 +46,6 @@ def test_e4m3_is_upcast_exactly() -> None:
     codes = codes[~codes.float().isnan()]
     assert len(codes) == 254
     assert torch.equal(upcast_e4m3(codes).view(torch.int32), codes.float().view(torch.int32))
-
-
-def test_kernels_without_a_cheaper_way_prepare_as_always() -> None:
-    reference = LINEAR_KERNELS["w4a8"][-1]
-    tensors = quantize(weight(32, 64), get_scheme("w4a8", 32)).tensors
-    assert reference.prepare_gathered(tensors) is tensors
 
 
 MARLIN_CASES = [((1, 64, 16), 16), ((3, 64, 48), 16), ((2, 192, 64), 32), ((5, 128, 32), 32), ((4, 64, 16), 8)]
@@ -93,14 +71,6 @@ def test_layouts_of_parts_are_the_layout_of_the_whole(layout) -> None:
         assert layout.fits((part.stop - part.start, 128, 64))
         for name, tensor in layout.convert({name: tensor[part] for name, tensor in tensors.items()}).items():
             assert torch.equal(tensor, whole[name][part])
-
-
-def test_what_marlin_cannot_read_has_no_layout() -> None:
-    for sizes in ((2, 96, 32), (2, 64, 24)):
-        assert not MARLIN.fits(sizes)
-        with pytest.raises(ValueError, match="multiples"):
-            to_marlin(random_stack(*sizes, 8))
-    assert not MARLIN.fits((64, 32)), "a dense weight"
 
 
 @pytest.mark.parametrize("experts", [1, 128])

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compressed_tensors.compressors import unpack_from_int32
-from torch import nn
 
 from qarl.config.quant import KERNELS, SCHEMES
 from qarl.errors import UserError
-from qarl.kernels.cpu.qarl_linears import CpuW4A8Linear, DequantizedW4A16Linear
+from qarl.kernels.cpu.torch_ops import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import OWN_KERNELS, choose_linear_kernel, kernels_of
-from qarl.quant import QuantLinear, get_scheme, quantize
+from qarl.quant import get_scheme, quantize
 
 CPU = torch.device("cpu")
 needs_int8 = pytest.mark.skipif(
@@ -62,30 +61,6 @@ def test_w4a8_has_the_bits_of_the_stated_arithmetic(n: int, k: int, group: int, 
     assert torch.equal(found, torch.from_numpy(by_numpy(tensors, x, added)).bfloat16())
 
 
-@needs_int8
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
-def test_a_row_of_w4a8_depends_on_nothing_else(n: int, k: int, group: int, threads: int) -> None:
-    """On no other row, no fused layer, no stride of the input, and no number of threads."""
-    tensors, x = weight_and_input(n, k, group, 300)
-    prepared, before = CpuW4A8Linear.prepare(tensors), torch.get_num_threads()
-    whole = CpuW4A8Linear.linear(x, prepared, None)
-    torch.set_num_threads(threads)
-    try:
-        for rows in ROWS:
-            assert torch.equal(CpuW4A8Linear.linear(x[:rows], prepared, None), whole[:rows]), rows
-            assert torch.equal(CpuW4A8Linear.linear(x[-rows:], prepared, None), whole[-rows:]), rows
-        strided = torch.stack([x, x + 1], dim=2)[:, :, 0]
-        assert not strided.is_contiguous()
-        assert torch.equal(CpuW4A8Linear.linear(strided, prepared, None), whole)
-        upper = {name: tensor[: n // 2] for name, tensor in tensors.items() if name != "weight_shape"}
-        found = CpuW4A8Linear.linear(x, CpuW4A8Linear.prepare(upper), None)
-        assert torch.equal(found, whole[:, : n // 2])
-    finally:
-        torch.set_num_threads(before)
-    assert CpuW4A8Linear.linear(x[:0], prepared, None).shape == (0, n)
-
-
 @pytest.mark.parametrize(("n", "k", "group"), SHAPES)
 def test_the_dequantized_weight_is_compressed_tensors(n: int, k: int, group: int) -> None:
     from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -97,37 +72,6 @@ def test_the_dequantized_weight_is_compressed_tensors(n: int, k: int, group: int
     assert torch.equal(prepared.weight, expected) and prepared.weight.dtype == torch.bfloat16
     bias = torch.randn(n).bfloat16()
     assert torch.equal(DequantizedW4A16Linear.linear(x, prepared, bias), F.linear(x, expected, bias))
-    assert DequantizedW4A16Linear.linear(x[:0], prepared, bias).shape == (0, n)
-
-
-def test_few_rows_are_multiplied_as_seventeen(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, x = weight_and_input(96, 128, 32, 40)
-    prepared, sizes = DequantizedW4A16Linear.prepare(tensors), []
-    product = F.linear
-
-    def counted(rows: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(rows))
-        return product(rows, *operands)
-
-    monkeypatch.setattr(F, "linear", counted)
-    outputs = [DequantizedW4A16Linear.linear(x[:rows], prepared, None) for rows in (1, 16, 17, 40)]
-    assert sizes == [17, 17, 17, 40]
-    assert [len(y) for y in outputs] == [1, 16, 17, 40]
-
-
-def test_dequantized_keeps_one_bf16_weight() -> None:
-    """The backward multiplies by the tensor that the forward multiplied by."""
-    torch.manual_seed(0)
-    linear = nn.Linear(64, 96, dtype=torch.bfloat16)
-    layer = QuantLinear(linear, get_scheme("w4a16", 32), qualified_name="layer", kernels="dequantized")
-    x = torch.randn(20, 64).bfloat16().requires_grad_()
-    layer(x).sum().backward()
-    assert layer.dequantized is layer.prepared.weight
-    with torch.no_grad():
-        linear.weight.add_(1)
-    layer(x).sum().backward()
-    assert layer.dequantized is layer.prepared.weight
-    assert torch.equal(layer.dequantized, layer.quantized().dequantize(torch.bfloat16))
 
 
 ON_A_CPU = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "dequantized"}

@@ -6,13 +6,33 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from triton_rig import KERNEL_TESTS, ROOT, SHARED_LIMIT, compile_for, entry_kernels, run_interpreted
 
 pytestmark = pytest.mark.compiles
 
+NAMES = {
+    (8, 0): "ampere",
+    (8, 6): "ampere",
+    (8, 9): "ampere",
+    (9, 0): "hopper",
+    (10, 0): "blackwell",
+    (10, 3): "blackwell",
+    (12, 0): "blackwell_geforce",
+    (12, 1): "blackwell_geforce",
+}
 
-# The longest three. `make test` has each of their kernels by itself: test_grouped, test_quantize, test_w4a16.
-LONG = ("test_experts", "test_fused_quantizer", "test_engine_classes")
+
+@pytest.mark.parametrize("capability", NAMES)
+def test_each_capability_has_its_table(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from qarl.kernels.triton import common
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert common.architecture(torch.device("cuda", 0)) == NAMES[capability]
+
+
+# The longest two. `make test` has each of their kernels by itself: test_grouped, test_quantize, test_w4a16.
+LONG = ("test_experts", "test_engine_classes")
 CASES = [pytest.param(path, marks=pytest.mark.slow if path.stem in LONG else (), id=path.stem) for path in KERNEL_TESTS]
 
 

@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from compressed_tensors.compressors import unpack_from_int32
 from random_models import save_random_model
+from same_bytes import same_bytes
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.activations import quantize_fp8, quantize_int8
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8TilesLinear
+from qarl.kernels.reference import quantize_fp8, quantize_int8
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant import (
+    QuantizedTensor,
     QuantLinear,
     get_scheme,
     invalidate_quantized,
@@ -74,15 +76,18 @@ def assert_is_one_rounding_of(
     assert ((actual.double() - exact).abs() <= exact.abs() * 2**-8 + terms * 1e-6 + more).all()
 
 
-@pytest.mark.parametrize(("rows", "bias"), [(0, True), (1, True), (7, False), (300, True)])
+@pytest.mark.parametrize(("rows", "bias"), [(1, True), (7, False), (300, True)])
+@pytest.mark.parametrize("shape", [(96, 64), (33, 96), (256, 384)])
 @pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
-def test_forward_and_gradients_match_float64_autograd_on_the_dequantized_operands(scheme, kernel, rows, bias):
+def test_forward_and_gradients_match_float64_autograd_on_the_dequantized_operands(scheme, kernel, shape, rows, bias):
     try:
-        layer = make_layer(bias=bias, scheme=scheme, kernel=kernel)
+        layer = make_layer(*shape, bias=bias, scheme=scheme, kernel=kernel)
     except UserError as error:
         pytest.skip(str(error))
-    x = torch.randn(rows, 64).mul(torch.randn(rows, 1).exp()).bfloat16().requires_grad_()
-    grad = torch.randn(rows, 96).bfloat16()
+    x = torch.randn(rows, shape[1]) * torch.randn(rows, 1).exp() * torch.randn(shape[1]).exp()  # with outliers
+    x[1:2] = 0
+    x = x.bfloat16().requires_grad_()
+    grad = torch.randn(rows, shape[0]).bfloat16()
     y = layer(x)
     y.backward(grad)
     x_hat, weight = dequantized_input(layer, x.detach()), dequantized_weight(layer)
@@ -98,27 +103,8 @@ def test_forward_and_gradients_match_float64_autograd_on_the_dequantized_operand
         torch.testing.assert_close(layer.bias.grad.double(), grad.double().sum(0), rtol=2**-7, atol=1e-2)
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
-def test_the_weight_gradient_takes_the_activations_as_the_forward_rounded_them(scheme):
-    """Two rows that differ by less than a step of the grid have the same forward, and the same gradient."""
-    layer = make_layer(scheme=scheme)
-    x = torch.randn(1, 64).bfloat16()
-    x[0, 0], x[0, 5] = 4, 1
-    moved = x.clone()
-    moved[0, 5] = 1 + 2**-7
-    gradients = []
-    for value in (x, moved):
-        layer.weight.grad = None
-        layer(value).sum().backward()
-        gradients.append(layer.weight.grad)
-    assert torch.equal(layer(x), layer(moved)) and torch.equal(*gradients)
-
-
-def test_three_dimensional_and_empty_inputs_keep_their_shape():
-    layer = make_layer()
-    x = torch.randn(2, 5, 64).bfloat16()
-    assert torch.equal(layer(x), layer(x.view(10, 64)).view(2, 5, 96))
-    assert layer(torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 96)
+def same(first: QuantizedTensor, second: QuantizedTensor) -> bool:
+    return all(same_bytes(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
 
 
 def test_quantized_once_per_update_and_again_after_it():
@@ -130,11 +116,11 @@ def test_quantized_once_per_update_and_again_after_it():
     assert layer.quantized() is before
     with torch.no_grad():
         layer.weight.mul_(2)
-    assert not layer.quantized().equals(before)
+    assert not same(layer.quantized(), before)
     after = layer.quantized()
     layer.weight.data.mul_(2)
     invalidate_quantized(layer)
-    assert not layer.quantized().equals(after)
+    assert not same(layer.quantized(), after)
 
 
 def test_a_replaced_parameter_is_noticed():
@@ -143,14 +129,7 @@ def test_a_replaced_parameter_is_noticed():
         new = torch.randn(96, 64).bfloat16()
         del layer.weight
         layer.weight = nn.Parameter(new)
-        assert layer.quantized().equals(quantize(new, layer.scheme))
-
-
-def test_strided_activations_give_the_same_result_as_contiguous_ones():
-    layer = make_layer()
-    wide, tall = torch.randn(5, 128).bfloat16(), torch.randn(64, 5).bfloat16()
-    for x in (tall.t(), wide[:, ::2], wide[::2, :64]):
-        assert torch.equal(layer(x), layer(x.contiguous()))
+        assert same(layer.quantized(), quantize(new, layer.scheme))
 
 
 def test_other_activation_dtypes_are_refused():
@@ -201,13 +180,9 @@ def test_shapes_that_do_not_divide_name_every_layer():
         quantize_model(model, group_size=32)
 
 
-def test_fp32_models_and_second_conversions_are_refused():
+def test_fp32_models_are_refused():
     with pytest.raises(UserError, match="not bfloat16"):
         quantize_model(nn.Sequential(nn.Linear(32, 32)), group_size=32)
-    model = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))
-    quantize_model(model, group_size=32)
-    with pytest.raises(UserError, match="already quantized"):
-        quantize_model(model, group_size=32)
 
 
 def test_ignored_names_and_unmatched_entries_are_reported():

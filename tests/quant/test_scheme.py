@@ -13,7 +13,7 @@ from compressed_tensors.utils import match_name
 
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.quant.scheme import QuantArgs, Scheme, get_scheme
+from qarl.quant.scheme import Scheme, get_scheme
 
 PRESETS = {
     "w4a16": ("W4A16", "pack-quantized"),
@@ -45,24 +45,6 @@ def test_quantization_config_survives_json_and_comes_back(name: str, group_size:
     assert Scheme.from_quantization_config(full_dump) == scheme
 
 
-def test_strategy_may_be_left_to_compressed_tensors() -> None:
-    config = get_scheme("w4a16", 64).quantization_config()
-    del config["config_groups"]["group_0"]["weights"]["strategy"]
-    assert Scheme.from_quantization_config(config) == get_scheme("w4a16", 64)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_transformers_reads_it(name: str) -> None:
-    from transformers import CompressedTensorsConfig
-
-    read = CompressedTensorsConfig.from_dict(get_scheme(name, 32).quantization_config(["lm_head"]))
-    assert read.is_quantization_compressed
-    group = read.quantization_config.config_groups["group_0"]
-    assert (group.weights.num_bits, group.weights.group_size) == ((4, 32) if name.startswith("w4") else (8, None))
-    assert (group.input_activations is None) == (name == "w4a16")
-    assert (read.quantization_config.format, read.quantization_config.ignore) == (PRESETS[name][1], ["lm_head"])
-
-
 @pytest.mark.parametrize(
     ("name", "vllm_scheme"),
     [("w4a16", "CompressedTensorsWNA16"), ("w8a8", "CompressedTensorsW8A8Int8"), ("fp8", "CompressedTensorsW8A8Fp8")],
@@ -83,16 +65,9 @@ def test_vllm_reads_it(name: str, vllm_scheme: str, monkeypatch: pytest.MonkeyPa
         assert (served.strategy, served.is_static_input_scheme) == ("channel", False)
 
 
-def test_bf16_is_not_quantized() -> None:
+def test_bf16_is_not_quantized_and_nvfp4_is_unknown() -> None:
     scheme = get_scheme("bf16")
     assert not scheme.quantized and scheme.group_size is None and scheme.check_shape("w", 3, 5) is None
-    with pytest.raises(ValueError, match="bf16"):
-        scheme.quantization_config([])
-
-
-def test_unknown_scheme_names_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"no scheme 'W4A16'(.|\n)*nearest: w4a16"):
-        get_scheme("W4A16")
     with pytest.raises(UserError, match=r"no scheme 'nvfp4'(.|\n)*bf16, w4a16, w8a8, fp8, w4a8"):
         get_scheme("nvfp4")
 
@@ -109,11 +84,8 @@ def test_check_shape() -> None:
     assert scheme.check_shape("q_proj", 7, 256) is None
     problem = scheme.check_shape("q_proj", 7, 192)
     assert problem and "q_proj" in problem and "192" in problem and "128" in problem
-    per_channel = Scheme("w4", QuantArgs(num_bits=4, type="int", strategy="channel"), format="pack-quantized")
-    assert "multiple of 8" in (per_channel.check_shape("q_proj", 7, 12) or "")
     for name in ("w8a8", "fp8"):
         assert get_scheme(name, 128).check_shape("q_proj", 7, 193) is None
-        assert "nothing to quantize" in (get_scheme(name).check_shape("q_proj", 7, 0) or "")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+import torch.nn.functional as F
+
+from qarl.align import cuda, packed_attention
 from qarl.kernels.cuda import layer_ops
 
+TILE = 128
+"""Keys after which FlashAttention 3 rescales its sums, for the heads of `layer_ops.HEAD_SIZES`."""
 ATTENTION = "weights rounded, then divided"
 """The contract's name among `attention_roundings`."""
 
@@ -27,8 +34,8 @@ def attention_roundings(
         return ((weights.bfloat16().float() if rounded else weights) @ v).bfloat16().transpose(0, 1)
 
     return {
-        ATTENTION: layer_ops.flash_reference(query, key, value, scale),
-        **{f"the same, tiles of {n}": layer_ops.flash_reference(query, key, value, scale, tile=n) for n in (64, 176)},
+        ATTENTION: flash_reference(query, key, value, scale),
+        **{f"the same, tiles of {n}": flash_reference(query, key, value, scale, tile=n) for n in (64, 176)},
         "weights divided, then rounded": whole(scores, rounded=True),
         "weights in FP32": whole(scores, rounded=False),
         "scores rounded": whole(scores.bfloat16().float(), rounded=False),
@@ -56,7 +63,7 @@ def add_rms_norm_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return norm and sum as vLLM's `fused_add_rms_norm` does. All tensors are BF16; x and residual are [..., K]."""
     total = x + residual
-    return layer_ops.rms_norm_reference(total, weight, epsilon), total
+    return rms_norm_reference(total, weight, epsilon), total
 
 
 def rotary_reference(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
@@ -78,3 +85,69 @@ def log_softmax_reference(logits: torch.Tensor, tokens: torch.Tensor, temperatur
         total += block.sum(-1, keepdim=True)
     chosen = scaled.gather(-1, tokens[:, None])
     return (chosen - largest - total.log())[:, 0]
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Do the same as `rms_norm`, in PyTorch: the product of three FP32 numbers is rounded once."""
+    total = x.float()
+    scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (total * scale * weight.float()).to(x.dtype)
+
+
+def silu_and_mul_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Do the same as `silu_and_mul`, in PyTorch: both results are rounded."""
+    return F.silu(gate.float()).to(gate.dtype) * up
+
+
+def flash_reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, tile: int = TILE
+) -> torch.Tensor:
+    """Return causal attention of one row in PyTorch, with FlashAttention 3's rounding: BF16 [t, H, D].
+
+    query is BF16 [t, H, D]; key and value are BF16 [T, Hkv, D]. The last query sees all keys. Keys are visited from the
+    last tile to the first. After each tile the sums are rescaled to the largest score so far.
+    """
+    length, heads, size = query.shape
+    groups = heads // key.shape[1]
+    q = query.transpose(0, 1).float()
+    k, v = (tensor.transpose(0, 1).repeat_interleave(groups, 0).float() for tensor in (key, value))
+    last = torch.arange(length)[:, None] + k.shape[1] - length
+    largest = torch.full((heads, length, 1), -torch.inf)
+    divisor, output = torch.zeros(heads, length, 1), torch.zeros(heads, length, size)
+    factor = scale * 1.4426950408889634  # the kernel computes powers of two
+    for start in reversed(range(0, k.shape[1], tile)):
+        keys = slice(start, min(start + tile, k.shape[1]))
+        scores = q @ k[:, keys].transpose(1, 2)
+        scores = scores.masked_fill(torch.arange(keys.start, keys.stop) > last, -torch.inf)
+        before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
+        seen = largest.masked_fill(largest == -torch.inf, 0)  # a query before all keys of this tile
+        weights = torch.exp2(scores * factor - seen * factor)
+        kept = torch.exp2((before - seen) * factor)
+        divisor = divisor * kept + weights.sum(-1, keepdim=True)
+        output = output * kept + weights.bfloat16().float() @ v[:, keys]
+    return (output / divisor).bfloat16().transpose(0, 1)
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Do the same as `layer_ops.flash_attention`, in PyTorch."""
+    rows = zip(*(tensor.split(list(lengths)) for tensor in (query, key, value)), strict=True)
+    return torch.cat([flash_reference(q, k, v, scale) for q, k, v in rows])
+
+
+def _varlen_attention(query: Any, key: Any, value: Any, lengths: Any, scaling: float, window: None) -> torch.Tensor:
+    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        parts = (q.float(), k.float(), v.float())
+        causal: dict[str, Any] = {"is_causal": q.shape[2] > 1, "enable_gqa": True, "scale": scaling}
+        return F.scaled_dot_product_attention(*parts, **causal).to(q.dtype).transpose(1, 2)
+
+    return packed_attention.in_rows(attend, query, key, value, lengths)
+
+
+def stand_in_for_vllm(monkeypatch: Any) -> None:
+    """Let level `model` of a GPU run on a CPU: PyTorch functions take the place of vLLM's operators."""
+    monkeypatch.setattr(layer_ops, "rms_norm", lambda *given, after_sum: rms_norm_reference(*given))
+    monkeypatch.setattr(layer_ops, "silu_and_mul", silu_and_mul_reference)
+    monkeypatch.setattr(layer_ops, "flash_attention", flash_attention)
+    monkeypatch.setattr(cuda, "varlen_attention", _varlen_attention)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import quantize_fp8, quantize_int8
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.reference import quantize_fp8, quantize_int8
 from qarl.quant import get_scheme, quantize
 
 SHAPE = ExpertsShape(experts=5, top_k=2, hidden=96, intermediate=64)

@@ -128,8 +128,7 @@ def test_an_engine_without_graphs_keeps_the_limit_of_linears(monkeypatch, eager,
         num_key_value_heads=1, head_dim=128,
     )  # fmt: skip
     model = transformers.Qwen3ForCausalLM(config).bfloat16()
-    confirmed = {part: one._replace(confirmed="gpu.json") for part, one in layer_ops.CONTRACTS.items()}
-    monkeypatch.setattr(layer_ops, "CONTRACTS", confirmed)
+    monkeypatch.setattr(layer_ops, "CONTRACTS", dict.fromkeys(layer_ops.CONTRACTS, "gpu.json"))
     monkeypatch.setattr(FSDPEngineWithLMHead, "_build_module", lambda self: model)
     monkeypatch.setattr(plugin_engine, "get_device_name", lambda: "cuda")
     engine = quantized_engine()

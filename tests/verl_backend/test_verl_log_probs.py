@@ -17,8 +17,8 @@ from fsdp_ranks import BANDS, OURS, QUANT, SETTINGS, as_batch, make_rows, run_en
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
-from qarl.align.buffers import wrong_buffers
 from qarl.quant import get_scheme
+from qarl.quant.meta_model import wrong_buffers
 from qarl.trainer.policy import Policy
 
 pytest.importorskip("verl")

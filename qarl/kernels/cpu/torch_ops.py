@@ -1,4 +1,6 @@
-"""Low-bit linears on CPU from PyTorch's operators. They give the same bits as vLLM on CPU, but do not need vLLM.
+"""Low-bit linears on CPU from PyTorch's operators. W8A8 and FP8 give the same bits as vLLM, but do not need it.
+
+W4A8 and `dequantized` are QaRL's own, which the trainer and the rollout engine both call (`quant.kernels`).
 
 int8: sums are exact. The kernel quantizes activations as vLLM does and scales in the same order in FP32: (sum * weight
 scale) * token scale, with the bias added by a fused multiply-add.
@@ -7,30 +9,38 @@ fp8: vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel calls `torch._scaled_mm` wit
 computes (sum * token scale) * weight scale + bias. Here an FP32 `matmul` of the upcast operands replaces `_scaled_mm`
 if it adds in the same order. It is faster, but needs four bytes of memory per weight. Both pad fewer than 17 rows to
 17, because an FP32 `matmul` of fewer rows adds in a different order.
+
+W4A8 (`qarl_cpu_w4a8`): int4 weights in groups along K, int8 activations with one scale per token. vLLM on CPUs would
+run such a checkpoint with BF16 activations, so it has no kernel to follow. The arithmetic is:
+
+    q, s = quantize_int8(x)                             as in vLLM's W8A8 (`qarl.kernels.reference`)
+    sum  = sum over k in group g of q[m, k] code[n, k]  an integer, exact
+    acc  = acc + float(sum) * scale[n, g]               FP32, one group after another, each step rounded
+    y    = bf16(acc * s[m] + b[n])                      FP32, each step rounded
+
+No step depends on the number of rows, on fused layers or on threads: sums are exact, and everything else is
+elementwise. Fused multiply-adds are avoided, because PyTorch uses them only in some lanes of a vector.
+
+Dequantized (`dequantized`): W4A16 by a BF16 product. The weight is dequantized once per publish. BF16 products of fewer
+than 17 rows may add in a different order, so fewer rows are padded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import FP8, dequantize, quantize_fp8, quantize_int8
-from qarl.kernels.base import LinearKernel
+from qarl.kernels.base import LinearKernel, PreparedWeight
+from qarl.kernels.int4 import dequantize_int4, unpack_int4
+from qarl.kernels.reference import FP8, quantize_fp8, quantize_int8
 
 ROWS_AT_A_TIME = 256
 """Rows scaled at a time, while their FP32 products are cached. At 4096 rows this saves a third of the time."""
-_FP8_MIN_ROWS = 17
-
-
-class PreparedScaled(NamedTuple):
-    """`weight` in the layout and dtype that the kernel reads; `scale` FP32 [1, N]."""
-
-    weight: torch.Tensor
-    scale: torch.Tensor
+_MIN_ROWS = 17
+_W4A8_ROWS_AT_A_TIME = 64
 
 
 def int8_unavailable(device: torch.device) -> str | None:
@@ -68,7 +78,7 @@ def int8_linear(
     return output
 
 
-def int_mm(prepared: PreparedScaled) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def int_mm(prepared: PreparedWeight) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Return a function for `int8_linear` that multiplies with `torch._int_mm`. The weight may have any strides."""
 
     def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -81,23 +91,20 @@ class TorchInt8Linear(LinearKernel):
     """W8A8 with `torch._int_mm`."""
 
     name = "torch_int8"
+    quantize_input = staticmethod(quantize_int8)
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         return int8_unavailable(device)
 
     @staticmethod
-    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
         """Transpose the weight to int8 [K, N]."""
-        return PreparedScaled(tensors["weight"].t().contiguous(), tensors["weight_scale"].t().contiguous())
+        return PreparedWeight(tensors["weight"].t().contiguous(), tensors["weight_scale"].t().contiguous())
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         return int8_linear(int_mm(prepared), quantize_int8(x), prepared.weight.shape[1], bias)
-
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return dequantize(*quantize_int8(x))
 
 
 class VllmCpuFP8Linear(LinearKernel):
@@ -107,41 +114,38 @@ class VllmCpuFP8Linear(LinearKernel):
     """
 
     name = "vllm_cpu_fp8"
+    quantize_input = staticmethod(quantize_fp8)
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         return None if device.type == "cpu" else f"runs on cpu, not on {device.type}"
 
     @staticmethod
-    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
         """Upcast `weight` [N, K] to FP32 for the matmul. For `_scaled_mm` return it unchanged."""
         weight = tensors["weight"]
         same_bits = _fp32_matmul_equals_scaled_mm(weight.shape[1])
-        return PreparedScaled(upcast_e4m3(weight) if same_bits else weight, tensors["weight_scale"].t().contiguous())
+        return PreparedWeight(upcast_e4m3(weight) if same_bits else weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod
-    def prepare_stack(tensors: Mapping[str, torch.Tensor]) -> list[PreparedScaled]:
+    def prepare_stack(tensors: Mapping[str, torch.Tensor]) -> list[PreparedWeight]:
         """Prepare all matrices of a stack [E, N, K] at once. Each result is a view of new memory, because a transport
         may reuse that of `tensors`."""
         weight = tensors["weight"]
         scale = tensors["weight_scale"].transpose(1, 2).clone(memory_format=torch.contiguous_format)
         weight = upcast_e4m3(weight) if _fp32_matmul_equals_scaled_mm(weight.shape[2]) else weight.clone()
-        return [PreparedScaled(*both) for both in zip(weight.unbind(), scale.unbind(), strict=True)]
+        return [PreparedWeight(*both) for both in zip(weight.unbind(), scale.unbind(), strict=True)]
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         values, scale = quantize_fp8(x)
-        padding = (0, 0, 0, max(_FP8_MIN_ROWS - x.shape[0], 0))
+        padding = (0, 0, 0, max(_MIN_ROWS - x.shape[0], 0))
         if prepared.weight.dtype == FP8:
             product = _scaled_mm(F.pad(values.view(torch.uint8), padding).view(FP8), prepared.weight)
         else:
             product = F.linear(F.pad(values.float(), padding), prepared.weight)
         y = product[: x.shape[0]].mul_(scale).mul_(prepared.scale)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
-
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return dequantize(*quantize_fp8(x))
 
 
 def upcast_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -168,10 +172,71 @@ def _fp32_matmul_equals_scaled_mm(features: int) -> bool:
     adds more than 384 products in blocks.
     """
     generator = torch.Generator().manual_seed(0)
-    for rows in (_FP8_MIN_ROWS, 130):
+    for rows in (_MIN_ROWS, 130):
         x, weight = (
             torch.randn(n, features, generator=generator, dtype=torch.float32).mul_(16).to(FP8) for n in (rows, 72)
         )
         if not torch.equal(_scaled_mm(x, weight), F.linear(x.float(), weight.float())):
             return False
     return True
+
+
+class CpuW4A8Linear(LinearKernel):
+    """W4A8 with `torch._int_mm`, one product per group."""
+
+    name = "qarl_cpu_w4a8"
+    quantize_input = staticmethod(quantize_int8)
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        return int8_unavailable(device)
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
+        """Unpack the codes to int8 [K/g, g, N], and transpose the scales to FP32 [K/g, N]."""
+        scale = tensors["weight_scale"]
+        codes = unpack_int4(tensors["weight_packed"]).view(*scale.shape, -1)  # [N, K/g, g]
+        return PreparedWeight(codes.permute(1, 2, 0).contiguous(), scale.t().float().contiguous())
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16, any strides -> [M, N] BF16."""
+        codes, scale = prepared
+        values, token_scale = quantize_int8(x)
+        group, channels = codes.shape[1:]
+        output = x.new_empty(x.shape[0], channels)
+        fp32_bias = None if bias is None else bias.float()
+        for start in range(0, x.shape[0], _W4A8_ROWS_AT_A_TIME):
+            rows = slice(start, start + _W4A8_ROWS_AT_A_TIME)
+            total = torch.zeros(values[rows].shape[0], channels, dtype=torch.float32)
+            for number, (one, its_scale) in enumerate(zip(codes, scale, strict=True)):
+                sums = torch._int_mm(values[rows, number * group : (number + 1) * group], one)
+                total.add_(sums.float().mul_(its_scale))
+            total.mul_(token_scale[rows])
+            output[rows] = total if fp32_bias is None else total.add_(fp32_bias)
+        return output
+
+
+class DequantizedW4A16Linear(LinearKernel):
+    """W4A16 weights, multiplied in BF16. This is no low-bit product: it is for debugging and for small machines."""
+
+    name = "dequantized"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        return None if device.type == "cpu" else f"runs on cpu, not on {device.type}"
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
+        """Dequantize the weight to BF16 [N, K], with the operand of vLLM's W4A16 kernel. There are no scales left."""
+        scale = tensors["weight_scale"]
+        return PreparedWeight(dequantize_int4(tensors["weight_packed"], scale), scale.new_empty(0))
+
+    @staticmethod
+    def dequantized_weight(prepared: PreparedWeight) -> torch.Tensor:
+        return prepared.weight
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x.shape[0]
+        return F.linear(F.pad(x, (0, 0, 0, max(_MIN_ROWS - rows, 0))), prepared.weight, bias)[:rows]

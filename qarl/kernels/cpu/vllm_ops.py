@@ -23,20 +23,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import dequantize, quantize_int8_cuda
-from qarl.kernels.base import LinearKernel
-from qarl.kernels.cpu.torch_ops import PreparedScaled, int8_linear, int8_unavailable, int_mm
+from qarl.kernels.base import LinearKernel, PreparedWeight
+from qarl.kernels.cpu.torch_ops import int8_linear, int8_unavailable, int_mm
 from qarl.kernels.int4 import TILES, VALUES_PER_INT32, to_tiles
+from qarl.kernels.reference import quantize_int8_cuda
 from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
 
 _TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time
-
-
-class PreparedWNA16(NamedTuple):
-    """`weight` int32 [N/16, 2K] in blocks of 16 output channels; `scales` BF16 [K/g, N]."""
-
-    weight: torch.Tensor
-    scales: torch.Tensor
 
 
 class PreparedInt8Tiles(NamedTuple):
@@ -72,6 +65,14 @@ def cpu_ops_missing(operator: str) -> str | None:
     return None
 
 
+def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do the same as `qarl.kernels.reference.quantize_int8` in one pass."""
+    values = torch.empty(x.shape, dtype=torch.int8)
+    scale = torch.empty(x.shape[0], 1, dtype=torch.float32)
+    torch.ops._C.dynamic_scaled_int8_quant(values, x.contiguous(), scale, None)
+    return values, scale
+
+
 class VllmCpuWNA16Linear(LinearKernel):
     """W4A16 by `cpu_gemm_wna16`, the operator of vLLM's CPUWNA16LinearKernel."""
 
@@ -87,32 +88,32 @@ class VllmCpuWNA16Linear(LinearKernel):
         return cpu_ops_missing("cpu_gemm_wna16")
 
     @staticmethod
-    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWNA16:
-        """Convert to the kernel's layout, like vLLM's `process_weights_after_loading`.
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
+        """Convert to int32 [N/16, 2K] and BF16 [K/g, N], like vLLM's `process_weights_after_loading`.
 
         The codes may already be in tiles, as `weight_tiles`.
         """
         weight = tensors["weight_tiles"] if "weight_tiles" in tensors else to_tiles(tensors["weight_packed"])
-        return PreparedWNA16(weight, tensors["weight_scale"].t().contiguous())
+        return PreparedWeight(weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod
-    def prepare_stack(tensors: Mapping[str, torch.Tensor]) -> list[PreparedWNA16]:
+    def prepare_stack(tensors: Mapping[str, torch.Tensor]) -> list[PreparedWeight]:
         """Prepare all matrices of a stack [E, N, ...] at once. Each result is a view. Except for tiles, its memory is
         new, because a transport may reuse that of `tensors`."""
         tiles = tensors.get("weight_tiles")
         scales = tensors["weight_scale"].transpose(1, 2).clone(memory_format=torch.contiguous_format)
         if tiles is None:
             tiles = to_tiles(tensors["weight_packed"].flatten(0, 1)).unflatten(0, (len(scales), -1))
-        return [PreparedWNA16(*both) for both in zip(tiles.unbind(), scales.unbind(), strict=True)]
+        return [PreparedWeight(*both) for both in zip(tiles.unbind(), scales.unbind(), strict=True)]
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedWNA16, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16, any strides -> [M, N] BF16."""
         if x.stride(1) != 1:  # the operator reads rows at their stride but assumes adjacent elements
             x = x.contiguous()
-        output = x.new_empty(x.shape[0], prepared.scales.shape[1])
+        output = x.new_empty(x.shape[0], prepared.scale.shape[1])
         torch.ops._C.cpu_gemm_wna16(
-            x, prepared.weight, output, prepared.scales, None, None, bias, VALUES_PER_INT32, isa_hint()
+            x, prepared.weight, output, prepared.scale, None, None, bias, VALUES_PER_INT32, isa_hint()
         )
         return output
 
@@ -121,6 +122,7 @@ class VllmCpuInt8Linear(LinearKernel):
     """W8A8 by a oneDNN product, with the bits of vLLM's CPUInt8ScaledMMLinearKernel."""
 
     name = "vllm_cpu_int8"
+    quantize_input = staticmethod(_quantize_int8)
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -139,16 +141,16 @@ class VllmCpuInt8Linear(LinearKernel):
         return PreparedInt8(handler, scale)
 
     @staticmethod
-    def prepare_gathered(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
+    def prepare_gathered(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
         """Return views of the tensors, for a product with `torch._int_mm`.
 
         The bits are the same as with `prepare`. Packing a oneDNN weight would take longer than a product with 512 rows.
         """
-        return PreparedScaled(tensors["weight"].t(), tensors["weight_scale"].t())
+        return PreparedWeight(tensors["weight"].t(), tensors["weight_scale"].t())
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedInt8 | PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
-        if isinstance(prepared, PreparedScaled):
+    def linear(x: torch.Tensor, prepared: PreparedInt8 | PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(prepared, PreparedWeight):
             return int8_linear(int_mm(prepared), _quantize_int8(x), prepared.weight.shape[1], bias)
         one = torch.ones(1, dtype=torch.float32)  # explicit, because vLLM loads models under a different default dtype
 
@@ -157,15 +159,12 @@ class VllmCpuInt8Linear(LinearKernel):
 
         return int8_linear(multiply, _quantize_int8(x), prepared.handler.n, bias)
 
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return dequantize(*_quantize_int8(x))
-
 
 class VllmCpuInt8TilesLinear(LinearKernel):
     """W8A8 by `int8_scaled_mm_with_quant`, the operator of vLLM's CPUInt8ScaledMMLinearKernel on CPUs with AMX."""
 
     name = "vllm_cpu_int8_tiles"
+    quantize_input = staticmethod(quantize_int8_cuda)  # about 1 in 3,000 is rounded differently in the operator
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -186,27 +185,12 @@ class VllmCpuInt8TilesLinear(LinearKernel):
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedInt8Tiles, bias: torch.Tensor | None) -> torch.Tensor:
         weight, scale, out_features = prepared
-        if not len(x):
-            return x.new_empty(0, out_features)
         if bias is not None:
             bias = F.pad(bias.float(), (0, len(scale) - out_features))
         if x.stride(1) != 1:
             x = x.contiguous()
         y: torch.Tensor = torch.ops._C.int8_scaled_mm_with_quant(x, weight, scale, bias, x.dtype, True)
         return y if len(scale) == out_features else y[:, :out_features].contiguous()
-
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the dequantized activations. About 1 in 3,000 is rounded differently than in the operator."""
-        return dequantize(*quantize_int8_cuda(x))
-
-
-def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the same as `qarl.kernels.activations.quantize_int8` in one pass."""
-    values = torch.empty(x.shape, dtype=torch.int8)
-    scale = torch.empty(x.shape[0], 1, dtype=torch.float32)
-    torch.ops._C.dynamic_scaled_int8_quant(values, x.contiguous(), scale, None)
-    return values, scale
 
 
 def _int8_tiles_serve(shape: tuple[int, int]) -> bool:

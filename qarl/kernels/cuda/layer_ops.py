@@ -1,12 +1,12 @@
-"""vLLM's CUDA operators of a decoder layer, what each rounds, and PyTorch functions with the same rounding.
+"""vLLM's CUDA operators of a decoder layer.
 
     rms_norm            `rms_norm`, or `fused_add_rms_norm` behind a residual addition
     silu_and_mul        `silu_and_mul`
     flash_attention     FlashAttention 3, with pages of keys and values, and one split
 
-A contract says which intermediate results are BF16 and which are FP32. The functions `*_reference` follow the
-contracts. They run on every device, and compute the forward for tensors that are not on a GPU, so that the level can be
-tested without one. The contracts are read from the source of vLLM 0.24.0, the release in requirements/gpu.lock.
+A contract (docs/gpu.md) says which intermediate results are BF16 and which are FP32. tests/support/contract_checks.py
+follows the contracts in PyTorch, so that the level can be tested without a GPU. The contracts are read from the source
+of vLLM 0.24.0, the release in requirements/gpu.lock.
 
 Equal contracts do not mean equal bits: a contract leaves the order of FP32 sums open. So `quant.align=model` on a GPU
 calls vLLM's operators, and the contracts say what to expect from them. Only a device can confirm that. Until
@@ -34,9 +34,8 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from qarl.kernels.device import upload
+from qarl.kernels.base import upload
 from qarl.process import configure_vllm_process, vllm_missing
 
 ENGINE_ARGUMENTS: dict[str, Any] = {
@@ -54,80 +53,22 @@ whole process, so it needs an engine in a separate process, as in verl.
 """
 
 
-class Contract(NamedTuple):
-    """`operator`: vLLM's name. `source`: file in vLLM 0.24.0. `rounds`: results that are rounded to BF16; all others
-    are FP32. `open`: what the contract does not determine. `test`: the device test that confirms it, as file::function.
-    `confirmed`: file under benchmarks/results in which a device has confirmed it, or empty."""
-
-    operator: str
-    source: str
-    rounds: str
-    open: str
-    test: str
-    confirmed: str = ""
-
-
-_TESTS = "tests/gpu/test_align_cuda.py"
-CONTRACTS: dict[str, Contract] = {
-    "norm": Contract(
-        "rms_norm",
-        "csrc/libtorch_stable/layernorm_kernels.cu",
-        "(x * r) * weight, once",
-        "order of the sum of squares. A call with fewer than 256 rows has other blocks, which changes the order only "
-        "if rows have more than 2048 elements",
-        f"{_TESTS}::test_rms_norm",
-    ),
-    "residual norm": Contract(
-        "fused_add_rms_norm",
-        "csrc/libtorch_stable/layernorm_kernels.cu",
-        "x + residual; then (sum * r) * weight, once, from the rounded sum",
-        "as in rms_norm",
-        f"{_TESTS}::test_fused_add_rms_norm",
-    ),
-    "rotary": Contract(
-        "rotary_embedding",
-        "csrc/libtorch_stable/pos_encoding_kernels.cu",
-        "the cosines and sines; then x * cos - y * sin, once",
-        "nothing: products of BF16 numbers are exact in FP32, fused or not. But vLLM computes the cosines and sines on "
-        "the GPU, so they differ from a table that is computed on a CPU",
-        f"{_TESTS}::test_rotary_embedding",
-    ),
-    "activation": Contract(
-        "silu_and_mul",
-        "csrc/libtorch_stable/activation_kernels.cu",
-        "silu(gate); then silu(gate) * up",
-        "the last bit of expf",
-        f"{_TESTS}::test_silu_and_mul",
-    ),
-    "attention": Contract(
-        "FlashAttention 3, one split",
-        "vllm/v1/attention/backends/flash_attn.py",
-        "exp(score - largest score so far) where it multiplies the values; the output",
-        "the number of keys in a tile, after which sums are rescaled: 128 for heads of 96 and 128, and in a prefill of "
-        "heads of 64. A decode of heads of 64 has 160 or 192",
-        f"{_TESTS}::test_attention_of_prefill",
-    ),
-    "lm_head": Contract(
-        "F.linear, cuBLAS",
-        "vllm/model_executor/layers/vocab_parallel_embedding.py",
-        "the logits",
-        "cuBLAS chooses a kernel by the number of rows, which may change the order of the sums",
-        f"{_TESTS}::test_lm_head",
-    ),
-    "log-softmax": Contract(
-        "compute_token_logprobs",
-        "vllm/v1/worker/gpu/sample/logprob.py",
-        "nothing: logits / temperature, then (x - largest) - log(sum), in FP32",
-        "the order of the sum; the trainer's is PyTorch's, which may change the last bit of a log-prob",
-        f"{_TESTS}::test_log_softmax",
-    ),
+CONTRACTS = {
+    "rms_norm": "",
+    "fused_add_rms_norm": "",
+    "rotary_embedding": "",
+    "silu_and_mul": "",
+    "FlashAttention 3, one split": "",
+    "F.linear, cuBLAS": "",
+    "compute_token_logprobs": "",
 }
-"""Part of the model -> contract of vLLM's operator. docs/gpu.md has the same table."""
+"""vLLM's operator -> the file under benchmarks/results in which a device has confirmed its contract, or empty.
+docs/gpu.md has the contracts: what each operator rounds, and what that leaves open."""
 
 
 def unconfirmed() -> tuple[str, ...]:
     """Return the operators that no device has confirmed."""
-    return tuple(contract.operator for contract in CONTRACTS.values() if not contract.confirmed)
+    return tuple(operator for operator, file in CONTRACTS.items() if not file)
 
 
 OPERATORS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding")
@@ -150,8 +91,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, after_sum
 
     `after_sum`: whether x is the sum of a residual addition, which the engine computes in the norm's operator.
     """
-    if not x.is_cuda:
-        return rms_norm_reference(x, weight, epsilon)
     rows = x.reshape(-1, x.shape[-1])
     if after_sum:
         out = rows.clone()  # the operator writes into its operands
@@ -162,32 +101,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, after_sum
     return out.view(x.shape)
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Do the same as `rms_norm`, in PyTorch: the product of three FP32 numbers is rounded once."""
-    total = x.float()
-    scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
-    return (total * scale * weight.float()).to(x.dtype)
-
-
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up as BF16, for gate and up BF16 [..., N]."""
-    if not gate.is_cuda:
-        return silu_and_mul_reference(gate, up)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     torch.ops._C.silu_and_mul(out, torch.cat((gate, up), dim=-1))
     return out
 
 
-def silu_and_mul_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Do the same as `silu_and_mul`, in PyTorch: both results are rounded."""
-    return F.silu(gate.float()).to(gate.dtype) * up
-
-
 PAGE = 16
 """Tokens in a page: vLLM's default block size on GPUs."""
 HEAD_SIZES = (96, 128)
-"""Head sizes for which prefill and decode have the same tiles, of `TILE` keys. With other sizes some bits differ."""
-TILE = 128
+"""Head sizes for which prefill and decode have the same tiles, of 128 keys. With other sizes some bits differ."""
 CAPABILITY = (9, 0)
 
 
@@ -213,16 +137,6 @@ def flash_attention(
 
     query is BF16 [T, H, D], key and value are BF16 [T, Hkv, D]. `lengths`: tokens of each row; their sum is T.
     """
-    if not query.is_cuda:
-        rows = zip(*(tensor.split(list(lengths)) for tensor in (query, key, value)), strict=True)
-        return torch.cat([flash_reference(q, k, v, scale) for q, k, v in rows])
-    return vllm_flash_attention(query, key, value, scale, lengths)
-
-
-def vllm_flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Sequence[int]
-) -> torch.Tensor:
-    """Call vLLM's function, with the arguments of `flash_attention`."""
     configure_vllm_process()
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -286,32 +200,3 @@ def into_pages(tensor: torch.Tensor, slots: torch.Tensor, number: int) -> torch.
     cache_of_rows = tensor.new_zeros(number * PAGE, *tensor.shape[1:])
     cache_of_rows[slots] = tensor
     return cache_of_rows.view(number, PAGE, *tensor.shape[1:])
-
-
-def flash_reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, tile: int = TILE
-) -> torch.Tensor:
-    """Return causal attention of one row in PyTorch, with FlashAttention 3's rounding: BF16 [t, H, D].
-
-    query is BF16 [t, H, D]; key and value are BF16 [T, Hkv, D]. The last query sees all keys. Keys are visited from the
-    last tile to the first. After each tile the sums are rescaled to the largest score so far.
-    """
-    length, heads, size = query.shape
-    groups = heads // key.shape[1]
-    q = query.transpose(0, 1).float()
-    k, v = (tensor.transpose(0, 1).repeat_interleave(groups, 0).float() for tensor in (key, value))
-    last = torch.arange(length)[:, None] + k.shape[1] - length
-    largest = torch.full((heads, length, 1), -torch.inf)
-    divisor, output = torch.zeros(heads, length, 1), torch.zeros(heads, length, size)
-    factor = scale * 1.4426950408889634  # the kernel computes powers of two
-    for start in reversed(range(0, k.shape[1], tile)):
-        keys = slice(start, min(start + tile, k.shape[1]))
-        scores = q @ k[:, keys].transpose(1, 2)
-        scores = scores.masked_fill(torch.arange(keys.start, keys.stop) > last, -torch.inf)
-        before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
-        seen = largest.masked_fill(largest == -torch.inf, 0)  # a query before all keys of this tile
-        weights = torch.exp2(scores * factor - seen * factor)
-        kept = torch.exp2((before - seen) * factor)
-        divisor = divisor * kept + weights.sum(-1, keepdim=True)
-        output = output * kept + weights.bfloat16().float() @ v[:, keys]
-    return (output / divisor).bfloat16().transpose(0, 1)

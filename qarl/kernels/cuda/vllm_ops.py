@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qarl.kernels.activations import dequantize
-from qarl.kernels.base import LinearKernel
-from qarl.kernels.triton.linears import ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
+from qarl.kernels.base import LinearKernel, PreparedWeight
+from qarl.kernels.triton.linears import TritonW4A16Linear, TritonW8A8Linear
 from qarl.process import configure_vllm_process, vllm_missing
 from qarl.vllm_versions import unsupported_release
 
@@ -144,8 +143,6 @@ class VllmMacheteLinear(_PackedLinear):
         """x [M, K] BF16 -> [M, N] BF16. The bias is added to the rounded product."""
         from vllm import _custom_ops as ops
 
-        if not len(x):
-            return x.new_empty(0, prepared.scales.shape[1])
         y: torch.Tensor = ops.machete_mm(
             a=x.contiguous(),
             b_q=prepared.weight,
@@ -201,8 +198,6 @@ class VllmMarlinLinear(_PackedLinear):
         """x [M, K] BF16 -> [M, N] BF16. The bias is added before rounding."""
         marlin = importlib.import_module(_MARLIN)
         n, k = prepared.out_features, x.shape[1]
-        if not len(x):
-            return x.new_empty(0, n)
         nothing = _nothing(x.device)
         if bias is not None:
             bias = marlin.marlin_permute_bias(marlin.marlin_pad_dim(bias, n, prepared.scales.shape[1]))
@@ -233,30 +228,19 @@ class _CutlassLinear(LinearKernel):
         return TritonW8A8Linear.backward_input(grad, tensors)
 
     @staticmethod
-    def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
         """Return the wire tensors themselves. The operator reads the weight as [K, N] with contiguous columns."""
-        return ScaledWeight(tensors["weight"].contiguous(), tensors["weight_scale"])
-
-    @staticmethod
-    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [M, K] BF16 -> 8 bits [M, K] and FP32 scales [M, 1]."""
-        raise NotImplementedError
+        return PreparedWeight(tensors["weight"].contiguous(), tensors["weight_scale"])
 
     @classmethod
-    def linear(cls, x: torch.Tensor, prepared: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(cls, x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         from vllm import _custom_ops as ops
 
-        if not len(x):
-            return x.new_empty(0, len(prepared.weight))
-        values, scale = cls.quantize(x)
+        values, scale = cls.quantize_input(x)
         y: torch.Tensor = ops.cutlass_scaled_mm(
             values, prepared.weight.t(), scale_a=scale, scale_b=prepared.scale, out_dtype=x.dtype, bias=bias
         )
         return y
-
-    @classmethod
-    def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:
-        return dequantize(*cls.quantize(x)) if len(x) else x
 
 
 class VllmCutlassInt8Linear(_CutlassLinear):
@@ -273,7 +257,7 @@ class VllmCutlassInt8Linear(_CutlassLinear):
         return _off_the_tiles(shape) or _disabled("CutlassInt8ScaledMMLinearKernel")
 
     @staticmethod
-    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize_input(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from vllm import _custom_ops as ops
 
         values, scale, _ = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=True)
@@ -293,7 +277,7 @@ class VllmCutlassFP8Linear(_CutlassLinear):
         return why_not or _off_the_tiles(shape) or _disabled("CutlassFP8ScaledMMLinearKernel")
 
     @staticmethod
-    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize_input(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from vllm import _custom_ops as ops
 
         values, scale = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)

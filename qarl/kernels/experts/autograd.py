@@ -17,12 +17,11 @@ the last BF16 bit. W4A8 is not supported. A token's experts must all be differen
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from qarl.kernels.activations import quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.cpu import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.kernels.experts.cuda import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
@@ -38,6 +37,7 @@ from qarl.kernels.experts.grouped import (
     scheme_of,
     sizes_of,
 )
+from qarl.kernels.reference import quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.registry import Choice, first_available
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 
@@ -76,7 +76,7 @@ class TritonExperts(_GroupedExperts):
 
     @staticmethod
     def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from qarl.kernels.triton.activations import quantize_tokens
+        from qarl.kernels.triton.quantize import quantize_tokens
 
         return quantize_tokens(x, torch.int8 if scheme_name == "w8a8" else torch.float8_e4m3fn)
 
@@ -112,7 +112,7 @@ def choose_experts_kernel(
     *,
     group_size: int | None = None,
     force: str | None = None,
-) -> Choice[ExpertsKernel]:
+) -> Choice:
     """Return the first kernel that supports these experts, or raise UserError.
 
     `force`: name of the only kernel to try.
@@ -126,24 +126,11 @@ def choose_experts_kernel(
     )
 
 
-class ExpertsWeights(Protocol):
-    """One layer's experts: `prepared` for the forward, `gate_up` and `down` (stacked wire tensors) for the backward.
-
-    Each attribute is read once per pass, so an implementation may compute it when it is read.
-    """
-
-    @property
-    def kernel(self) -> type[ExpertsKernel]: ...
-    @property
-    def prepared(self) -> Any: ...
-    @property
-    def gate_up(self) -> Tensors: ...
-    @property
-    def down(self) -> Tensors: ...
-
-
 class LowBitExperts(NamedTuple):
-    """One layer's experts: the stacked wire tensors, and `prepared`, a copy in the kernel's layout."""
+    """One layer's experts: the stacked wire tensors for the backward, and `prepared`, a copy in the kernel's layout.
+
+    Each attribute is read once per pass, so `qarl.quant.fsdp.GatheredExperts` computes it when it is read.
+    """
 
     kernel: type[ExpertsKernel]
     gate_up: Tensors
@@ -152,10 +139,7 @@ class LowBitExperts(NamedTuple):
 
     @classmethod
     def of(cls, kernel: type[ExpertsKernel], gate_up: Tensors, down: Tensors) -> LowBitExperts:
-        """Prepare one layer's experts. Raise ValueError if `gate_up` and `down` do not fit together."""
-        (experts, rows), (others, hidden) = (sizes_of(tensors) for tensors in (gate_up, down))
-        if experts != others or rows % 2 or scheme_of(gate_up) != scheme_of(down):
-            raise ValueError(f"gate_up [{experts}, {rows}, ...] and down [{others}, {hidden}, ...] do not match")
+        """Prepare one layer's experts."""
         return cls(kernel, gate_up, down, kernel.prepare(gate_up, down))
 
 
@@ -165,12 +149,13 @@ def fused_experts(
     topk_ids: torch.Tensor,
     gate_up_weight: torch.Tensor | None,
     down_weight: torch.Tensor | None,
-    experts: ExpertsWeights,
+    experts: Any,
 ) -> torch.Tensor:
     """Compute BF16 [T, H] from x BF16 [T, H], `topk_weights` [T, k] and `topk_ids` [T, k], differentiably.
 
-    The forward reads only `experts`. The BF16 masters `gate_up_weight` [E, 2I, H] and `down_weight` [E, H, I] receive
-    gradients. Pass None for them if no gradient is needed.
+    The forward reads only `experts`, a `LowBitExperts` or an object with its attributes. The BF16 masters
+    `gate_up_weight` [E, 2I, H] and `down_weight` [E, H, I] receive gradients. Pass None for them if no gradient is
+    needed. There must be at least one token.
     """
     tokens = _Backward.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
     y: torch.Tensor = _Forward.apply(tokens, topk_weights.detach(), topk_ids, experts)
@@ -187,10 +172,8 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertsWeights
+        ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: Any
     ) -> torch.Tensor:
-        if not len(x):
-            return torch.empty_like(x)
         ids = topk_ids.to(torch.int32).contiguous()
         return experts.kernel.forward(x.contiguous(), topk_weights.float().contiguous(), ids, experts.prepared)
 
@@ -210,7 +193,7 @@ class _Backward(torch.autograd.Function):
         gate_up_weight: torch.Tensor | None,
         down_weight: torch.Tensor | None,
         topk_ids: torch.Tensor,
-        experts: ExpertsWeights,
+        experts: Any,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, topk_weights, topk_ids)
         ctx.experts = experts
@@ -222,8 +205,6 @@ class _Backward(torch.autograd.Function):
         x, topk_weights, topk_ids = ctx.saved_tensors
         kernel, gate_up = ctx.experts.kernel, ctx.experts.gate_up
         need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
-        if not len(x):
-            return _zeros(ctx.needs_input_grad[:4], x, topk_weights, sizes_of(gate_up))
         routing = route(topk_ids, sizes_of(gate_up)[0])
         state = _products(kernel, x, gate_up, routing)
         grad = grad_outputs[0][routing.token]
@@ -242,20 +223,6 @@ class _Backward(torch.autograd.Function):
             inputs = dequantized_rows(state.x, state.x_scale)
             grad_gate_up = grouped.weight_gradient(made.hidden, inputs, routing.ends)
         return grad_x, grad_router, grad_gate_up, grad_down, None, None
-
-
-def _zeros(
-    needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, sizes: tuple[int, int]
-) -> tuple[torch.Tensor | None, ...]:
-    """Return zero gradients for an input without tokens. The engine's quantizers cannot run on zero rows."""
-    (count, rows), hidden = sizes, x.shape[1]
-    shapes = (x.shape, topk_weights.shape, (count, rows, hidden), (count, hidden, rows // 2))
-    dtypes = (x.dtype, topk_weights.dtype, torch.bfloat16, torch.bfloat16)
-    made = (
-        torch.zeros(shape, dtype=dtype, device=x.device) if need else None
-        for need, shape, dtype in zip(needed, shapes, dtypes, strict=True)
-    )
-    return (*made, None, None)
 
 
 class _State(NamedTuple):

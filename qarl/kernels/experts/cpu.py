@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
 from qarl.kernels.cpu import vllm_ops
 from qarl.kernels.cpu.torch_ops import VllmCpuFP8Linear
 from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape, Tensors, route, scheme_of, sizes_of
 from qarl.kernels.int4 import TILES
+from qarl.kernels.reference import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
 
 _LINEARS: dict[str, tuple[Any, ...]] = {
     "w4a16": (vllm_ops.VllmCpuWNA16Linear,),
@@ -199,7 +199,3 @@ class VllmCpuBf16Experts(ExpertsKernel):
         gate_up, down, isa = prepared
         y: torch.Tensor = ops.cpu_fused_moe(x, gate_up, down, None, None, topk_weights, topk_ids, "silu", isa, False)
         return y
-
-    @staticmethod
-    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise TypeError("BF16 experts do not quantize activations")

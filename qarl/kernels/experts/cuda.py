@@ -103,24 +103,17 @@ def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> 
 
 def _quantization_config(scheme: str, group_size: int | None) -> dict[str, Any]:
     """Return a `quantization_config`, as in config.json, that quantizes every layer."""
-    kind = "float" if scheme == "fp8" else "int"
-    rows = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
-    groups = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
-    tokens = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
-    form = {"w4a16": "pack-quantized", "w8a8": "int-quantized", "fp8": "float-quantized"}[scheme]
-    group = {
-        "targets": ["re:.*"],
-        "weights": groups if scheme == "w4a16" else rows,
-        "input_activations": None if scheme == "w4a16" else tokens,
-        "format": form,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": form,
-        "config_groups": {"group_0": group},
-        "ignore": [],
-    }
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    preset, form = {
+        "w4a16": ("W4A16", "pack-quantized"),
+        "w8a8": ("W8A8", "int-quantized"),
+        "fp8": ("FP8_DYNAMIC", "float-quantized"),
+    }[scheme]
+    group = preset_name_to_scheme(preset, ["re:.*"])
+    group.format, group.weights.group_size = form, group_size
+    config = QuantizationConfig(config_groups={"group_0": group}, format=form, quantization_status="compressed")
+    return config.model_dump(mode="json", exclude_none=True)
 
 
 def _silu() -> Any:
@@ -181,10 +174,6 @@ class VllmMarlinExperts(ExpertsKernel):
             is_k_full=True,
         )
         return y
-
-    @staticmethod
-    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise TypeError("W4A16 does not quantize activations")
 
 
 @cache

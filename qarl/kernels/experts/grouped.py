@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import dequantize
-from qarl.kernels.base import Kernel
-from qarl.kernels.device import is_gpu
+from qarl.kernels.base import Kernel, dequantize, is_gpu
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.reference import grouped_linear
 from qarl.kernels.triton.linears import unavailable

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from qarl.kernels.device import launch, processors
-from qarl.kernels.triton._compat import INTERPRETED, LAUNCH, require, require_device
+from qarl.kernels.base import launch, processors
+from qarl.kernels.triton.common import INTERPRETED, LAUNCH
 
 _PER_PROCESSOR = 2
 """Programs for each multiprocessor, as many as its registers hold. Each keeps the weights of a block in them."""
@@ -90,16 +90,11 @@ def add_checksum(
 
     `tensor`: contiguous, of any dtype; a multiple of 8 bytes that begins at one. `inner`: int64, one weight per word of
     a block. `outer`: int64, one weight per block. `result`: int64 [2], zeros. `nonfinite`: how to read the floats, as
-    `qarl.quant.quantize.FLOAT_BITS`, or None to leave `result[1]` alone. Raise ValueError for anything else.
+    `qarl.quant.quantize.FLOAT_BITS`, or None to leave `result[1]` alone.
     """
     block = len(inner)
-    odd = tensor.nbytes % 8 or int(tensor.storage_offset()) * tensor.itemsize % 8
-    require(tensor.is_contiguous() and not odd, f"needs contiguous whole words, not {list(tensor.shape)}")
     words = tensor.detach().view(-1).view(torch.int64)
     blocks = triton.cdiv(len(words), block)
-    require(len(outer) >= blocks and result.shape == (2,), f"needs {blocks} weights of blocks, and a result of 2")
-    require(inner.dtype == outer.dtype == result.dtype == torch.int64, "weights and result must be int64")
-    require_device(words, inner, outer, result)
     mask, carry = lanes(nonfinite)
     if blocks:
         grid = min(blocks, 2 if INTERPRETED else _PER_PROCESSOR * processors(words.device))
@@ -113,10 +108,7 @@ def add_row_checksums(rows: torch.Tensor, inner: torch.Tensor, table: torch.Tens
     """Do the same for tensors whose words are copied into `rows` int64 [R, block], each padded with zeros.
 
     `table`: int64 [5, R]. For each row it has the tensor's place in `result` int64 [2, tensors]; the row's weight, or 0
-    if the tensor has no other row; the bytes of the tensor, once; and `lanes`. Raise ValueError for any other shape."""
-    require(rows.shape == (table.shape[1], len(inner)) and len(table) == 5, "rows, weights and table do not fit")
-    require(result.ndim == 2 and result.is_contiguous(), "the result must be a contiguous [2, tensors]")
-    require_device(rows, inner, table, result)
+    if the tensor has no other row; the bytes of the tensor, once; and `lanes`."""
     launch(
         checksum_rows_kernel, (len(rows),), rows, inner, table, result, len(rows), result.shape[1],
         BLOCK=len(inner), num_warps=8, **LAUNCH,

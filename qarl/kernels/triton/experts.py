@@ -6,7 +6,7 @@ There is no padding: an expert with c rows has ceil(c / BM) tiles. The host does
 for the device. So the grid has as many programs as any routing of M rows to E experts could need. A program finds its
 expert by a cumulative sum over the E counts, and exits if there is none.
 
-Tiles, bytes and flops are those of the dense products (`_int4_tile.py`, `scaled_mm.py`), but sums are not split, and
+Tiles, bytes and flops are those of the dense products (`w4a16.py`, `scaled_mm.py`), but sums are not split, and
 weights of experts without rows are not read. For W4A16 with many rows per expert, all experts are dequantized to a
 transient BF16 buffer for PyTorch's grouped product. This choice depends only on M / E, the mean number of rows, so
 routing cannot change it.
@@ -26,22 +26,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl.kernels.device import launch
-from qarl.kernels.triton._compat import (
-    LAUNCH,
-    e4m3_value,
-    has_e4m3,
-    require,
-    require_device,
-    round_bf16,
-    to_bf16,
-    to_fp32,
-)
-from qarl.kernels.triton._int4_tile import backward_tile, forward_tile, in_order
-from qarl.kernels.triton.quantize import dequantize_int4, dequantize_rows
-from qarl.kernels.triton.scaled_mm import check_8bit, scaled_tile, store_scaled, takes_tma, tile_place
-from qarl.kernels.triton.tables import Tile, choose
-from qarl.kernels.triton.w4a16 import PTX, check_rows, check_weight, store_forward, store_rows
+from qarl.kernels.base import launch
+from qarl.kernels.triton.common import LAUNCH, Tile, choose, e4m3_value, has_e4m3, round_bf16, to_bf16, to_fp32
+from qarl.kernels.triton.quantize import adjacent, dequantize_int4, dequantize_rows
+from qarl.kernels.triton.scaled_mm import operation_of, scaled_tile, store_scaled, takes_tma, tile_place
+from qarl.kernels.triton.w4a16 import PTX, backward_tile, forward_tile, group_size, in_order, store_forward, store_rows
 
 
 @triton.jit
@@ -124,22 +113,19 @@ def grouped_w4a16_linear(
     """Return x W_e^T with each row's expert e, BF16 [M, N].
 
     x [M, K] BF16 sorted by expert, `packed` int32 [E, N, K/8], `scale` BF16 [E, N, K/g], `ends` int32 [E]. `ends` must
-    ascend (repeats are allowed) and end with M. Raise ValueError in the cases of `w4a16_linear`.
+    ascend (repeats are allowed) and end with M. Raise ValueError in the case of `w4a16_linear`.
     """
-    group, (experts, n, k) = _check_experts(packed, scale, ends)
-    m, _ = check_rows(x, k, packed)
-    tile = tile or choose("grouped_w4a16", x.device, -(-m // experts), n, k, group)
+    group, m, (experts, n, k) = group_size(packed, scale), len(x), _sizes(packed)
+    tile = tile or choose("grouped_w4a16", x.device, -(-m // experts))
     if tile is None:
-        return _grouped_mm(x, dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(experts, n, k).mT, ends)
+        return F.grouped_mm(x.contiguous(), _dequantized(packed, scale).mT, offs=ends)
     y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
-    if y.numel():
-        x = x if x.stride(1) == 1 else x.contiguous()
-        tiles_m = row_tiles(m, experts, tile.BM)
-        launch(
-            grouped_w4a16_kernel, (tiles_m * triton.cdiv(n, tile.BN),),
-            x, packed.view(torch.int16), scale, ends, y, experts, tiles_m, n, k, x.stride(0),
-            tile.BM, tile.BN, tile.BK, group, k % tile.BK == 0, PTX, _size(experts), **tile.launch, **LAUNCH,
-        )  # fmt: skip
+    x, tiles_m = adjacent(x), row_tiles(m, experts, tile.BM)
+    launch(
+        grouped_w4a16_kernel, (tiles_m * triton.cdiv(n, tile.BN),),
+        x, packed.view(torch.int16), scale, ends, y, experts, tiles_m, n, k, x.stride(0),
+        tile.BM, tile.BN, tile.BK, group, k % tile.BK == 0, PTX, _size(experts), **tile.launch, **LAUNCH,
+    )  # fmt: skip
     return y
 
 
@@ -150,20 +136,17 @@ def grouped_w4a16_backward_input(
 
     Other arguments and errors are those of `grouped_w4a16_linear`.
     """
-    group, (experts, n, k) = _check_experts(packed, scale, ends)
-    m, _ = check_rows(grad, n, packed)
-    tile = tile or choose("grouped_w4a16_backward", grad.device, -(-m // experts), n, k, group)
+    group, m, (experts, n, k) = group_size(packed, scale), len(grad), _sizes(packed)
+    tile = tile or choose("grouped_w4a16_backward", grad.device, -(-m // experts))
     if tile is None:
-        return _grouped_mm(grad, dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(experts, n, k), ends)
+        return F.grouped_mm(grad.contiguous(), _dequantized(packed, scale), offs=ends)
     dx = torch.empty(m, k, dtype=torch.bfloat16, device=grad.device)
-    if dx.numel():
-        grad = grad if grad.stride(1) == 1 else grad.contiguous()
-        tiles_m = row_tiles(m, experts, tile.BM)
-        launch(
-            grouped_w4a16_backward_kernel, (tiles_m * triton.cdiv(k, tile.BK),),
-            grad, packed.view(torch.int16), scale, ends, dx, experts, tiles_m, n, k, grad.stride(0),
-            tile.BM, tile.BN, tile.BK, group, n % tile.BN == 0, PTX, _size(experts), **tile.launch, **LAUNCH,
-        )  # fmt: skip
+    grad, tiles_m = adjacent(grad), row_tiles(m, experts, tile.BM)
+    launch(
+        grouped_w4a16_backward_kernel, (tiles_m * triton.cdiv(k, tile.BK),),
+        grad, packed.view(torch.int16), scale, ends, dx, experts, tiles_m, n, k, grad.stride(0),
+        tile.BM, tile.BN, tile.BK, group, n % tile.BN == 0, PTX, _size(experts), **tile.launch, **LAUNCH,
+    )  # fmt: skip
     return dx
 
 
@@ -180,29 +163,22 @@ def grouped_scaled_mm(
     """Return x W_e^T with each row's expert e, BF16 [M, N], for 8-bit operands.
 
     x int8 or e4m3 [M, K] sorted by expert, FP32 scales [M, 1], weight of the same dtype [E, N, K], scales [E, N, 1],
-    `ends` as in `grouped_w4a16_linear`. Raise ValueError in the cases of `scaled_mm`.
+    `ends` as in `grouped_w4a16_linear`.
     """
-    require(weight.ndim == 3, "the weight of the experts must be [E, N, K]")
-    kind = check_8bit(x, x_scale, weight, weight_scale)
     (m, k), (experts, n, _), device = x.shape, weight.shape, x.device
-    _check_ends(ends, experts, weight)
-    operation = "fp8_fast" if kind == "fp8" and fast_accumulation else kind
-    tile = tile or choose(f"grouped_{operation}", device, -(-m // experts), n, k)
-    require(tile is not None, f"the table of grouped_{operation} has no rule for {m} rows")
-    assert tile is not None
+    tile = tile or choose(f"grouped_{operation_of(x, fast_accumulation)}", device, -(-m // experts))
+    assert tile is not None  # the last rule of an 8-bit operation has no bounds
     y = torch.empty(m, n, dtype=torch.bfloat16, device=device)
-    if y.numel():
-        x = x if x.stride(1) == 1 else x.contiguous()
-        flat, tiles_m = weight.flatten(0, 1), row_tiles(m, experts, tile.BM)
-        tma = takes_tma(x, flat)
-        launch(
-            grouped_scaled_mm_kernel, (tiles_m * triton.cdiv(n, tile.BN),),
-            TensorDescriptor.from_tensor(x, [tile.BM, tile.BK]) if tma else x,
-            TensorDescriptor.from_tensor(flat, [tile.BN, tile.BK]) if tma else flat,
-            x_scale, weight_scale, ends, y, experts, tiles_m, m, n, k, x.stride(0),
-            tile.BM, tile.BN, tile.BK, k % tile.BK == 0, tma, fast_accumulation,
-            tl.int32 if kind == "w8a8" else tl.float32, _size(experts), **tile.launch, **LAUNCH,
-        )  # fmt: skip
+    x, flat, tiles_m = adjacent(x), weight.flatten(0, 1), row_tiles(m, experts, tile.BM)
+    tma = takes_tma(x, flat)
+    launch(
+        grouped_scaled_mm_kernel, (tiles_m * triton.cdiv(n, tile.BN),),
+        TensorDescriptor.from_tensor(x, [tile.BM, tile.BK]) if tma else x,
+        TensorDescriptor.from_tensor(flat, [tile.BN, tile.BK]) if tma else flat,
+        x_scale, weight_scale, ends, y, experts, tiles_m, m, n, k, x.stride(0),
+        tile.BM, tile.BN, tile.BK, k % tile.BK == 0, tma, fast_accumulation,
+        tl.int32 if x.dtype == torch.int8 else tl.float32, _size(experts), **tile.launch, **LAUNCH,
+    )  # fmt: skip
     return y
 
 
@@ -214,10 +190,8 @@ def grouped_scaled_backward_input(
     grad BF16 [M, N] sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1]. All experts are dequantized to a
     transient BF16 buffer for PyTorch's grouped product.
     """
-    check_rows(grad, weight.shape[1], weight)
-    _check_ends(ends, weight.shape[0], weight)
     dequantized = dequantize_rows(weight.flatten(0, 1), weight_scale.flatten(0, 1))
-    return _grouped_mm(grad, dequantized.view(weight.shape), ends)
+    return F.grouped_mm(grad.contiguous(), dequantized.view(weight.shape), offs=ends)
 
 
 def row_tiles(rows: int, experts: int, block: int) -> int:
@@ -225,27 +199,17 @@ def row_tiles(rows: int, experts: int, block: int) -> int:
     return (rows + min(rows, experts) * (block - 1)) // block
 
 
+def _sizes(packed: torch.Tensor) -> tuple[int, int, int]:
+    """Return (E, N, K) of int32 [E, N, K/8]."""
+    return packed.shape[0], packed.shape[1], packed.shape[2] * 8
+
+
+def _dequantized(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(_sizes(packed))
+
+
 def _size(experts: int) -> int:
     return triton.next_power_of_2(max(experts, 16))
-
-
-def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """x [M, K] and weight [E, K, N] -> [M, N]. The function is public since PyTorch 2.10."""
-    return getattr(F, "grouped_mm", torch._grouped_mm)(x.contiguous(), weight, offs=ends)
-
-
-def _check_experts(packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor) -> tuple[int, tuple[int, int, int]]:
-    """Return (group size, (E, N, K)). Raise ValueError if the experts' tensors do not fit together."""
-    require(packed.ndim == 3 and packed.shape[0] > 0, "weight_packed of experts must be int32 [E, N, K/8]")
-    group = check_weight(packed, scale)
-    _check_ends(ends, packed.shape[0], packed)
-    return group, (packed.shape[0], packed.shape[1], packed.shape[2] * 8)
-
-
-def _check_ends(ends: torch.Tensor, experts: int, weight: torch.Tensor) -> None:
-    fits = ends.shape == (experts,) and ends.dtype == torch.int32 and ends.is_contiguous()
-    require(fits, f"ends must be contiguous int32 [{experts}]")
-    require_device(ends, weight)
 
 
 _PROGRAMS = 32  # that write zeros for an expert without rows
@@ -338,63 +302,44 @@ def swiglu_backward(
 
     `grad` and `gate_up` [M, 2I], gate first, are BF16. `a` int8 or e4m3 [M, I] with FP32 scales [M, 1] is down_proj's
     input. If it is None, it is silu(gate) * up. `weights` FP32 [M] in the order of `topk_ids`, and `order` int64 [M] as
-    in `Routing`. Raise ValueError for any other shape or dtype.
+    in `Routing`.
     """
     rows, cols = grad.shape
-    fits = gate_up.shape == (rows, 2 * cols) and weights.shape == order.shape == (rows,)
-    require(fits, f"grad {list(grad.shape)} does not fit gate_up {list(gate_up.shape)} and {list(order.shape)} places")
-    require(grad.dtype == gate_up.dtype == torch.bfloat16, "grad and gate_up must be bfloat16")
-    require(weights.dtype == torch.float32 and order.dtype == torch.int64, "weights must be FP32 and order int64")
-    quantized = a is not None
     fp8 = a is not None and a.dtype == torch.float8_e4m3fn
-    if a is not None:
-        require(a.dtype in (torch.int8, torch.float8_e4m3fn) and a.shape == grad.shape, "a must be 8-bit, [M, I]")
-        require(a_scale is not None and a_scale.numel() == rows, f"scales of a must be FP32 [{rows}, 1]")
-    require_device(grad, gate_up, weights, order)
     grad, gate_up, weights = grad.contiguous(), gate_up.contiguous(), weights.contiguous()
     hidden, router = torch.empty_like(gate_up), torch.empty_like(weights)
     product = torch.empty_like(grad) if weighted else None
-    if grad.numel():
-        codes = grad if a is None else a.contiguous()
-        block = min(triton.next_power_of_2(cols), 1024)
-        launch(
-            swiglu_backward_kernel, (rows,),
-            grad, gate_up, codes.view(torch.uint8) if fp8 else codes, a_scale if quantized else weights, weights, order,
-            hidden, router, hidden if product is None else product, cols, QUANTIZED=quantized, FP8=fp8,
-            HARDWARE=has_e4m3(grad.device), WEIGHTED=weighted, BLOCK=block, num_warps=4, **LAUNCH,
-        )  # fmt: skip
+    codes = grad if a is None else a.contiguous()
+    launch(
+        swiglu_backward_kernel, (rows,),
+        grad, gate_up, codes.view(torch.uint8) if fp8 else codes, weights if a is None else a_scale, weights, order,
+        hidden, router, hidden if product is None else product, cols, QUANTIZED=a is not None, FP8=fp8,
+        HARDWARE=has_e4m3(grad.device), WEIGHTED=weighted, BLOCK=min(triton.next_power_of_2(cols), 1024),
+        num_warps=4, **LAUNCH,
+    )  # fmt: skip
     return SwigluGradients(hidden, router, product)
 
 
 def combine(rows: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
     """Sum BF16 `rows` [T k, N] in FP32 -> BF16 [T, N]. Token t has the rows `place`[t k], ..., `place`[t k + k - 1].
 
-    They are added in this order. `place` is int64 [T k]. Raise ValueError for any other shape or dtype.
+    They are added in this order. `place` is int64 [T k].
     """
-    count, cols = rows.shape
-    require(rows.dtype == torch.bfloat16, f"rows must be bfloat16, not {rows.dtype}")
-    fits = place.shape == (count,) and place.dtype == torch.int64 and count % top_k == 0
-    require(fits, f"place must be int64 [{count}], and a multiple of {top_k} rows")
-    require_device(rows, place)
-    y = rows.new_empty(count // top_k, cols)
-    if y.numel():
-        block = min(triton.next_power_of_2(cols), 1024)
-        launch(
-            combine_kernel, (len(y), triton.cdiv(cols, block)), rows.contiguous(), place.contiguous(), y, cols,
-            TOP_K=top_k, BLOCK=block, num_warps=4, **LAUNCH,
-        )  # fmt: skip
+    y = rows.new_empty(len(rows) // top_k, rows.shape[1])
+    cols = rows.shape[1]
+    block = min(triton.next_power_of_2(cols), 1024)
+    launch(
+        combine_kernel, (len(y), triton.cdiv(cols, block)), rows.contiguous(), place.contiguous(), y, cols,
+        TOP_K=top_k, BLOCK=block, num_warps=4, **LAUNCH,
+    )  # fmt: skip
     return y
 
 
 def clear_unused(stack: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Write zeros, in place, for experts of the contiguous `stack` [E, N, K] without rows; `ends` int32 [E] as in
     `Routing`. Other experts are neither read nor written. Return `stack`."""
-    require(stack.is_contiguous() and ends.shape == (len(stack),), "needs a contiguous stack and one end per expert")
-    require_device(stack, ends)
-    if stack.numel():
-        size = stack[0].numel()
-        launch(
-            clear_unused_kernel, (len(stack), _PROGRAMS), stack, ends, size, _PROGRAMS,
-            BLOCK=1024, num_warps=4, **LAUNCH,
-        )  # fmt: skip
+    launch(
+        clear_unused_kernel, (len(stack), _PROGRAMS), stack, ends, stack[0].numel(), _PROGRAMS,
+        BLOCK=1024, num_warps=4, **LAUNCH,
+    )  # fmt: skip
     return stack

@@ -12,29 +12,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
-from qarl.kernels.base import LinearKernel
-from qarl.kernels.device import capability, has_gpu, is_gpu
+from qarl.kernels.base import LinearKernel, PreparedWeight, capability, has_gpu, is_gpu
 
 MIN_CAPABILITY = {"bf16": (8, 0), "w4a16": (8, 0), "w8a8": (8, 0), "fp8": (9, 0)}
 """For each scheme, the lowest CUDA capability whose tensor cores have the instructions that Triton 3.6 emits."""
-
-
-class PackedWeight(NamedTuple):
-    """The wire tensors: `packed` int32 [N, K/8], `scale` BF16 [N, K/g]."""
-
-    packed: torch.Tensor
-    scale: torch.Tensor
-
-
-class ScaledWeight(NamedTuple):
-    """The wire tensors: `weight` int8 or float8_e4m3fn [N, K], `scale` FP32 [N, 1]."""
-
-    weight: torch.Tensor
-    scale: torch.Tensor
 
 
 def unavailable(scheme_name: str, device: torch.device) -> str | None:
@@ -68,15 +52,13 @@ class _TritonLinear(LinearKernel):
 class TritonW4A16Linear(_TritonLinear):
     """int4 weights, dequantized in registers, or with many rows in a transient buffer (w4a16.py)."""
 
-    prepared = PackedWeight
-
     @staticmethod
-    def prepare(tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
         """Return the wire tensors themselves."""
-        return PackedWeight(tensors["weight_packed"], tensors["weight_scale"])
+        return PreparedWeight(tensors["weight_packed"], tensors["weight_scale"])
 
     @classmethod
-    def linear(cls, x: torch.Tensor, prepared: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(cls, x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         from qarl.kernels.triton.w4a16 import w4a16_linear
 
         return w4a16_linear(x, *prepared, bias, batch_invariant=cls.batch_invariant)
@@ -90,20 +72,19 @@ class TritonW4A16Linear(_TritonLinear):
 
 
 class TritonW8A8Linear(_TritonLinear):
-    """int8 weights and activations. Our kernel quantizes the activations (activations.py, scaled_mm.py)."""
+    """int8 weights and activations. Our kernel quantizes the activations (quantize.py, scaled_mm.py)."""
 
     dtype = torch.int8
-    prepared = ScaledWeight
 
     @staticmethod
-    def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
         """Return the wire tensors themselves."""
-        return ScaledWeight(tensors["weight"], tensors["weight_scale"])
+        return PreparedWeight(tensors["weight"], tensors["weight_scale"])
 
     @classmethod
-    def linear(cls, x: torch.Tensor, prepared: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(cls, x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16. FP8 uses `fast_accumulation`, like the rollout engine."""
-        from qarl.kernels.triton.activations import quantize_tokens
+        from qarl.kernels.triton.quantize import quantize_tokens
         from qarl.kernels.triton.scaled_mm import scaled_mm
 
         values, scale = quantize_tokens(x, cls.dtype)
@@ -117,8 +98,7 @@ class TritonW8A8Linear(_TritonLinear):
 
     @classmethod
     def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:
-        from qarl.kernels.triton.activations import quantize_tokens
-        from qarl.kernels.triton.quantize import dequantize_rows
+        from qarl.kernels.triton.quantize import dequantize_rows, quantize_tokens
 
         return dequantize_rows(*quantize_tokens(x, cls.dtype))
 

@@ -21,19 +21,21 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl.kernels.device import launch
-from qarl.kernels.triton._compat import (
+from qarl.kernels.base import launch
+from qarl.kernels.triton.common import (
     INTERPRETED,
     LAUNCH,
+    Tile,
+    architecture,
+    choose,
     leave_part,
-    require,
-    require_device,
+    processors,
     split,
     sum_parts,
     to_bf16,
     to_fp32,
 )
-from qarl.kernels.triton.tables import Tile, architecture, choose, processors
+from qarl.kernels.triton.quantize import adjacent
 
 
 @triton.jit
@@ -163,21 +165,15 @@ def scaled_mm(
     """Return BF16 [M, N] from 8-bit operands.
 
     x int8 or float8_e4m3fn [M, K] with FP32 scales [M, 1], weight [N, K] of the same dtype with scales [N, 1], bias
-    BF16 [N]. Rows of x may be strided. `batch_invariant` matters only for e4m3, because int8 gives the same bits with
-    every tile. Raise ValueError for any other shape, dtype or stride.
+    BF16 [N]. Rows of x may be strided; all others are contiguous. `batch_invariant` matters only for e4m3, because int8
+    gives the same bits with every tile.
     """
-    operation = check_8bit(x, x_scale, weight, weight_scale, bias)
+    operation = operation_of(x, fast_accumulation)
     (m, k), n, device = x.shape, weight.shape[0], x.device
-    if operation == "fp8":
-        operation = "fp8_fast" if fast_accumulation else "fp8"
-    table = f"{operation}_invariant" if batch_invariant else operation
-    tile = tile or choose(table, device, m, n, k)
-    require(tile is not None, f"the table of {operation} has no rule for {m} rows")
-    assert tile is not None
+    tile = tile or choose(f"{operation}_invariant" if batch_invariant else operation, device, m)
+    assert tile is not None  # the last rule of an 8-bit operation has no bounds
     y = torch.empty(m, n, dtype=torch.bfloat16, device=device)
-    if not y.numel():
-        return y
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = adjacent(x)
     tiles = triton.cdiv(m, tile.BM) * triton.cdiv(n, tile.BN)
     programs, persistent = tiles, tile.persistent(tiles, device)
     if persistent:
@@ -205,25 +201,8 @@ def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return all(stride % 16 == 0 for stride in strides) and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
 
 
-def check_8bit(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> str:
-    """Check the operands for a weight [..., N, K], and return "w8a8" or "fp8". Raise ValueError if they do not fit."""
-    require(x.dtype == weight.dtype, f"activations are {x.dtype} and weights {weight.dtype}")
-    require(x.dtype in (torch.int8, torch.float8_e4m3fn), f"operands must be int8 or float8_e4m3fn, not {x.dtype}")
-    require(x.ndim == 2 and x.shape[1] == weight.shape[-1], f"expected [M, {weight.shape[-1]}], got {list(x.shape)}")
-    require(weight.is_contiguous(), "the weight must be contiguous")
-    for name, scale, shape in (("x_scale", x_scale, (x.shape[0], 1)), ("w", weight_scale, (*weight.shape[:-1], 1))):
-        fits = scale.dtype == torch.float32 and scale.shape == shape and scale.is_contiguous()
-        require(fits, f"the scale of {name} must be contiguous float32 {list(shape)}")
-    tensors = [x, x_scale, weight, weight_scale]
-    if bias is not None:
-        fits = bias.dtype == torch.bfloat16 and bias.shape == weight.shape[-2:-1] and bias.is_contiguous()
-        require(fits, f"bias must be contiguous bfloat16 [{weight.shape[-2]}]")
-        tensors.append(bias)
-    require_device(*tensors)
-    return "w8a8" if x.dtype == torch.int8 else "fp8"
+def operation_of(x: torch.Tensor, fast_accumulation: bool) -> str:
+    """Return the name in the tables of a product with the 8-bit activations x."""
+    if x.dtype == torch.int8:
+        return "w8a8"
+    return "fp8_fast" if fast_accumulation else "fp8"

@@ -1,8 +1,8 @@
 """W4A16 on a GPU: y = x W^T + b and dX = dY W, from the packed int4 weight of the wire.
 
-Each product has two paths. The tables (`tables.py`) say up to how many rows M the first one is used:
+Each product has two paths. The tables (`tables.json`) say up to how many rows M the first one is used:
 
-- fused: the weight is dequantized in registers (`_int4_tile.py`). This moves N K / 2 bytes of codes, 2 N K / g of
+- fused: the weight is dequantized in registers. This moves N K / 2 bytes of codes, 2 N K / g of
   scales and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) memory is the limit for M
   below 46. There it is faster because the weight has 3.9 times fewer bytes than in BF16 (g = 128).
 - dequantized: one pass writes W as BF16 to a transient buffer of 2 N K bytes, and cuBLAS multiplies. The pass adds 3%
@@ -11,8 +11,24 @@ Each product has two paths. The tables (`tables.py`) say up to how many rows M t
 Both multiply the same BF16 operands and sum in FP32. They differ by the order of the sum and one BF16 rounding.
 
 Few rows make few tiles, so several programs share a sum over K (N for dX). Their parts are added in a fixed order
-(`_compat.py`), so the same inputs give the same bits. With `batch_invariant` there is one tile and no split for every
+(`common.py`), so the same inputs give the same bits. With `batch_invariant` there is one tile and no split for every
 M, so the bits of a row do not depend on the number of rows.
+
+An output tile is computed from the packed weight. Dense and grouped kernels (`experts.py`) share it.
+
+An int32 of the wire format is read as two int16. An int16 has the codes of k = 4h, 4h+1, 4h+2, 4h+3, lowest bits first.
+A tile of int16 gives four planes, one for each position j in the int16. Plane j is multiplied by the activations at k =
+4h + j. This has three advantages over codes in the order of K:
+
+- No data moves between threads. A tensor core takes BF16 operands as 32-bit registers of two adjacent values. Two
+  adjacent int16 also fill one such register, and `(r >> 4j) & 0x000F000F` leaves their two codes in the right places.
+- Four instructions make two weights. OR with 0x4300 makes 128 + code in BF16, and subtracting 136 makes code - 8, both
+  exactly. Only the multiplication by the scale rounds, as in vLLM's CPU kernel and in Marlin.
+- The weight is the first operand (acc is [N, M]), which Hopper's tensor cores can read from registers. So the
+  dequantized tile never goes through shared memory. The second operand may have as few as 8 rows of activations.
+
+Legend: BM rows of activations or gradients, BN output channels, BK input channels, BH = BK / 4 int16, GROUP the group
+size. Offsets inside a tile are 32 bits wide, so larger offsets are added to the pointer.
 """
 
 from __future__ import annotations
@@ -22,23 +38,201 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from qarl.kernels.device import launch
-from qarl.kernels.triton._compat import (
+from qarl.kernels.base import launch
+from qarl.kernels.triton.common import (
     INTERPRETED,
     LAUNCH,
+    Tile,
+    choose,
+    dot,
     leave_part,
-    require,
-    require_device,
     split,
     sum_parts,
     to_bf16,
+    to_fp32,
 )
-from qarl.kernels.triton._int4_tile import backward_tile, forward_tile, in_order
-from qarl.kernels.triton.quantize import dequantize_int4
-from qarl.kernels.triton.tables import Tile, choose
+from qarl.kernels.triton.quantize import adjacent, dequantize_int4
 
 PTX = not INTERPRETED and torch.version.hip is None
 """Whether the kernels may use NVIDIA's instructions."""
+
+
+def _assembly(position: int) -> str:
+    """Return PTX that makes two weights from the codes at `position` of two int16 ($1) and their scales ($2)."""
+    shift = f"shr.b32 r, $1, {4 * position};" if position else "mov.b32 r, $1;"
+    return f"""{{
+    .reg .b32 r, one, bias, zero;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 bias, 0xC308C308;
+    mov.b32 zero, 0x80008000;
+    {shift}
+    lop3.b32 r, r, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 r, r, one, bias;
+    fma.rn.bf16x2 $0, r, $2, zero;
+    }}"""
+
+
+_ASSEMBLY_0 = tl.constexpr(_assembly(0))
+_ASSEMBLY_1 = tl.constexpr(_assembly(1))
+_ASSEMBLY_2 = tl.constexpr(_assembly(2))
+_ASSEMBLY_3 = tl.constexpr(_assembly(3))
+
+
+@triton.jit
+def plane(packed, scale, POSITION: tl.constexpr, PTX: tl.constexpr):
+    """Return the BF16 weights of the codes at POSITION (0..3) in each int16 of `packed`.
+
+    `scale`: BF16, of the shape of `packed`. `PTX`: use NVIDIA's instructions (sm_80 and later). Triton's arithmetic
+    gives the same values.
+    """
+    if not PTX:
+        code = (packed.to(tl.int32) >> (4 * POSITION)) & 0xF
+        return to_bf16((code - 8).to(tl.float32) * to_fp32(scale))
+    if POSITION == 0:
+        return tl.inline_asm_elementwise(_ASSEMBLY_0, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+    if POSITION == 1:
+        return tl.inline_asm_elementwise(_ASSEMBLY_1, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+    if POSITION == 2:
+        return tl.inline_asm_elementwise(_ASSEMBLY_2, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(_ASSEMBLY_3, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def by_position(tile, ROWS: tl.constexpr, BH: tl.constexpr):
+    """[ROWS, 4 BH] -> four tiles [ROWS, BH]. Tile j has the columns 4h + j."""
+    even, odd = tl.split(tl.reshape(tile, (ROWS, BH, 2, 2)))
+    tile_0, tile_2 = tl.split(even)
+    tile_1, tile_3 = tl.split(odd)
+    return tile_0, tile_1, tile_2, tile_3
+
+
+@triton.jit
+def in_order(tile_0, tile_1, tile_2, tile_3, ROWS: tl.constexpr, BH: tl.constexpr):
+    """Invert `by_position`."""
+    return tl.reshape(tl.join(tl.join(tile_0, tile_2), tl.join(tile_1, tile_3)), (ROWS, 4 * BH))
+
+
+@triton.jit
+def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
+    """Load the BF16 scales of block `step` of K: [BN] if a group spans the block, else [BN, BK / GROUP].
+
+    `rows` [BN]: offset of each channel's first scale. Scales beyond the last group are zero.
+    """
+    if BK <= GROUP:
+        scale = tl.load(scale_ptr + rows + step * BK // GROUP)
+    else:
+        group = step * (BK // GROUP) + tl.arange(0, BK // GROUP)
+        offsets = rows[:, None] + group[None, :]
+        if EVEN_K:
+            scale = tl.load(scale_ptr + offsets)
+        else:
+            scale = tl.load(scale_ptr + offsets, mask=(group < groups)[None, :], other=0.0)
+    return scale
+
+
+@triton.jit
+def load_row_scales(scale_ptr, rows, first, groups, COUNT: tl.constexpr):
+    """Load the scales of groups first..first+COUNT-1 of the channels `rows` [BN]: [BN] if COUNT is 1, else [BN, COUNT].
+
+    Groups beyond K get the scale of the last group.
+    """
+    if COUNT == 1:
+        scale = tl.load(scale_ptr + rows * groups + tl.minimum(first, groups - 1))
+    else:
+        group = tl.minimum(first + tl.arange(0, COUNT), groups - 1)
+        scale = tl.load(scale_ptr + rows[:, None] * groups + group[None, :])
+    return scale
+
+
+@triton.jit
+def spread_scales(scale, ROWS: tl.constexpr, BH: tl.constexpr, COUNT: tl.constexpr):
+    """[ROWS] or [ROWS, COUNT] -> [ROWS, BH]: repeat each scale for every int16 of its group."""
+    if COUNT == 1:
+        spread = tl.broadcast_to(scale[:, None], (ROWS, BH))
+    else:
+        spread = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, COUNT, BH // COUNT)), (ROWS, BH))
+    return spread
+
+
+@triton.jit
+def forward_tile(
+    x_ptr, x_rows, packed_ptr, scale_ptr, channels, K, first, last,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Return the transposed product over the blocks first..last-1 of K, FP32 [BN, BM].
+
+    `x_ptr`, `packed_ptr` (int16) and `scale_ptr` point to the first row of this tile. `x_rows` [BM]: offsets of rows of
+    x, in elements. `channels` [BN]: rows of the weight, counted from the tile's first row. All of these rows must
+    exist.
+    """
+    BH: tl.constexpr = BK // 4
+    COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
+    groups = K // GROUP
+    halves = tl.arange(0, BH)
+    columns = tl.arange(0, BK)
+    packed_rows = channels * (groups * (GROUP // 4))  # K / 4, written so that the compiler knows its alignment
+    scale_rows = channels * groups
+    acc = tl.zeros((BN, BM), tl.float32)
+    # Scales are too narrow for asynchronous copies. So each step loads the scales of the next one before it computes.
+    scale = load_scales(scale_ptr, scale_rows, first, groups, BK, GROUP, EVEN_K)
+    for step in range(first, last):
+        offsets = packed_rows[:, None] + (step * BH + halves)[None, :]
+        x_offsets = x_rows[:, None] + (step * BK + columns)[None, :]
+        if EVEN_K:
+            packed = tl.load(packed_ptr + offsets)
+            x = tl.load(x_ptr + x_offsets)
+        else:
+            packed = tl.load(packed_ptr + offsets, mask=(step * BH + halves < K // 4)[None, :], other=0)
+            x = tl.load(x_ptr + x_offsets, mask=(step * BK + columns < K)[None, :], other=0.0)
+        spread = spread_scales(scale, BN, BH, COUNT)
+        scale = load_scales(scale_ptr, scale_rows, tl.minimum(step + 1, last - 1), groups, BK, GROUP, EVEN_K)
+        x_0, x_1, x_2, x_3 = by_position(x, BM, BH)
+        acc = dot(plane(packed, spread, 0, PTX), tl.trans(x_0), acc)
+        acc = dot(plane(packed, spread, 1, PTX), tl.trans(x_1), acc)
+        acc = dot(plane(packed, spread, 2, PTX), tl.trans(x_2), acc)
+        acc = dot(plane(packed, spread, 3, PTX), tl.trans(x_3), acc)
+    return acc
+
+
+@triton.jit
+def backward_tile(
+    grad_ptr, grad_rows, packed_ptr, scale_ptr, start, K, N, first, last,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Return four FP32 [BH, BM] of dX = dY W, summed over blocks first..last-1 of N. Number j has the columns start +
+    4h + j.
+
+    `grad_ptr` points to the first row of this tile. `grad_rows` [BM]: offsets of rows of dY. All must exist.
+    """
+    BH: tl.constexpr = BK // 4
+    COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
+    groups = K // GROUP
+    stride = groups * (GROUP // 4)  # K / 4, written so that the compiler knows its alignment
+    halves = start // 4 + tl.arange(0, BH)
+    inside = halves < stride
+    channels = tl.arange(0, BN)
+    acc_0 = tl.zeros((BH, BM), tl.float32)
+    acc_1 = tl.zeros((BH, BM), tl.float32)
+    acc_2 = tl.zeros((BH, BM), tl.float32)
+    acc_3 = tl.zeros((BH, BM), tl.float32)
+    scale = load_row_scales(scale_ptr, tl.minimum(first * BN + channels, N - 1), start // GROUP, groups, COUNT)
+    for step in range(first, last):
+        rows = step * BN + channels
+        existing = rows if EVEN_N else tl.minimum(rows, N - 1)
+        packed = tl.load(packed_ptr + existing[:, None] * stride + halves[None, :], mask=inside[None, :], other=0)
+        if EVEN_N:
+            grad = tl.load(grad_ptr + grad_rows[:, None] + rows[None, :])
+        else:
+            grad = tl.load(grad_ptr + grad_rows[:, None] + rows[None, :], mask=(rows < N)[None, :], other=0.0)
+        spread = tl.trans(spread_scales(scale, BN, BH, COUNT))
+        scale = load_row_scales(scale_ptr, tl.minimum(rows + BN, N - 1), start // GROUP, groups, COUNT)
+        grad = tl.trans(grad)
+        packed = tl.trans(packed)
+        acc_0 = dot(plane(packed, spread, 0, PTX), grad, acc_0)
+        acc_1 = dot(plane(packed, spread, 1, PTX), grad, acc_1)
+        acc_2 = dot(plane(packed, spread, 2, PTX), grad, acc_2)
+        acc_3 = dot(plane(packed, spread, 3, PTX), grad, acc_3)
+    return acc_0, acc_1, acc_2, acc_3
 
 
 @triton.jit
@@ -129,23 +323,15 @@ def w4a16_linear(
 ) -> torch.Tensor:
     """Return x W^T + b, BF16 [M, N].
 
-    x [M, K] BF16 (rows may be strided), `packed` int32 [N, K/8], `scale` BF16 [N, K/g], bias BF16 [N]. g is a power of
-    two, at least 8. `tile` overrides the table (for tests and tuning). Raise ValueError for any other shape, dtype or
-    stride.
+    x [M, K] BF16 (rows may be strided), `packed` int32 [N, K/8], `scale` BF16 [N, K/g], bias BF16 [N]. `tile` overrides
+    the table (for tests and tuning). Raise ValueError if g is not a power of two, at least 8.
     """
-    group = check_weight(packed, scale)
-    (n, _), (m, k) = packed.shape, check_rows(x, packed.shape[1] * 8, packed)
-    if bias is not None:
-        require(bias.shape == (n,) and bias.dtype == torch.bfloat16, f"bias must be bfloat16 [{n}]")
-        require_device(bias, packed)
-        bias = bias.contiguous()
-    tile = tile or choose("w4a16_invariant" if batch_invariant else "w4a16", x.device, m, n, k, group)
+    group, n, (m, k) = group_size(packed, scale), packed.shape[0], x.shape
+    tile = tile or choose("w4a16_invariant" if batch_invariant else "w4a16", x.device, m)
     if tile is None:
         return F.linear(x, dequantize_int4(packed, scale), bias)
     y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
-    if not y.numel():
-        return y
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = adjacent(x)
     tiles = triton.cdiv(m, tile.BM) * triton.cdiv(n, tile.BN)
     count, workspace, counter = split(tile, tiles, triton.cdiv(k, tile.BK), tile.BM * tile.BN, x.device)
     launch(
@@ -165,19 +351,13 @@ def w4a16_backward_input(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Return dX = grad W, BF16 [M, K], from grad BF16 [M, N]. Arguments and errors are those of `w4a16_linear`."""
-    group = check_weight(packed, scale)
-    n, k = packed.shape[0], packed.shape[1] * 8
-    m, _ = check_rows(grad, n, packed)
+    group, (m, n), k = group_size(packed, scale), grad.shape, packed.shape[1] * 8
     operation = "w4a16_backward_invariant" if batch_invariant else "w4a16_backward"
-    tile = tile or choose(operation, grad.device, m, n, k, group)
+    tile = tile or choose(operation, grad.device, m)
     if tile is None:
         return grad @ dequantize_int4(packed, scale)
     dx = torch.empty(m, k, dtype=torch.bfloat16, device=grad.device)
-    if not dx.numel():
-        return dx
-    if not n:
-        return dx.zero_()
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    grad = adjacent(grad)
     tiles = triton.cdiv(m, tile.BM) * triton.cdiv(k, tile.BK)
     count, workspace, counter = split(tile, tiles, triton.cdiv(n, tile.BN), tile.BM * tile.BK, grad.device)
     launch(
@@ -188,23 +368,9 @@ def w4a16_backward_input(
     return dx
 
 
-def check_weight(packed: torch.Tensor, scale: torch.Tensor) -> int:
-    """Return the group size of `packed` [..., N, K/8] and `scale` [..., N, K/g]. Raise ValueError if they don't fit."""
-    require(packed.dtype == torch.int32 and packed.ndim >= 2, "weight_packed must be int32 [N, K/8]")
-    require(scale.dtype == torch.bfloat16, f"weight_scale must be bfloat16, not {scale.dtype}")
-    require(scale.shape[:-1] == packed.shape[:-1], "weight_packed and weight_scale have different channels")
-    require(packed.is_contiguous() and scale.is_contiguous(), "weight_packed and weight_scale must be contiguous")
-    k = packed.shape[-1] * 8
-    require(k > 0 and scale.shape[-1] > 0 and k % scale.shape[-1] == 0, "weight_scale does not divide K into groups")
-    group = k // scale.shape[-1]
-    require(group >= 8 and group & (group - 1) == 0, f"group size {group} is not a power of two from 8 on")
-    require_device(packed, scale)
+def group_size(packed: torch.Tensor, scale: torch.Tensor) -> int:
+    """Return g of `packed` [..., N, K/8] and `scale` [..., N, K/g]. Raise ValueError if no tile has such groups."""
+    group = packed.shape[-1] * 8 // scale.shape[-1]
+    if group < 8 or group & (group - 1):
+        raise ValueError(f"group size {group} is not a power of two from 8 on")
     return group
-
-
-def check_rows(x: torch.Tensor, width: int, packed: torch.Tensor) -> torch.Size:
-    """Return the shape of x. Raise ValueError if x is not BF16 [M, width] on the device of `packed`."""
-    require(x.ndim == 2 and x.shape[1] == width, f"expected [M, {width}], got {list(x.shape)}")
-    require(x.dtype == torch.bfloat16, f"expected bfloat16 rows, got {x.dtype}")
-    require_device(x, packed)
-    return x.shape

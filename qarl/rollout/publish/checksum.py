@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from qarl.kernels.device import is_gpu
+from qarl.kernels.base import is_gpu
 from qarl.quant.quantize import FLOAT_BITS
 
 BLOCK = 4096  # words in a block; all blocks have the same weights, `weights(1, ...)`

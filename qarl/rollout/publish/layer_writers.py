@@ -61,7 +61,7 @@ def _write_wna16(layer: Any, parts: list[Part]) -> None:
     """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)
-    layer.weight_scale.data.copy_(prepared.scales)
+    layer.weight_scale.data.copy_(prepared.scale)
     _write_bias(layer, parts)
 
 

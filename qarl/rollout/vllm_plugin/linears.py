@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
 from qarl.errors import UserError
+from qarl.kernels.base import PreparedWeight
 from qarl.kernels.registry import OWN_KERNELS
 from qarl.rollout.engine_config import REQUEST_KEY, KernelRequest
 
@@ -63,7 +64,7 @@ def _linear(
 ) -> torch.Tensor:
     """x BF16 [M, K] -> BF16 [M, channels], by the kernel of `OWN_KERNELS`."""
     kernel: Any = OWN_KERNELS[kernels][scheme]
-    y: torch.Tensor = kernel.linear(x, kernel.prepared(weight, scale), bias)
+    y: torch.Tensor = kernel.linear(x, PreparedWeight(weight, scale), bias)
     return y
 
 

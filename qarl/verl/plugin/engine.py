@@ -33,7 +33,6 @@ from verl.utils.fsdp_utils import MixedPrecisionPolicy, apply_fsdp2, fsdp2_load_
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
-from qarl.align.buffers import check_buffers, restore_buffers
 from qarl.align.families import check_rows
 from qarl.align.packed_attention import use_rows_attention
 from qarl.align.router_replay import replays
@@ -42,6 +41,7 @@ from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, check_mismatch
 from qarl.optim.muon import shard_axis
 from qarl.optim.optimizer import MuonAdamW
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
+from qarl.quant.meta_model import check_buffers, restore_buffers
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.send import DeltaSender
 from qarl.verl.checkpoint import check_files, check_record, save_record

@@ -9,7 +9,7 @@ verl generates only inside a training step, so the mismatch cannot be checked be
 the first mini-batch, before the first update. If the run is refused, one generation is lost, but nothing was trained.
 
 - The mean |δ| of the mini-batch must be below the limit of `qarl.metrics.mismatch_limit`.
-- `check_first` compares |δ| with the actor's own rounding noise (`qarl.align.noise`). It takes three forwards without
+- `check_first` compares |δ| with the actor's own rounding noise (`qarl.align.model`). It takes three forwards without
   gradients of each rank's first micro-batch, once per start. As in `qarl.trainer.mismatch_watch` the forward multiplies
   by the published tensors and, on a CPU, has the arithmetic of level `model` where that exists, also at `linears` and
   `off`. It does not for experts that are not quantized, because their replacements are made before FSDP2 shards them,
@@ -38,8 +38,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
-from qarl.align.model import engine_arithmetic
-from qarl.align.noise import Roots
+from qarl.align.model import Roots, engine_arithmetic
 from qarl.errors import UserError
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.mismatch import token_mismatch

@@ -6,7 +6,8 @@ import pytest
 import torch
 from triton_rig import DEVICE
 
-from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8
+from qarl.kernels.base import dequantize
+from qarl.kernels.reference import quantize_fp8, quantize_int8
 from qarl.kernels.triton.experts import clear_unused, combine, swiglu_backward
 
 ROUNDING = 2**-8
@@ -17,7 +18,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 96), (3, 131), (2, 1100), (0, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 96), (3, 131), (2, 1100)], ids=str)
 def test_swiglu_backward(shape: tuple[int, int], scheme: str, weighted: bool) -> None:
     rows, columns = shape
     torch.manual_seed(0)
@@ -53,7 +54,7 @@ def test_swiglu_backward(shape: tuple[int, int], scheme: str, weighted: bool) ->
         assert (error <= (a * weight).abs() * ((roundings + 1) * ROUNDING * (1 + ROUNDING) + 1e-6) + TINY).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 3, 97), (4, 8, 1030), (0, 2, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 3, 97), (4, 8, 1030)], ids=str)
 def test_combine(shape: tuple[int, int, int]) -> None:
     tokens, top_k, columns = shape
     torch.manual_seed(0)
@@ -71,16 +72,3 @@ def test_only_experts_without_rows_are_cleared(counts: list[int]) -> None:
     found = clear_unused(stack, torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE))
     expected = torch.tensor([7.0 if count else 0.0 for count in counts])[:, None, None].expand(-1, 33, 41)
     assert found is stack and torch.equal(found.cpu().float(), expected)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    grad, gate_up = (torch.zeros(4, columns, device=DEVICE, dtype=torch.bfloat16) for columns in (8, 16))
-    weights, order = torch.ones(4, device=DEVICE), torch.arange(4, device=DEVICE)
-    for bad in ((grad, gate_up[:3], None, None, weights), (grad.float(), gate_up, None, None, weights),
-                (grad, gate_up, grad, weights, weights), (grad, gate_up, None, None, weights.double())):  # fmt: skip
-        with pytest.raises(ValueError, match=r"fit|must be"):
-            swiglu_backward(*bad, order, weighted=False)
-    with pytest.raises(ValueError, match="place must be"):
-        combine(grad, order.int(), 2)
-    with pytest.raises(ValueError, match="contiguous"):
-        clear_unused(gate_up.view(2, 2, 16).mT, torch.zeros(2, dtype=torch.int32, device=DEVICE))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton_rig import DEVICE
 
-from qarl.kernels.triton._compat import (
+from qarl.kernels.triton.common import (
     LAUNCH,
     dot,
     e4m3_bits,

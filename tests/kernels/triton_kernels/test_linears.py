@@ -8,8 +8,8 @@ from torch import nn
 from triton_rig import DEVICE, INTERPRETED
 
 from qarl.kernels.int4 import dequantize_int4
-from qarl.kernels.triton.activations import quantize_tokens
 from qarl.kernels.triton.linears import unavailable
+from qarl.kernels.triton.quantize import quantize_tokens
 from qarl.quant import QuantLinear, get_scheme
 
 NAMES = ["triton", "triton_batch_invariant"]
@@ -37,7 +37,7 @@ def assert_one_rounding(found: torch.Tensor, exact: torch.Tensor, size: torch.Te
     assert ((found.detach().cpu().double() - exact).abs() <= exact.abs() * 2**-8 + size * error).all()
 
 
-@pytest.mark.parametrize("rows", [0, 1, 37])
+@pytest.mark.parametrize("rows", [1, 37])
 @pytest.mark.parametrize("kernel", NAMES)
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
 def test_forward_and_gradients_without_a_bf16_copy_of_the_weight(scheme: str, kernel: str, rows: int) -> None:

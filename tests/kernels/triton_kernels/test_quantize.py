@@ -1,53 +1,57 @@
-"""Weights to low bits and back, equal in every byte to qarl.quant.quantize, itself equal to compressed-tensors."""
+"""Weights and activations to low bits and back: equal in every byte to qarl.quant.quantize (itself equal to
+compressed-tensors) and to qarl.kernels.reference; and the way back from Marlin's layout."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from triton_rig import DEVICE
 
-from qarl.kernels.activations import dequantize as dequantize_tokens
-from qarl.kernels.int4 import dequantize_int4 as int4_reference
-from qarl.kernels.triton.quantize import Quantized, dequantize_int4, dequantize_rows, quantize_int4, quantize_rows
-from qarl.quant.quantize import QuantizedTensor, quantize
+from qarl.kernels import int4
+from qarl.kernels.base import dequantize as dequantize_tokens
+from qarl.kernels.reference import quantize_fp8_cuda, quantize_int8_cuda
+from qarl.kernels.triton.quantize import (
+    codes_from_marlin,
+    dequantize_int4,
+    dequantize_rows,
+    quantize_int4,
+    quantize_rows,
+    quantize_tokens,
+)
+from qarl.quant.quantize import quantize
 from qarl.quant.scheme import get_scheme
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 SCHEMES = ("w4a16", "w8a8", "fp8")
+DTYPES = pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=["int8", "e4m3"])
+Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def run(weight: torch.Tensor, scheme: str, group_size: int = 32, **options: Any) -> Quantized:
+def run(weight: torch.Tensor, scheme: str, group_size: int = 32) -> Made:
+    """Values, scales and the flag."""
     if scheme == "w4a16":
-        return quantize_int4(weight, group_size, **options)
-    return quantize_rows(weight, {"w8a8": torch.int8, "fp8": torch.float8_e4m3fn}[scheme], **options)
+        return quantize_int4(weight, group_size)
+    return quantize_rows(weight, {"w8a8": torch.int8, "fp8": FP8}[scheme])
 
 
-def check(weight: torch.Tensor, scheme: str, group_size: int = 32, grid: torch.dtype = BF16) -> None:
-    """Kernel and reference on the same numbers: low-bit tensors, and the dequantized copy of the same pass."""
-    reference = quantize(weight.to(grid), get_scheme(scheme, group_size=group_size))
-    for copy in (False, True):
-        found = run(weight, scheme, group_size, grid=grid, dequantize=copy)
-        assert found.nonfinite.tolist() == [0]
-        names = ("weight_packed" if scheme == "w4a16" else "weight", "weight_scale")
-        tensors = dict(zip(names, found[:2], strict=True))
-        shape = {k: v for k, v in reference.tensors.items() if k == "weight_shape"}
-        assert QuantizedTensor(reference.scheme, reference.shape, tensors | shape).equals(reference)
-        assert (found.dequantized is not None) == copy
-        if found.dequantized is not None:
-            assert torch.equal(found.dequantized.view(torch.int16), reference.dequantize().view(torch.int16))
+def check(weight: torch.Tensor, scheme: str, group_size: int = 32) -> None:
+    wanted = quantize(weight.cpu(), get_scheme(scheme, group_size=group_size)).tensors
+    values, scale, flag = (tensor.cpu() for tensor in run(weight, scheme, group_size))
+    expected = wanted["weight_packed" if scheme == "w4a16" else "weight"]
+    assert flag.tolist() == [0] and values.dtype == expected.dtype and scale.dtype == wanted["weight_scale"].dtype
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scale.view(torch.uint8), wanted["weight_scale"].view(torch.uint8))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("dtype", "grid"), [(BF16, BF16), (FP32, BF16), (FP32, FP32)])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 96), (5, 192), (37, 288)], ids=str)
-def test_equals_the_quantizer(scheme: str, dtype: torch.dtype, grid: torch.dtype, shape: tuple[int, int]) -> None:
+def test_equals_the_quantizer(scheme: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(shape, device=DEVICE) * 0.05).to(dtype)
     weight[0, :32] = 0  # a group whose scale becomes eps
     weight[-1, 32:64] *= 1e-3
-    check(weight, scheme, grid=grid)
+    check(weight, scheme)
 
 
 @pytest.mark.parametrize("group_size", [8, 24, 32, 64, 96, 128, 288])
@@ -66,16 +70,16 @@ def test_long_rows(scheme: str, cols: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("grid", [BF16, FP32], ids=str)
-def test_ties_and_extremes(scheme: str, grid: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_ties_and_extremes(scheme: str, dtype: torch.dtype) -> None:
     """Codes halfway between two, and groups at both ends of the range: scales from subnormal to 1e37."""
     torch.manual_seed(3)
     halves = torch.arange(-15, 16, dtype=FP32) / 2
     rows = [torch.cat([halves, halves.new_tensor([7.5])]) * scale for scale in (1.0, 0.25, 3.0, 1e-30, 1e30)]
     rows += [torch.randn(32) * scale for scale in (1e-40, 3e-39, 2e-38, 1e-36, 1e36, 8e37)]
     rows += [torch.full((32,), value) for value in (1e-45, 9.2e-41, 1.2e-38, -3e38, 2e-2)]
-    weight = torch.stack(rows).to(grid).to(DEVICE)
-    check(weight, scheme, grid=grid)
+    weight = torch.stack(rows).to(dtype).to(DEVICE)
+    check(weight, scheme)
 
 
 @pytest.mark.parametrize("off", [-1.0, 0.0, 1.0], ids=str)
@@ -108,15 +112,9 @@ def test_every_bf16_number(scheme: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_nonfinite_is_flagged(scheme: str, value: float, dtype: torch.dtype) -> None:
     weight = torch.ones(5, 1056, dtype=dtype, device=DEVICE)
-    assert run(weight, scheme).nonfinite.item() == 0
+    assert run(weight, scheme)[2].item() == 0
     weight[4, 1055] = value
-    assert run(weight, scheme).nonfinite.item() == 1
-
-
-def test_fp32_that_overflows_bf16_is_flagged() -> None:
-    weight = torch.full((2, 32), torch.finfo(FP32).max, device=DEVICE)
-    assert quantize_int4(weight, 32).nonfinite.item() == 1
-    assert quantize_int4(weight / 32, 32, grid=FP32).nonfinite.item() == 0
+    assert run(weight, scheme)[2].item() == 1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -127,14 +125,6 @@ def test_strided_weights(scheme: str) -> None:
         check(view, scheme)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_no_rows(scheme: str) -> None:
-    found = run(torch.empty(0, 64, dtype=BF16, device=DEVICE), scheme, dequantize=True)
-    assert found.values.shape[0] == found.scale.shape[0] == 0
-    assert found.dequantized is not None and found.dequantized.shape == (0, 64)
-    assert found.nonfinite.item() == 0
-
-
 @pytest.mark.parametrize(("group_size", "cols"), [(32, 96), (8, 8), (24, 72), (128, 1408)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_dequantize_int4(group_size: int, cols: int, dtype: torch.dtype) -> None:
@@ -142,10 +132,9 @@ def test_dequantize_int4(group_size: int, cols: int, dtype: torch.dtype) -> None
     packed = torch.randint(-(2**31), 2**31 - 1, (7, cols // 8), dtype=torch.int32, device=DEVICE)
     scale = torch.randn(7, cols // group_size, device=DEVICE).to(dtype)
     found = dequantize_int4(packed, scale)
-    assert torch.equal(found, int4_reference(packed, scale))
+    assert torch.equal(found, int4.dequantize_int4(packed, scale))
     strided = torch.stack((packed, packed), dim=2)[:, :, 0]
     assert torch.equal(dequantize_int4(strided, scale), found)
-    assert dequantize_int4(packed[:0], scale[:0]).shape == (0, cols)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -158,23 +147,55 @@ def test_dequantize_rows(dtype: torch.dtype, cols: int) -> None:
     assert torch.equal(dequantize_rows(values, scale), dequantize_tokens(values, scale))
     wide = torch.cat((codes, codes), dim=1).view(dtype)[:, :cols]
     assert torch.equal(dequantize_rows(wide, scale), dequantize_tokens(values, scale))
-    assert dequantize_rows(values[:0], scale[:0]).shape == (0, cols)
 
 
-def test_refuses_what_it_cannot_read() -> None:
-    weight = torch.ones(4, 64, dtype=BF16, device=DEVICE)
-    with pytest.raises(ValueError, match="multiple of group_size 48"):
-        quantize_int4(weight, 48)
-    with pytest.raises(ValueError, match="multiple of 8"):
-        quantize_int4(weight, 4)
-    with pytest.raises(ValueError, match="float16"):
-        quantize_rows(weight.half(), torch.int8)
-    with pytest.raises(ValueError, match="grid"):
-        quantize_rows(weight, torch.int8, grid=FP32)
-    with pytest.raises(ValueError, match="3 dimensions"):
-        quantize_rows(weight[None], torch.float8_e4m3fn)
-    packed = torch.zeros(4, 8, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="groups"):
-        dequantize_int4(packed, torch.ones(4, 3, dtype=BF16, device=DEVICE))
-    with pytest.raises(ValueError, match="FP32"):
-        dequantize_rows(packed.to(torch.int8), torch.ones(4, 1, dtype=BF16, device=DEVICE))
+def check_tokens(x: torch.Tensor, dtype: torch.dtype) -> None:
+    values, scale = (quantize_fp8_cuda if dtype == FP8 else quantize_int8_cuda)(x)
+    found = quantize_tokens(x, dtype)
+    assert found[0].dtype == dtype and found[0].shape == x.shape
+    assert torch.equal(found[1], scale)
+    assert torch.equal(found[0].view(torch.int8), values.view(torch.int8))
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 100), (6, 1536), (2, 8192), (2, 8200)], ids=str)
+def test_tokens(dtype: torch.dtype, rows: int, cols: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, cols, device=DEVICE).to(BF16)
+    check_tokens(x, dtype)
+
+
+@DTYPES
+def test_rows_of_all_magnitudes(dtype: torch.dtype) -> None:
+    """Zeros, the e4m3 floor, subnormal numbers and the largest, and products that lie halfway between codes."""
+    torch.manual_seed(1)
+    rows = [torch.randn(254) * 10.0**exponent for exponent in range(-40, 38, 3)]
+    halves = torch.arange(-127, 127) + 0.5
+    rows += [torch.zeros(254), torch.full((254,), 3e38), torch.full((254,), -1e-40), halves.clamp(-127, 127)]
+    x = torch.stack(rows).to(BF16).to(DEVICE)
+    check_tokens(x, dtype)
+
+
+@DTYPES
+def test_rows_may_be_strided(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    wide = torch.randn(5, 160, device=DEVICE).to(BF16)
+    for view in (wide[:, 64:], wide[::2, :96], wide[:, :96]):
+        check_tokens(view, dtype)
+    check_tokens(wide[:, :3].t(), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+def test_a_bad_row_shows_in_its_scale(dtype: torch.dtype, bad: float) -> None:
+    x = torch.ones(3, 70, dtype=BF16, device=DEVICE)
+    x[1, 69] = bad
+    _, scale = quantize_tokens(x, dtype)
+    assert scale.isfinite().flatten().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("sizes", [(1, 64, 16), (3, 192, 48), (2, 128, 272)], ids=str)
+def test_the_codes_come_back_from_marlins_layout(sizes: tuple[int, int, int]) -> None:
+    experts, rows, columns = sizes
+    packed = torch.randint(-(2**31), 2**31, (experts, rows, columns // 8)).to(torch.int32)
+    assert torch.equal(codes_from_marlin(int4._codes_to_marlin(packed).to(DEVICE)).cpu(), packed)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from triton_rig import DEVICE, INTERPRETED
 
-from qarl.kernels.activations import quantize_fp8, quantize_int8
+from qarl.kernels.reference import quantize_fp8, quantize_int8
+from qarl.kernels.triton.common import Tile, architecture, processors
 from qarl.kernels.triton.scaled_mm import scaled_mm, takes_tma
-from qarl.kernels.triton.tables import Tile, architecture, processors
 
 E4M3_HERE = INTERPRETED or architecture(torch.device(DEVICE)) != "ampere"
 KINDS = ["int8", pytest.param("fp8", marks=pytest.mark.skipif(not E4M3_HERE, reason="no e4m3 products on this GPU"))]
@@ -90,20 +90,3 @@ def test_tiles_are_cut_into_programs_as_meant() -> None:
     assert Tile(16, 32, 32, per_sm=4).persistent(4 * processors(device) + 1, device)
     assert not Tile(16, 32, 32, per_sm=4).persistent(4 * processors(device), device)
     assert not Tile(16, 32, 64).persistent(10**6, device)
-
-
-def test_no_rows_and_what_does_not_fit() -> None:
-    x, x_scale, weight, weight_scale = on_device(make("int8", 4, 32, 64))
-    assert scaled_mm(x[:0], x_scale[:0], weight, weight_scale).shape == (0, 32)
-    with pytest.raises(ValueError, match="activations are"):
-        scaled_mm(x.float(), x_scale, weight, weight_scale)
-    with pytest.raises(ValueError, match="must be int8 or float8"):
-        scaled_mm(x.float(), x_scale, weight.float(), weight_scale)
-    with pytest.raises(ValueError, match=r"expected \[M, 64\]"):
-        scaled_mm(x[:, :32], x_scale, weight, weight_scale)
-    with pytest.raises(ValueError, match="scale of x_scale"):
-        scaled_mm(x, x_scale[:2], weight, weight_scale)
-    with pytest.raises(ValueError, match="the weight must be contiguous"):
-        scaled_mm(x[:, ::2], x_scale, weight[:, ::2], weight_scale)
-    with pytest.raises(ValueError, match="bias must be"):
-        scaled_mm(x, x_scale, weight, weight_scale, weight_scale[:, 0])

@@ -1,5 +1,5 @@
-"""What the Triton kernels share: casts and dot products with the same bits on a GPU and under Triton's interpreter, and
-sums that several programs share.
+"""What the Triton kernels share: casts and dot products with the same bits on a GPU and under Triton's interpreter, the
+tables of tiles, and sums that several programs share.
 
 With TRITON_INTERPRET=1 (read when a kernel is defined) kernels run in NumPy, on a machine without a GPU. In Triton 3.6
 to 3.9 the interpreter is wrong in four ways:
@@ -18,19 +18,33 @@ fusing a * b + c. Write `tl.div_rn` and `tl.sqrt_rn`, because `/` and `tl.sqrt` 
 Split sums have a fixed order and no float atomics. Every program writes its tile to a workspace and increments a
 counter. The program that arrives last adds all tiles in a fixed order. The last program changes from run to run, but
 the result does not. One kernel does both steps, because a product of few rows takes little longer than a launch.
+
+The tables for Hopper, Ampere and two kinds of Blackwell are in tables.json. They have a list of rules for each
+operation. The first rule whose `max_m` is not below the rows M decides. If no rule of a W4A16 operation serves M, the
+weight is dequantized first. Rules of operations whose name ends in `_invariant` have no bound.
+
+Nothing is timed at run time, so the same shape on the same kind of GPU always gets the same tile and order of
+summation. `scripts/tune_triton.py` times candidates on a GPU and writes the file.
+
+The Ampere table also serves capabilities 8.6 and 8.9. Blackwell's table serves capability 10.x. Capability 12.x has a
+table of its own: a block has 99 KB of shared memory there, not 227 KB, and no tensor memory, so its tiles are Ampere's.
+The tiles of both Blackwell tables compile without spills and fit, but their speed was not measured.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
-from qarl.kernels.device import capability, is_gpu
-from qarl.kernels.triton.tables import Tile, parts
+from qarl.kernels import base
+from qarl.kernels.base import capability
 
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether the kernels of this process run under the interpreter."""
@@ -116,20 +130,76 @@ def has_e4m3(device: torch.device) -> bool:
     return not INTERPRETED and torch.version.hip is None and capability(device) >= (8, 9)
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition`. Wrappers call this first, so no kernel reads out of bounds."""
-    if not condition:
-        raise ValueError(message)
+PATH = Path(__file__).with_name("tables.json")
+"""The file with the tables."""
 
 
-def require_device(*tensors: torch.Tensor) -> None:
-    """Raise ValueError unless all tensors are on one GPU, or on the CPU under the interpreter."""
-    devices = {tensor.device for tensor in tensors}
-    require(len(devices) == 1, f"tensors are on different devices: {sorted(map(str, devices))}")
-    require(
-        INTERPRETED or is_gpu(tensors[0].device),
-        f"Triton kernels need a GPU, not {tensors[0].device} (TRITON_INTERPRET=1 runs them on CPU, for tests)",
-    )
+class Tile(NamedTuple):
+    """BM rows by BN output channels, with BK input channels per step.
+
+    `per_sm`: programs per SM, or 0 for one program per tile. With fewer tiles than programs, sums are split. With more
+    tiles, the programs of the 8-bit kernels compute several tiles each.
+    """
+
+    BM: int
+    BN: int
+    BK: int
+    num_warps: int = 4
+    num_stages: int = 3
+    per_sm: int = 0
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """Return Triton's launch options (not arguments of the kernel)."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def persistent(self, tiles: int, device: torch.device) -> bool:
+        """Return whether programs compute several tiles each."""
+        return 0 < self.per_sm * processors(device) < tiles
+
+
+class Rule(NamedTuple):
+    """`tile` is for shapes of at most `max_m` rows, or of any number."""
+
+    tile: Tile
+    max_m: int | None = None
+
+
+@cache
+def tables() -> dict[str, dict[str, tuple[Rule, ...]]]:
+    """Return the tables as {architecture: {operation: rules}}."""
+
+    def rule(entry: dict[str, Any]) -> Rule:
+        return Rule(Tile(*entry["tile"]), entry.get("max_m"))
+
+    stored = json.loads(PATH.read_text(encoding="utf-8"))
+    return {kind: {name: tuple(map(rule, rules)) for name, rules in found.items()} for kind, found in stored.items()}
+
+
+def architecture(device: torch.device) -> str:
+    """Return the name of the table for `device`. For the CPU (the interpreter) it is Hopper's."""
+    if not base.is_gpu(device) or torch.version.hip is not None:
+        return "hopper"
+    major, _ = base.capability(device)
+    return {9: "hopper", 12: "blackwell_geforce"}.get(major, "ampere" if major < 9 else "blackwell")
+
+
+def choose(operation: str, device: torch.device, m: int) -> Tile | None:
+    """Return the tile of the first rule that serves `m` rows, or None if there is no such rule."""
+    rules = tables()[architecture(device)][operation]
+    return next((rule.tile for rule in rules if rule.max_m is None or m <= rule.max_m), None)
+
+
+def processors(device: torch.device) -> int:
+    """Return the number of SMs of `device`. Under the interpreter return 8, so that sums are split there too."""
+    return base.processors(device) if base.is_gpu(device) else 8
+
+
+def parts(tile: Tile, tiles: int, blocks: int, device: torch.device) -> int:
+    """Return the number of programs that share the `blocks` of a sum. If it is above 1, each gets at least 4 blocks."""
+    wanted = -(-tile.per_sm * processors(device) // max(tiles, 1))
+    count = max(1, min(wanted, blocks // 4))
+    return -(-blocks // -(-blocks // count))  # every program must get a block
 
 
 @triton.jit

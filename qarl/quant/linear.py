@@ -212,5 +212,7 @@ class QuantLinear(QuantLayer, nn.Linear):
         self.check_input(input.dtype)
         self.make_ready()
         x = input.reshape(-1, self.in_features)
+        if not len(x):  # a model's own router may give a layer no tokens; the kernels need one
+            return nn.functional.linear(input, self.weight, self.bias)
         y = _StraightThroughLinear.apply(x, self.weight, self.bias, self)
         return y.view(*input.shape[:-1], self.out_features)

@@ -13,6 +13,7 @@ import pytest
 from checkout import ROOT
 
 from qarl.bench.__main__ import main
+from qarl.bench.arguments import find_model
 from qarl.bench.layer_costs import beyond_products
 from qarl.bench.plan import ERROR, predict
 from qarl.bench.report import summary
@@ -27,7 +28,6 @@ from qarl.bench.roofline import (
     by_phase,
     measured_rates,
 )
-from qarl.bench.sources import find_model
 from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from memory_cases import SMALL, parts, run
 
-from qarl.bench.sources import find_model
+from qarl.bench.arguments import find_model
 from qarl.checks import memory
 from qarl.checks.memory import RUNTIME_BYTES, estimate, readable
 from qarl.checks.memory_terms import (

@@ -121,16 +121,6 @@ def test_every_competitor_of_experts_computes_the_same(routing: str, tokens: int
     assert layer.failures == {}
 
 
-def test_routings() -> None:
-    layer = ExpertLayer(ExpertsShape(16, 4, 32, 32), SOME, torch.device("cpu"))
-    for routing in products.ROUTINGS:
-        weights, ids = layer.topk(400, routing)
-        assert all(len(set(row)) == 4 for row in ids.tolist()), "a token's experts are different ones"
-        torch.testing.assert_close(weights.sum(1), torch.ones(400))
-        counts = ids.flatten().bincount(minlength=16).tolist()
-        assert set(counts) == {100} if routing == "balanced" else counts[0] > 3 * counts[-1] > 0
-
-
 @pytest.mark.parametrize("value", [1000.0, float("nan")])
 def test_a_wrong_kernel_gets_no_figure(
     value: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -205,21 +195,6 @@ def test_json_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     table = kernel_tables(document)
     assert "| kernel | M=1 | M=18 |" in table and "| w8a8 reference |" in table
     assert document["commit"] in table and str(tmp_path) not in json.dumps(document)
-
-
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second group is never finished."""
-    made = products.BUILDERS["linear"]
-
-    def builder(layer: Layer, rows: int) -> list[Competitor]:
-        if rows == 18:
-            raise KeyboardInterrupt
-        return made(layer, rows)
-
-    monkeypatch.setitem(products.BUILDERS, "linear", builder)
-    path = tmp_path / "a.json"
-    assert main(["kernels", *SMALL, "operation=linear", f"json={path}"]) == 130
-    assert {entry["m"] for entry in json.loads(path.read_text())["results"]} == {1}
 
 
 def test_tables_in_markdown_come_from_json(tmp_path: Path) -> None:

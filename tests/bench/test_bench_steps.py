@@ -63,15 +63,6 @@ def test_the_defaults_are_launches_of_every_scheme_and_level() -> None:
     assert [str(case) for case in parse("schemes=fp8,bf16", part="publish").cases()] == ["bf16", "fp8"]
 
 
-def test_the_copy_has_no_end_of_sequence(folder: Path) -> None:
-    generation = json.loads((folder / "generation_config.json").read_text())
-    assert json.loads((folder / "config.json").read_text()).get("eos_token_id") is None
-    assert generation.get("eos_token_id") is None
-    from transformers import AutoTokenizer
-
-    assert AutoTokenizer.from_pretrained(folder).eos_token_id is None
-
-
 # Launches, with fake processes.
 
 
@@ -150,12 +141,11 @@ def test_a_case_with_wrong_numbers_gets_no_figures(
     assert "| w8a8 | `linears` |" not in captured.out
 
 
-@pytest.mark.parametrize("finished", [0, 3])
 def test_ctrl_c_keeps_the_finished_launches(
-    finished: int, launches: Callable[[Launch], list[Case]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launches: Callable[[Launch], list[Case]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
-        if len(order) > finished:
+        if len(order) > 3:
             raise KeyboardInterrupt
         return found(1.0)
 
@@ -163,10 +153,9 @@ def test_ctrl_c_keeps_the_finished_launches(
     assert main(["steps", "device=cpu", "schemes=bf16,w8a8", "levels=off", f"json={path}"]) == 130
     captured = capsys.readouterr()
     assert "interrupted" in captured.err and "Traceback" not in captured.err
-    if finished:
-        results = json.loads(path.read_text())["results"]
-        assert [len(result["phases"]["step"]["samples"]) for result in results] == [1, 2]
-        assert "| w8a8 | `off` | 0.5" in captured.out and "| 1.00 (1.00-1.00) |" in captured.out
+    results = json.loads(path.read_text())["results"]
+    assert [len(result["phases"]["step"]["samples"]) for result in results] == [1, 2]
+    assert "| w8a8 | `off` | 0.5" in captured.out and "| 1.00 (1.00-1.00) |" in captured.out
 
 
 @pytest.mark.slow
@@ -207,14 +196,6 @@ def test_units_and_ratios_by_hand() -> None:
     assert both == {"median": 2.0, "minimum": 1.0, "maximum": 3.0}
     assert report.seconds(report.summary([[0.0]])) == "0"
     assert report.seconds(report.summary([[0.0012345, 12.345]])) == "6.17 (0.00123-12.3)"
-
-
-def test_a_cut_model_and_a_level_that_fell_back_say_so() -> None:
-    document = json.loads((ROOT / "benchmarks/results/steps_long_cpu.json").read_text())
-    document["model"]["layers"] = [4]
-    document["results"][0]["level_applied"] = "linears"
-    text = report.step_tables(document)
-    assert "the whole model has 30, but the others" in text and "`off` (ran as `linears`)" in text
 
 
 # The trainer's own phases, and the check.

@@ -31,6 +31,7 @@ import yaml
 from ablation_plots import curves_of, plot_suite
 from ablation_statistics import any_difference, run_figures, table
 
+from qarl.bench.report import commit
 from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
@@ -200,15 +201,6 @@ def report(suite: Suite, results: Results, command: str) -> str:
 def _after(results: Results, arm: str) -> list[float]:
     found = [entry.get("accuracy_after") for entry in results if entry["arm"] == arm and not entry["failed"]]
     return [value for value in found if value is not None]
-
-
-def commit() -> str:
-    """Return the commit of the checkout, with "+changes" if tracked files differ, or "unknown"."""
-    try:
-        words = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=8", "--dirty=+changes", "--exclude=*"]
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

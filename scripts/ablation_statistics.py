@@ -15,6 +15,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qarl.bench.report import markdown_table
+
 EXACT_WAYS = 20_000
 """Up to this number all ways are counted. Beyond it, this number is drawn at random, always the same ones."""
 COLLAPSED_BELOW = 0.5
@@ -144,7 +146,7 @@ def table(runs: Sequence[Mapping[str, Any]], baseline: str | None) -> str:
     compared = baseline is not None and len(arms) > 1
     head = ["arm", "seeds", "accuracy after", "each seed", *columns, "collapsed"]
     head += [f"against {baseline}", "p (smallest possible)"] if compared else []
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines = []
     for arm in arms:
         mine = [run for run in runs if run["arm"] == arm]
         done = [run for run in mine if not run["failed"]]
@@ -155,8 +157,8 @@ def table(runs: Sequence[Mapping[str, Any]], baseline: str | None) -> str:
         if compared:
             base = [run for run in runs if run["arm"] == baseline and not run["failed"]]
             cells += _comparison(after, _figures(base, "accuracy_after")) if arm != baseline else ["", ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(head, lines)
 
 
 def _seeds(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -69,13 +69,8 @@ TABLES = {"keys": key_table, "rotary": rotary_table, "refused": refused_table}
 
 def _levels(row: Row) -> list[str]:
     low, bf16 = row["w4a16"], row["bf16"]
-    return [
-        _mean(low["off"]),
-        _mean(low["linears"]),
-        _mean(low.get("model")),
-        _mean(bf16["linears"]),
-        _mean(bf16.get("model")),
-    ]
+    values = low["off"], low["linears"], low.get("model"), bf16["linears"], bf16.get("model")
+    return [_mean(value) for value in values]
 
 
 def _mean(value: float | None) -> str:

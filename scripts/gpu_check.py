@@ -39,6 +39,8 @@ from typing import Any
 from gpu_pages import Result, markdown, verdict_table, write_readme
 from gpu_parts import BEFORE, FIRST_CALL, GROUPS, PARTS, Part
 
+from qarl.bench.report import commit
+
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 520
 LEAST_SECONDS = 5
@@ -231,13 +233,6 @@ def gpus() -> int:
         lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
         return max(1, sum(line.startswith("GPU ") for line in lines))
     return 1
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    with contextlib.suppress(OSError):
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    return "unknown"
 
 
 def read_report(part: Part, folder: Path, report: Path) -> Any:

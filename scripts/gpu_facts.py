@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import torch
 
+from qarl.bench.arguments import find_model, linear_shapes
 from qarl.bench.report import facts as known_facts
-from qarl.bench.sources import find_model, linear_shapes
 from qarl.checks.machine import check_compiler, check_driver
 from qarl.errors import UserError
 from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel

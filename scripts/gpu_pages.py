@@ -10,6 +10,8 @@ from typing import Any
 from gpu_parts import PARTS, TRAINING
 from gpu_verdicts import verdicts
 
+from qarl.bench.report import kernel_tables, markdown_table, step_tables
+
 Result = dict[str, Any]
 """What is kept of one part: `status`, `why`, `seconds`, `commit`, `output` (lines), `report` (JSON or None), and
 `failing` (names of tests)."""
@@ -19,19 +21,16 @@ def verdict_table(result: Result, *, cpu: bool) -> str:
     if not result.get("report"):
         return "no verdicts: the kernels were not measured"
     said = "On a CPU, to try the table: they mean nothing.\n\n" if cpu else ""
-    rows = [f"| {' | '.join(line)} |" for line in verdicts(result["report"]["results"])]
-    return said + "\n".join(["| bound | shape | found | |", "|---|---|---|---|", *rows])
+    return said + markdown_table(["bound", "shape", "found", ""], verdicts(result["report"]["results"]))
 
 
 def markdown(document: dict[str, Any], cpu: bool) -> str:
     """All results, as a page."""
     results = document["parts"]
+    rows = [[name, found["status"], f"{found['seconds']:.0f}", found["commit"], found["why"] or ""]
+            for name, found in results.items()]  # fmt: skip
     lines = [f"`scripts/gpu_check.sh{' --cpu' if cpu else ''}`, {document['date']}", "",
-             "| part | status | seconds | commit | |", "|---|---|---|---|---|"]  # fmt: skip
-    for name, found in results.items():
-        lines.append(
-            f"| {name} | {found['status']} | {found['seconds']:.0f} | {found['commit']} | {found['why'] or ''} |"
-        )
+             markdown_table(["part", "status", "seconds", "commit", ""], rows)]  # fmt: skip
     if "bench" in results:
         lines += ["", "## verdicts", "", verdict_table(results["bench"], cpu=cpu)]
     if cells := {} if cpu else readme_cells(results):
@@ -46,8 +45,6 @@ def tables(name: str, result: Result) -> list[str]:
     """Tables of a benchmark, δ of a training run, else the last lines of output."""
     report, command = result.get("report"), PARTS[name].gpu if name in PARTS else ""
     if report and "qarl.bench" in command:
-        from qarl.bench.report import kernel_tables, step_tables
-
         return [(kernel_tables if "bench kernels" in command else step_tables)(report)]
     lines = ["```", *result["output"][-60:], "```"]
     if report and "steps" in report:

@@ -10,11 +10,14 @@ preparation scripts (examples/data_preprocess) take the reference as it is.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
@@ -122,22 +125,14 @@ def problems(
         raise UserError("the source has no rows", where=source.name, fix="name another file, or another split")
 
 
-class _verifier:
-    """Context of a function from answers to whether each verifies itself, in order."""
-
-    def __init__(self, workers: int) -> None:
-        # "spawn": a fork would copy the reader's threads' locks.
-        self.pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
-
-    def __enter__(self) -> Any:
-        if self.pool is None:
-            return lambda answers: [verifies_itself(answer) for answer in answers]
-        pool = self.pool
-        return lambda answers: list(pool.map(verifies_itself, answers, chunksize=32))
-
-    def __exit__(self, *error: object) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
+@contextmanager
+def _verifier(workers: int) -> Iterator[Callable[[Sequence[str]], list[bool]]]:
+    """Yield a function from answers to whether each verifies itself, in order."""
+    if workers <= 1:
+        yield lambda answers: [verifies_itself(answer) for answer in answers]
+    else:  # "spawn": a fork would copy the reader's threads' locks.
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            yield lambda answers: list(pool.map(verifies_itself, answers, chunksize=32))
 
 
 def _rows(source: Source) -> Iterator[tuple[Any, Any]]:
@@ -145,8 +140,12 @@ def _rows(source: Source) -> Iterator[tuple[Any, Any]]:
     if not source.files:
         yield from _hub_rows(source)
     for file in source.files:
-        read = _parquet_rows if file.suffix == ".parquet" else _json_rows
-        yield from read(file, source)
+        try:
+            yield from (_parquet_rows if file.suffix == ".parquet" else _json_rows)(file, source)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            fix = "name a .parquet file or a UTF-8 .jsonl file; it may be cut short, or a pointer of Git LFS"
+            raise UserError("cannot read the file", where=str(file), why=why, fix=fix) from error
 
 
 def _columns(names: Iterable[str], source: Source, where: str) -> tuple[str, str]:
@@ -158,52 +157,32 @@ def _columns(names: Iterable[str], source: Source, where: str) -> tuple[str, str
         ("answer", source.answer_column, ANSWER_COLUMNS),
     ):
         wanted = (given,) if given else usual
-        column = next((name for name in wanted if name in names), None)
-        if column is None:
-            raise UserError(
-                f"no column with the {what}",
-                where=where,
-                why=f"looked for {', '.join(wanted)}; there are {', '.join(names) or 'none'}",
-                fix=f"name it with --{what}-column",
-            )
-        found.append(column)
+        if not (there := [name for name in wanted if name in names]):
+            why = f"looked for {', '.join(wanted)}; there are {', '.join(names) or 'none'}"
+            raise UserError(f"no column with the {what}", where=where, why=why, fix=f"name it with --{what}-column")
+        found.append(there[0])
     return found[0], found[1]
 
 
 def _parquet_rows(file: Path, source: Source) -> Iterator[tuple[Any, Any]]:
-    try:
-        with pq.ParquetFile(file) as parquet:
-            columns = _columns(parquet.schema_arrow.names, source, str(file))
-            for batch in parquet.iter_batches(256, columns=list(dict.fromkeys(columns))):
-                yield from ((row[columns[0]], row[columns[1]]) for row in batch.to_pylist())
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(file, error) from error
+    with pq.ParquetFile(file) as parquet:
+        columns = _columns(parquet.schema_arrow.names, source, str(file))
+        for batch in parquet.iter_batches(256, columns=list(dict.fromkeys(columns))):
+            yield from ((row[columns[0]], row[columns[1]]) for row in batch.to_pylist())
 
 
 def _json_rows(file: Path, source: Source) -> Iterator[tuple[Any, Any]]:
     columns = None
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    where, fix = f"{file}:{number}", "write one object a line, JSON Lines"
-                    raise UserError("a line is not a JSON object", where=where, why=f"it is {line[:60]!r}", fix=fix)
-                columns = columns or _columns(row, source, f"{file}:{number}")
-                yield row.get(columns[0]), row.get(columns[1])
-    except json.JSONDecodeError as error:
-        fix = "write one object a line, JSON Lines; a file cut short has half a line at its end"
-        raise UserError("a line is not JSON", where=f"{file}:{number}", why=str(error), fix=fix) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(file, error) from error
-
-
-def _unreadable(file: Path, error: Exception) -> UserError:
-    why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    fix = "name a .parquet file or a UTF-8 .jsonl file; it may be cut short, or a pointer of Git LFS"
-    return UserError("cannot read the file", where=str(file), why=why, fix=fix)
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row: dict[str, Any] = dict(json.loads(line))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"line {number} is not a JSON object: {line[:60]!r}") from error
+            columns = columns or _columns(row, source, f"{file}:{number}")
+            yield row.get(columns[0]), row.get(columns[1])
 
 
 def _hub_rows(source: Source) -> Iterator[tuple[Any, Any]]:
@@ -216,11 +195,9 @@ def _hub_rows(source: Source) -> Iterator[tuple[Any, Any]]:
         )
         names = stream.column_names or list(next(iter(stream), {}))
     except Exception as error:  # what `datasets` raises depends on the network and on the repository
-        raise UserError(
-            f"cannot load the data set {source.name}",
-            why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-            fix="check the name and the network; offline, download its files elsewhere and name them instead",
-        ) from error
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        fix = "check the name and the network; offline, download its files elsewhere and name them instead"
+        raise UserError(f"cannot load the data set {source.name}", why=why, fix=fix) from error
     columns = _columns(names, source, source.name)
     yield from ((row.get(columns[0]), row.get(columns[1])) for row in stream.select_columns(list(set(columns))))
 
@@ -228,22 +205,32 @@ def _hub_rows(source: Source) -> Iterator[tuple[Any, Any]]:
 def local_files(names: Sequence[str]) -> tuple[Path, ...]:
     """`names` as files, folders as the .parquet and .jsonl files in them, sorted.
 
-    Raises `UserError` for one that does not exist, has no such files, or is of another format.
+    Raises `UserError` for one that is not there, has no such files, or is of another format.
     """
     files: list[Path] = []
-    for name in names:
-        path = Path(name)
-        found = [path]
-        if path.is_dir():
-            found = sorted(file for file in path.iterdir() if file.suffix in (".parquet", ".jsonl"))
-        if not found or not path.exists():
-            why = "the folder has no .parquet or .jsonl file" if path.is_dir() else "there is no such file"
-            raise UserError("nothing to read", where=name, why=why, fix="correct the path")
-        for file in found:
-            if file.suffix not in (".parquet", ".jsonl", ".json"):
-                raise UserError("unknown format", where=str(file), fix="name a .parquet or .jsonl file")
-        files += found
+    for path in map(Path, names):
+        found = sorted(path.glob("*.parquet")) + sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not found or not all(file.is_file() and file.suffix in (".parquet", ".jsonl", ".json") for file in found):
+            raise UserError("there is no .parquet or .jsonl file", where=str(path), fix="correct the path")
+        files += sorted(found)
     return tuple(files)
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what both scripts take."""
+    parser.add_argument("--problem-column", help="column of the problems, if it has an unusual name")
+    parser.add_argument("--answer-column", help="column of the answers, likewise")
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes verifying answers")
+
+
+def exit_code(prepare: Callable[[], object]) -> int:
+    """Return the exit code of a script that prepares data: 2 after a `UserError`, which is printed."""
+    try:
+        prepare()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def to_row(item: Problem, data_source: str, split: str, index: int) -> dict[str, Any]:

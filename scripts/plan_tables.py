@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.bench.plan import predict
+from qarl.bench.report import markdown_table
 from qarl.bench.roofline import PHASES, TERMS, Work, assumed_rates
 from qarl.config.quant import ROLLOUT_SCHEMES
 
@@ -41,14 +42,8 @@ LONG: dict[str, Any] = {
     "prompts": 512, "n": 8, "prompt_length": 200, "response_length": (4000, 16384), "mini_batches": 8,
     "micro_tokens": 22528, "schemes": ("w4a16",), "optimizer": "muon",
 }  # fmt: skip
-EARLIER = {
-    "rollout": (350, 450),
-    "old_log_prob": (110, 120),
-    "update": (290, 330),
-    "optimizer": (2, 3),
-    "publish": (45, 50),
-    "other": (10, 15),
-}
+EARLIER = {"rollout": (350, 450), "old_log_prob": (110, 120), "update": (290, 330), "optimizer": (2, 3),
+           "publish": (45, 50), "other": (10, 15)}  # fmt: skip
 """Seconds of the same step, estimated by reading the code before its experts, its publish and its metrics were
 rewritten. Nobody measured them."""
 
@@ -56,7 +51,7 @@ rewritten. Nobody measured them."""
 def speed() -> str:
     """Return the rows of figures 9b and 11: for each model and scheme, rollouts alone and QaRL, relative to BF16."""
     heads = ["model", "scheme", "BF16, s", "rollouts alone, s", "x BF16", "paper", "QaRL at `linears`, s", "x BF16"]
-    lines = _table([*heads, "paper", "QaRL"])
+    lines: list[list[str]] = []
     for name, changes in MODELS.items():
         given = {"model": name, "schemes": LOW_BIT, **SPEED, **changes}
         (base,) = predict(Work(**given | BASELINE.get(name, {}) | {"schemes": ("bf16",)}), assumed_rates(GPU))
@@ -67,18 +62,18 @@ def speed() -> str:
             for row, said in ((off, paper[0]), (linears, paper[1])):
                 cells += [f"{row['step']:.0f}", f"{base['step'] / row['step']:.2f}", said]
             gain = round(base["step"] / linears["step"], 2)
-            lines.append(_row([*cells, "loses" if gain < 1 else "gains" if gain > 1 else "neither"]))
-    return "\n".join(lines)
+            lines.append([*cells, "loses" if gain < 1 else "gains" if gain > 1 else "neither"])
+    return markdown_table([*heads, "paper", "QaRL"], lines)
 
 
 def phases() -> str:
     """Return the seconds of each phase of a step with long responses, and its largest terms."""
     _, linears = predict(Work(**LONG), assumed_rates(GPU))
-    lines = _table(["phase", "earlier, s", "predicted, s", "largest terms, s"])
+    lines = []
     totals = tuple(sum(bounds[i] for bounds in EARLIER.values()) for i in (0, 1))
     for phase, earlier in {**{name: EARLIER[name] for name in PHASES}, "step": totals}.items():
-        lines.append(_row([phase, f"{earlier[0]} to {earlier[1]}", *_predicted(linears, phase)]))
-    return "\n".join(lines)
+        lines.append([phase, f"{earlier[0]} to {earlier[1]}", *_predicted(linears, phase)])
+    return markdown_table(["phase", "earlier, s", "predicted, s", "largest terms, s"], lines)
 
 
 def _predicted(row: dict[str, Any], phase: str) -> list[str]:
@@ -91,14 +86,6 @@ def _predicted(row: dict[str, Any], phase: str) -> list[str]:
 
 def _seconds(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
-
-
-def _table(heads: Sequence[str]) -> list[str]:
-    return [_row(heads), "|---" * len(heads) + "|"]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 TABLES = {"speed": speed, "phases": phases}

@@ -15,15 +15,25 @@ NAME.keys has the keys of all published ones, for prepare_openr1_math.py.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from math_data import SAMPLES_COLUMN, SCHEMA, Counts, Source, local_files, problems, to_row, write_parquet, write_report
+from math_data import (
+    SAMPLES_COLUMN,
+    SCHEMA,
+    Counts,
+    Source,
+    add_source_arguments,
+    exit_code,
+    local_files,
+    problems,
+    to_row,
+    write_parquet,
+    write_report,
+)
 from math_text import problem_key
 
 from qarl.errors import UserError
@@ -77,9 +87,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     many: Any = {"action": "append", "default": []}
     parser.add_argument("--file", **many, metavar="SET=PATH", help="local file or folder, not the Hub; repeatable")
     parser.add_argument("--samples", **many, metavar="SET=N", help="responses per problem in validation; repeatable")
-    parser.add_argument("--problem-column", help="column of the problems, if it has an unusual name")
-    parser.add_argument("--answer-column", help="column of the answers, likewise")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes verifying answers")
+    add_source_arguments(parser)
     return parser.parse_args(argv)
 
 
@@ -97,8 +105,6 @@ def by_set(option: str, values: Sequence[str], chosen: Sequence[str]) -> dict[st
 
 def sources(args: argparse.Namespace) -> dict[str, tuple[Source, int]]:
     """Source and samples per problem of every chosen set. Raises `UserError` before anything is read."""
-    if args.workers < 1:
-        raise UserError(f"--workers {args.workers}", fix="1 or more")
     files = by_set("--file", args.file, args.sets)
     samples = by_set("--samples", args.samples, args.sets)
     found = {}
@@ -115,16 +121,15 @@ def sources(args: argparse.Namespace) -> dict[str, tuple[Source, int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepares the chosen sets; returns the process exit code."""
+    """Prepare the chosen sets. Return the exit code."""
     args = parse_arguments(argv)
-    seen: dict[bytes, str] = {}
-    try:
+
+    def run() -> None:
+        seen: dict[bytes, str] = {}
         for name, (source, samples) in sources(args).items():
             prepare(name, source, samples, args.output, seen, args.workers)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":

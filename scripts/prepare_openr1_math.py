@@ -14,13 +14,22 @@ A problem is left out if one of the evaluation sets published it or it came befo
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from math_data import SCHEMA, Counts, Source, local_files, problems, to_row, write_parquet, write_report
+from math_data import (
+    SCHEMA,
+    Counts,
+    Source,
+    add_source_arguments,
+    exit_code,
+    local_files,
+    problems,
+    to_row,
+    write_parquet,
+    write_report,
+)
 from math_text import problem_key
 from prepare_math_eval import SETS, keys_file
 
@@ -38,16 +47,11 @@ def evaluation_keys(folder: Path, names: Sequence[str]) -> dict[str, list[bytes]
         try:
             keys[name] = [bytes.fromhex(line) for line in file.read_text(encoding="utf-8").splitlines()]
         except FileNotFoundError as error:
+            why = "training prompts that occur in an evaluation set must be left out"
+            fix = "run scripts/prepare_math_eval.py first, or name its folder and sets with --eval and --eval-sets"
             raise UserError(
-                f"the evaluation set {name} is not in {folder}",
-                where=str(file),
-                why="training prompts that occur in an evaluation set must be left out",
-                fix="run scripts/prepare_math_eval.py first, name its folder with --eval, the sets that count with "
-                "--eval-sets, or give --no-eval",
+                f"the evaluation set {name} is not in {folder}", where=str(file), why=why, fix=fix
             ) from error
-        except (OSError, ValueError) as error:
-            fix = "make it again with scripts/prepare_math_eval.py"
-            raise UserError("cannot read an evaluation set", where=str(file), why=str(error), fix=fix) from error
     return keys
 
 
@@ -87,28 +91,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     held_out.add_argument("--eval", type=Path, default=Path("data/math_eval"), help="folder of prepare_math_eval.py")
     parser.add_argument("--eval-sets", nargs="+", default=list(SETS), help="sets in that folder; by default all six")
     held_out.add_argument("--no-eval", action="store_true", help="leave nothing out for an evaluation set")
-    parser.add_argument("--problem-column", help="column of the problems, if it has an unusual name")
-    parser.add_argument("--answer-column", help="column of the answers, likewise")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes verifying answers")
+    add_source_arguments(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepares the training set; returns the process exit code."""
+    """Prepare the training set. Return the exit code."""
     args = parse_arguments(argv)
-    try:
-        if args.workers < 1:
-            raise UserError(f"--workers {args.workers}", fix="1 or more")
-        if args.output.suffix != ".parquet":
-            raise UserError(f"--output {args.output}", why="the file is parquet", fix="give it the ending .parquet")
+
+    def run() -> None:
         files = local_files(args.file)
         source = Source(args.dataset, files, args.subset, args.split, args.problem_column, args.answer_column)
-        sets: dict[str, list[bytes]] = {} if args.no_eval else evaluation_keys(args.eval, args.eval_sets)
-        prepare(source, sets, args.output, args.workers)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        prepare(source, {} if args.no_eval else evaluation_keys(args.eval, args.eval_sets), args.output, args.workers)
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from qarl.bench.sources import find_model
+from qarl.bench.arguments import find_model
 
 PROMPTS, WORDS = 512, 16
 SPECIAL = ("<unknown>", "<end>", "<padding>")

@@ -26,7 +26,7 @@ import torch
 from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, batch_of, log_probs
 from benchmarks.proofs.harness import run_config as config_of
 from qarl.align.router_replay import known_routing
-from qarl.bench.sources import find_model
+from qarl.bench.arguments import find_model
 from qarl.checks.memory import estimate
 from qarl.checks.memory_terms import GIB
 from qarl.checks.model_size import ModelSize

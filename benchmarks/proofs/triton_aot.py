@@ -52,7 +52,8 @@ def full_name(entry: AotKernel) -> str:
 
 def label(entry: AotKernel, config: AotConfig) -> str:
     """Return a name for one configuration: kernel, types of its pointers, constexprs, warps and stages."""
-    pointers = ",".join(kind for name, kind in entry.signature.items() if kind.startswith("*"))
+    types = (kind for name, kind in entry.signature.items() if name not in config.constexprs)
+    pointers = ",".join(kind for kind in types if kind.startswith("*"))
     constants = ",".join(f"{name}={value}" for name, value in config.constexprs.items())
     return f"{full_name(entry)}[{pointers}][{constants}] warps={config.num_warps} stages={config.num_stages}"
 

@@ -29,8 +29,8 @@ import inspect
 import sys
 from collections.abc import Sequence
 
+from qarl.bench.arguments import one_of
 from qarl.console import run_command
-from qarl.errors import UserError
 from qarl.process import limit_threads
 
 PARTS = {
@@ -67,10 +67,6 @@ def describe(topics: list[str]) -> str:
 
 def _part(name: str) -> str:
     """Return `name`. Raise UserError if there is no such part."""
-    if not name:
-        raise UserError("no benchmark was named", where="qarl bench", fix=f"choose one of {', '.join(PARTS)}")
-    from qarl.bench.arguments import one_of
-
     one_of(name, PARTS, "benchmark")
     return name
 

@@ -20,18 +20,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveInt
 
 from qarl.bench.arguments import read
 from qarl.bench.report import markdown_table
 from qarl.errors import UserError
 
-PHASES = {
-    "rollout": "rollout",
-    "old_log_probs": "old_log_prob",
-    "update": "update",
-    "publish": "publish",
-    "step": "step",
+PHASES = {"rollout": "rollout", "old_log_probs": "old_log_prob"} | {
+    name: name for name in ("update", "publish", "step")
 }
 """Name in the table -> name in `timing_s/*` of metrics.jsonl."""
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -49,8 +47,8 @@ class Arguments:
 
     revision: str
     config: str = "quickstart.yaml"
-    pairs: int = 3
-    steps: int = 6
+    pairs: PositiveInt = 3
+    steps: Annotated[int, Field(ge=2)] = 6
     json: Path | None = None
 
     @classmethod
@@ -59,10 +57,7 @@ class Arguments:
         if not given or "=" in given[0]:
             where = "qarl bench against"
             raise UserError("no revision was named", where=where, fix="name a commit, tag or branch first")
-        arguments = read(cls, given[1:], revision=given[0])
-        if arguments.steps < 2:
-            raise UserError("steps must be 2 or more", where="steps", why="the first step warms up and is not counted")
-        return arguments
+        return read(cls, given[1:], revision=given[0])
 
 
 KEYS = Arguments
@@ -139,17 +134,9 @@ def config_of(name: str, checkout: Path) -> str:
 def times(history: Sequence[dict[str, Any]]) -> Times:
     """Return the median seconds of each phase and the mean response length, over the steps after the first."""
     steps = [entry for entry in history if "timing_s/step" in entry][1:]
-    if not steps:
-        raise UserError("the run measured no step after its first", where="metrics.jsonl")
-    found = {name: [entry[f"timing_s/{key}"] for entry in steps if f"timing_s/{key}" in entry]
-             for name, key in PHASES.items()}  # fmt: skip
-    medians = {name: statistics.median(seconds) for name, seconds in found.items() if seconds}
-    return medians | {"length": statistics.fmean(entry.get("response_length/mean", 0.0) for entry in steps)}
-
-
-def ratios(pairs: Sequence[dict[str, Times]], phase: str) -> list[float]:
-    """Return now / before for each pair."""
-    return [pair["now"][phase] / pair["before"][phase] for pair in pairs]
+    keys = {name: f"timing_s/{key}" for name, key in PHASES.items() if f"timing_s/{key}" in steps[-1]}
+    medians = {name: statistics.median(entry[key] for entry in steps) for name, key in keys.items()}
+    return medians | {"length": statistics.fmean(entry["response_length/mean"] for entry in steps)}
 
 
 def table(pairs: Sequence[dict[str, Times]], revision: str) -> str:
@@ -158,7 +145,7 @@ def table(pairs: Sequence[dict[str, Times]], revision: str) -> str:
     rows = []
     for phase in (name for name in PHASES if all(name in times for pair in pairs for times in pair.values())):
         before, now = (statistics.median(pair[name][phase] for pair in pairs) for name in ("before", "now"))
-        each = ratios(pairs, phase)
+        each = [pair["now"][phase] / pair["before"][phase] for pair in pairs]
         spread = f"{min(each):.3f}-{max(each):.3f}"
         rows.append([phase, f"{before:.3g}", f"{now:.3g}", f"{statistics.median(each):.3f}", spread])
     found = markdown_table(heads, rows)

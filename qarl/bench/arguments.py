@@ -1,67 +1,61 @@
-"""Read key=value arguments into a dataclass. Its field names are the keys.
+"""The arguments of a benchmark: key=value pairs, read into a dataclass whose fields are the keys, and models by name.
 
-Unknown keys and invalid values are reported before any work is done. All numbers must be positive.
+Unknown keys and invalid values are reported before any work is done.
+
+A model is a public config by name, with random weights, or a local folder with its weights. Random weights are enough,
+because speed depends on shapes, not on values. `qarl/bench/models/NAME/config.json` has the numbers of a public config,
+written by hand. `layers=N` keeps the first N decoder layers, embedding and lm_head. The copy of the model has no
+end-of-sequence token, so all responses have the requested length.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import json
 import os
-import types
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
+
+from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 
 T = TypeVar("T")
 DEVICES = ("cuda", "cpu")
+MODELS = Path(__file__).resolve().parent / "models"
+LINEARS = {"q": "q_proj", "kv": "k_proj", "o": "o_proj", "gate_up": "gate_proj", "down": "down_proj"}
+"""Name in the benchmark -> module of a decoder layer."""
 
 
-def read(cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[str]] | None = None, **fixed: Any) -> T:
-    """Return a `cls` from the `given` key=value pairs. A value is an int, float, str, Path, or comma-separated list.
+def read(
+    cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[str]] = MappingProxyType({}), **fixed: Any
+) -> T:
+    """Return a `cls` from the `given` key=value pairs. The values of a tuple are separated by commas.
 
     `choices`: key -> its valid names. `fixed`: fields that the user cannot set. Raise UserError if an argument is not
     key=value, a key is unknown, or a value is invalid."""
-    hints, values = get_type_hints(cls), dict(fixed)
-    keys = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]  # type: ignore[arg-type]  # a dataclass
+    hints, values = get_type_hints(cls, include_extras=True), dict(fixed)
     for argument in given:
-        key, equals, text = argument.partition("=")
-        if not equals or not text:
+        key, _, text = argument.partition("=")
+        if not text:
             raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="write key=value, e.g. json=FILE")
-        one_of(key, keys, "key")
-        values[key] = _convert(key, text, hints[key])
-        for name in values[key] if isinstance(values[key], tuple) else (values[key],):
-            if choices and key in choices:
-                one_of(str(name), choices[key], key)
-    return cls(**values)
-
-
-def _convert(key: str, text: str, hint: Any) -> Any:
-    if get_origin(hint) is types.UnionType:
-        hint = next(option for option in get_args(hint) if option is not type(None))
-    if get_origin(hint) is tuple:
-        (kind, *_) = get_args(hint)
-        return tuple(_number(key, part, kind) for part in text.split(","))
-    return _number(key, text, hint)
-
-
-def _number(key: str, text: str, kind: type) -> Any:
-    """Convert `text` to a number of type `kind`. Raise UserError if this fails or if the number is not above 0."""
+        one_of(key, [name for name in hints if name not in fixed], "key")
+        several = tuple in [get_origin(hint) for hint in (hints[key], *get_args(hints[key]))]
+        names = text.split(",") if several else [text]
+        for name in names if key in choices else ():
+            one_of(name, choices[key], key)
+        values[key] = names if several else text
     try:
-        value = kind(text)
-    except ValueError as error:
-        raise _invalid(key, text, kind) from error
-    if kind in (int, float) and not (math.isfinite(value) and value > 0):
-        raise _invalid(key, text, kind)
-    return value
-
-
-def _invalid(key: str, text: str, kind: type) -> UserError:
-    meant = {int: "a positive integer", float: "a number above 0"}.get(kind, kind.__name__)
-    return UserError(f"{key} must be {meant}, got {text!r}", where=key)
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = str(first["loc"][0])
+        raise UserError(f"{where}: {first['msg']}, got {values[where]!r}", where=where) from None
 
 
 def one_of(value: str, known: Collection[str], what: str) -> None:
@@ -103,3 +97,92 @@ def as_json(arguments: Any) -> dict[str, Any]:
         for field in dataclasses.fields(arguments)
         for value in (getattr(arguments, field.name),)
     }
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model. `config`: content of config.json. `folder`: weights and tokenizer, or None for random weights."""
+
+    name: str
+    config: Mapping[str, Any]
+    folder: Path | None = None
+
+    @property
+    def layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def size(self) -> ModelSize:
+        return ModelSize.from_config(self.config)
+
+
+def find_model(name: str) -> Source:
+    """Find the model `name`: a folder, or a known name (case is ignored). Raise UserError if there is no such model."""
+    folder = Path(name)
+    if folder.is_dir() or "/" in name:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{name!r} has no config.json", where="model", fix="give a model folder, or a known name")
+        return Source(folder.name, json.loads((folder / "config.json").read_text()), folder)
+    names = {path.parent.name.lower(): path.parent.name for path in sorted(MODELS.glob("*/config.json"))}
+    one_of(name.lower(), names, "model")
+    found = names[name.lower()]
+    return Source(found, json.loads((MODELS / found / "config.json").read_text()))
+
+
+def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return the config with only its first `layers` decoder layers and no end-of-sequence token."""
+    cut = dict(config) | {"num_hidden_layers": layers, "eos_token_id": None}
+    if cut.get("layer_types"):
+        cut["layer_types"] = cut["layer_types"][:layers]
+    return cut
+
+
+def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
+    """Return name -> [N, K] of a decoder layer's dense weights, not fused, as in the trainer.
+    Each shape is listed once. In a mixture of experts only the weights of attention are dense."""
+    block = source.size.block_linears(0)
+    by_leaf = {name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name}
+    shapes = {name: by_leaf[leaf] for name, leaf in LINEARS.items() if leaf in by_leaf}
+    first = {shape: name for name, shape in reversed(shapes.items())}
+    return {name: shape for name, shape in shapes.items() if first[shape] == name}
+
+
+def default_group_size(size: ModelSize) -> int:
+    """Return the largest of 128, 64 and 32 that divides the input size of every linear, or 128 if there is none."""
+    inputs = {k for _, k in size.block_linears(0).values()}
+    return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
+
+
+def write_model(source: Source, layers: int, folder: Path) -> int:
+    """Write a Hugging Face folder of `source` with `layers` layers. Return the number of parameters."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(cut_config(source.config, layers)))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if source.folder is None:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        tokenizer = _numbered_tokens(config.vocab_size)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, config=config, dtype=torch.bfloat16, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+        tokenizer.eos_token = None
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _numbered_tokens(vocab_size: int) -> Any:
+    """Return a tokenizer that vLLM can load. Its token i has the text "ti"."""
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t2", unk_token="t0")

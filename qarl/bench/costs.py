@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl.bench.arguments import read
+from pydantic import PositiveInt
+
+from qarl.bench.arguments import default_group_size, find_model, read
 from qarl.bench.report import markdown_table
-from qarl.bench.sources import default_group_size, find_model
 from qarl.checks.model_size import ModelSize
 from qarl.config.quant import ROLLOUT_SCHEMES
 
@@ -35,8 +36,8 @@ class Counted:
 
     model: str = "Qwen3-30B-A3B"
     scheme: str = "w4a16"
-    tokens: int = 22528
-    gpus: int = 8
+    tokens: PositiveInt = 22528
+    gpus: PositiveInt = 8
     json: Path | None = None
 
     @classmethod
@@ -61,19 +62,16 @@ def run(keys: Counted) -> int:
 
 def count(size: ModelSize, keys: Counted) -> list[Phase]:
     """Return the phases of one layer. Forward and backward of its experts and of its dense products are apart."""
-    from qarl.bench import layer_costs, shard_costs
+    from qarl.bench.layer_costs import passes
+    from qarl.bench.shard_costs import gather_phase, optimizer_phase, publish_phase, quantize_phase, receive_phase
 
     group = default_group_size(size)
     found: list[Phase] = []
     if keys.scheme != "bf16":
-        found += layer_costs.dense_phases(size, keys.scheme, group, keys.tokens)
-        if size.experts:
-            found += layer_costs.expert_phases(size, keys.scheme, group, keys.tokens)
-        found.append(shard_costs.quantize_phase(size, keys.scheme, group, keys.gpus))
-        found.append(shard_costs.gather_phase(size, keys.scheme, group, keys.gpus))
-    found.append(shard_costs.optimizer_phase(size, keys.gpus)[0])
-    found.append(shard_costs.publish_phase(size, keys.scheme, group))
-    return [*found, shard_costs.receive_phase(size, keys.scheme, group)]
+        found += passes(size, keys.scheme, group, keys.tokens)
+        found += [phase(size, keys.scheme, group, keys.gpus) for phase in (quantize_phase, gather_phase)]
+    found.append(optimizer_phase(size, keys.gpus)[0])
+    return found + [phase(size, keys.scheme, group) for phase in (publish_phase, receive_phase)]
 
 
 def table(phases: Sequence[Phase], size: ModelSize) -> str:

@@ -9,21 +9,26 @@ A kernel that fails or gives wrong numbers gets no figure, and the exit code is 
 
 A line shows two shares, because arithmetic or memory may be the limit: FLOP/s relative to a large BF16 product on this
 machine, and bytes/s relative to a copy. 8-bit tensor cores can reach twice the FLOP/s of BF16.
+
+Calls take turns, so that a change in the machine's speed affects all equally. On a GPU each call is timed by events of
+its stream. Before each call, a write removes its operands from the L2 cache, because in a model's forward they would
+not be there. On a CPU calls are timed by the clock, and the caches are as the other calls left them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from qarl.bench import report
-from qarl.bench.arguments import DEVICES, as_json, check_device, device_of, read
-from qarl.bench.sources import LINEARS, Source, find_model, linear_shapes
+from qarl.bench.arguments import DEVICES, LINEARS, as_json, check_device, device_of, find_model, linear_shapes, read
 from qarl.checkpoint.storage import write_json
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
@@ -31,11 +36,12 @@ from qarl.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from qarl.bench.products import Competitor, Group, Times
+    from qarl.bench.products import Competitor, Group
 
 OPERATIONS = ("linear", "input_gradient", "quantize", "experts")
 LOW_BIT = tuple(name for name in ROLLOUT_SCHEMES if name != "bf16")
 GPU_MODELS = ("Qwen2.5-Math-1.5B", "Qwen2.5-Math-7B", "Qwen3-8B", "Qwen3-30B-A3B")
+FLUSH_BYTES, MOST_ROUNDS = 512 * 2**20, 1000
 GPU_ROWS, CPU_ROWS = (1, 16, 64, 512, 4096, 16384), (64, 512, 4096)
 
 
@@ -59,15 +65,15 @@ class Arguments:
     device: str
     model: tuple[str, ...] = ()
     layer: tuple[str, ...] = ()
-    shape: str | None = None
-    experts: tuple[int, ...] = ()
-    m: tuple[int, ...] = ()
+    shape: Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")] | None = None
+    experts: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
+    m: tuple[PositiveInt, ...] = ()
     scheme: tuple[str, ...] = LOW_BIT
     operation: tuple[str, ...] = OPERATIONS
-    group_size: int = 128
-    seconds: float = 0.2
-    rounds: int = 7
-    threads: int = 1
+    group_size: PositiveInt = 128
+    seconds: PositiveFloat = 0.2
+    rounds: PositiveInt = 7
+    threads: PositiveInt = 1
     json: Path | None = None
 
     @classmethod
@@ -82,24 +88,19 @@ class Arguments:
         if not named & {"model", "shape", "experts"}:
             defaults += ["model=Qwen3-0.6B"] if on_cpu else ["model=" + ",".join(GPU_MODELS)]
             defaults += ["layer=gate_up"] if on_cpu and "layer" not in named else []
-        choices = {
-            "device": DEVICES,
-            "layer": LINEARS,
-            "scheme": LOW_BIT,
-            "operation": OPERATIONS,
-        }
+        choices = {"device": DEVICES, "layer": LINEARS, "scheme": LOW_BIT, "operation": OPERATIONS}
         arguments = read(cls, [*defaults, *given], choices)
         if not arguments.layers() and not arguments.expert_layers():
-            raise UserError(
-                "there is no layer to measure", where="model, layer", fix="name layers that the models have"
-            )
+            fix = "name layers that the models have"
+            raise UserError("there is no layer to measure", where="model, layer", fix=fix)
         return arguments
 
     def layers(self) -> list[tuple[str, str, tuple[int, int]]]:
         """Return (model, layer, [N, K]) of the dense weights to measure."""
         if self.shape:
-            return [("custom", "layer", _shape(self.shape))]
-        found = [(source.name, linear_shapes(source)) for source in self._sources()]
+            n, k = map(int, self.shape.split("x"))
+            return [("custom", "layer", (n, k))]
+        found = [(source.name, linear_shapes(source)) for source in map(find_model, self.model)]
         return [(name, layer, nk) for name, shapes in found for layer, nk in shapes.items()
                 if not self.layer or layer in self.layer]  # fmt: skip
 
@@ -109,22 +110,10 @@ class Arguments:
         if "experts" not in self.operation:
             return []
         if self.experts:
-            if len(self.experts) != 4:
-                raise UserError("experts must have four numbers", where="experts", fix="write experts=128,8,2048,768")
             return [("custom", self.experts)]
         keys = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
-        sources = [] if self.layer else [source for source in self._sources() if source.size.experts]
+        sources = [] if self.layer else [source for source in map(find_model, self.model) if source.size.experts]
         return [(source.name, tuple(int(source.config[key]) for key in keys)) for source in sources]
-
-    def _sources(self) -> list[Source]:
-        return [find_model(name) for name in self.model]
-
-
-def _shape(text: str) -> tuple[int, int]:
-    n, by, k = text.lower().partition("x")
-    if not (by and n.isdecimal() and k.isdecimal() and int(n) and int(k)):
-        raise UserError(f"shape must be NxK, got {text!r}", where="shape", fix="write shape=3072x1024")
-    return int(n), int(k)
 
 
 KEYS = Arguments
@@ -134,24 +123,21 @@ def run(arguments: Arguments) -> int:
     """Measure, print, write, and return the exit code."""
     import torch
 
-    from qarl.bench import expert_products, products
+    from qarl.bench.products import groups
 
     check_device(arguments.device)
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
     torch.manual_seed(0)
-    tops = products.ceilings(device)
+    tops = ceilings(device)
     print(f"{report.device_name(device)}: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
           f"BF16 product {tops['bf16_flop_per_s'] / 1e12:.1f} TFLOP/s")  # fmt: skip
     document = report.facts(device) | {"benchmark": "kernels", "arguments": as_json(arguments), "ceilings": tops}
     document |= {"results": [], "not_measured": {}}
-    groups = (part.groups(arguments, device, document["not_measured"]) for part in (products, expert_products))
     with torch.no_grad():
-        for group in itertools.chain(*groups):
+        for group in groups(arguments, device, document["not_measured"]):
             document["results"] += _measure(group, device, arguments, document)
             if arguments.json:  # after every group, so that Ctrl-C or a crash loses nothing
                 write_json(arguments.json, document)
-    if arguments.json:  # again, because the last layer may have added failures
-        write_json(arguments.json, document)
     for name, why in document["not_measured"].items():
         print(f"not measured: {name}: {why}", file=sys.stderr)
     return 1 if document["not_measured"] else 0
@@ -161,32 +147,88 @@ def _measure(
     group: Group, device: torch.device, arguments: Arguments, document: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the results of competitors with correct numbers. For the others, write the reason to `document`."""
-    from qarl.bench.products import measure
-
     wrong = {competitor.name: competitor.wrong() for competitor in group.competitors}
     document["not_measured"] |= {f"{group.place}: {name}": why for name, why in wrong.items() if why}
     good = {competitor.name: competitor for competitor in group.competitors if wrong[competitor.name] is None}
-    if not good:
-        return []
     calls = {name: competitor.call for name, competitor in good.items()}
-    times = measure(calls, device, seconds=arguments.seconds, rounds=arguments.rounds)
+    times = measure(calls, device, seconds=arguments.seconds, rounds=arguments.rounds) if calls else {}
     results = {name: group.keys | _entry(one, times[name], document["ceilings"]) for name, one in good.items()}
     for name, entry in results.items():
         base = next((base for base in ("bf16 bf16", f"{entry['scheme']} pytorch") if base in results), None)
         entry["baseline"] = base
-        entry["speedup"] = times[base].median / times[name].median if base else None
+        entry["speedup"] = times[base]["median"] / times[name]["median"] if base else None
         print(report.kernel_line(group.place, entry))
     return list(results.values())
 
 
-def _entry(competitor: Competitor, times: Times, tops: dict[str, float]) -> dict[str, Any]:
-    flop_per_s, bytes_per_s = competitor.flop / times.median, competitor.bytes_moved / times.median
+def _entry(competitor: Competitor, times: dict[str, float], tops: dict[str, float]) -> dict[str, Any]:
+    flop_per_s, bytes_per_s = competitor.flop / times["median"], competitor.bytes_moved / times["median"]
     return {
         "scheme": competitor.scheme,
         "kernel": competitor.kernel,
-        "seconds": dataclasses.asdict(times),
+        "seconds": times,
         "tflop_per_s": flop_per_s / 1e12 or None,
         "gb_per_s": bytes_per_s / 1e9,
         "share_of_bf16_product": flop_per_s / tops["bf16_flop_per_s"] or None,
         "share_of_copy": bytes_per_s / tops["copy_bytes_per_s"],
+    }
+
+
+def measure(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Return median, minimum and maximum of the seconds of every call after a warm-up, and the number of calls.
+    A round runs each call once. Rounds are repeated until `seconds` have passed, but at least `rounds` times."""
+    for call in calls.values():
+        for _ in range(2):
+            call()
+    one = _seconds_on_gpu if device.type == "cuda" else _seconds_on_cpu
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    start, done = time.perf_counter(), 0
+    while done < rounds or (time.perf_counter() - start < seconds and done < MOST_ROUNDS):
+        for name, call in calls.items():
+            taken[name].append(one(call))
+        done += 1
+    return {name: report.summary([values]) | {"calls": len(values)} for name, values in taken.items()}
+
+
+def _seconds_on_cpu(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _seconds_on_gpu(call: Callable[[], object]) -> float:
+    import torch
+
+    _flush_buffer().zero_()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+@cache
+def _flush_buffer() -> torch.Tensor:
+    import torch
+
+    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """Measure the machine's peak rates: bytes/s of a copy (reads plus writes), and FLOP/s of a large BF16 product."""
+    import torch
+
+    on_gpu = device.type == "cuda"
+    size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
+    source = torch.ones(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
+    times = measure(calls, device, seconds=1.0 if on_gpu else 0.5, rounds=10)
+    return {
+        "copy_bytes_per_s": 2 * size / times["copy"]["median"],
+        "bf16_flop_per_s": 2 * side**3 / times["product"]["median"],
     }

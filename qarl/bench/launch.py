@@ -12,10 +12,12 @@ results by 0.6%). If the mismatch (mean |δ|) is over its limit, the trainer end
 from __future__ import annotations
 
 import os
+import random
 import resource
 import time
 import traceback
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,8 +27,10 @@ from torch import nn
 from transformers.utils import logging
 
 from qarl.bench.steps import Arguments, Case
-from qarl.bench.workload import config_of, make_trainer, move_weights, random_batch, random_tokens
 from qarl.checks.layers import FUSED_LAYERS
+from qarl.checks.model_folder import load_tokenizer
+from qarl.config import Config, build_config
+from qarl.data.prompts import Prompt, PromptDataset, PromptSampler
 from qarl.errors import UserError
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.metrics.mismatch import PhaseTimer
@@ -34,9 +38,11 @@ from qarl.process import keep_freed_memory
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import measure_phases, quantize
 from qarl.quant.scheme import Scheme
-from qarl.rollout.engine import RolloutEngine, SamplingConfig
+from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import engine_config
+from qarl.trainer.setup import RunParts, engine_config
 
 ROWS = 16
 ALLOWED, ALLOWED_FP8 = 5e-3, 1e-2
@@ -44,7 +50,6 @@ ALLOWED, ALLOWED_FP8 = 5e-3, 1e-2
 one; FP8 tensor cores sum in fewer bits."""
 PARTS = {**FUSED_LAYERS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}
 """vLLM's linears of a decoder layer -> the trainer's linears that each one fuses."""
-LEAVES = {part for parts in PARTS.values() for part in parts}
 Answer = dict[str, Any]
 Phases = dict[str, float]
 """Phase -> seconds."""
@@ -73,21 +78,15 @@ def measure(arguments: Arguments, case: Case, folder: str) -> Answer:
         bench.round()
     check_linears(bench.policy, bench.engine)
     rounds = [bench.round() for _ in range(arguments.rounds)]
-    return {"rounds": rounds, "peak_bytes": peak_bytes()} | bench.facts()
-
-
-def peak_bytes() -> int:
-    """Return the peak memory of this process: PyTorch's (including vLLM's) on a GPU, or resident memory on a CPU."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    kernels = sorted({layer.kernel.name for layer in bench.policy.quantized_layers().values()})
+    on_gpu = torch.cuda.is_available()  # PyTorch's memory, including vLLM's; on a CPU resident memory
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"rounds": rounds, "peak_bytes": peak, "level_applied": bench.policy.align, "kernels": kernels}
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, WrongNumbers):
-        return str(error)
-    if isinstance(error, UserError):
-        return "; ".join(part for part in (error.what, error.where, error.why) if part)
+    if isinstance(error, UserError | WrongNumbers):
+        return " ".join(str(error).split())
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({place.filename.rpartition('/')[2]}:{place.lineno})"
 
@@ -101,10 +100,6 @@ class Bench:
     def round(self) -> dict[tuple[int, int], Phases]:
         """Measure once. Return (batch, response length) -> seconds by phase. The key is (0, 0) except in `rollout`."""
         raise NotImplementedError
-
-    def facts(self) -> Answer:
-        kernels = sorted({layer.kernel.name for layer in self.policy.quantized_layers().values()})
-        return {"level_applied": self.policy.align, "kernels": kernels}
 
 
 class StepBench(Bench):
@@ -206,8 +201,7 @@ class RolloutBench(PublishBench):
         if {len(response) for response in found.response_token_ids} != {length}:
             raise WrongNumbers(f"responses are not {length} tokens long")
         phases = _phases(self.timer)
-        prefill, rollout = phases["prefill"], phases["rollout"]
-        return {"prefill": prefill, "rollout": rollout, "decode": rollout - prefill}
+        return phases | {"decode": phases["rollout"] - phases["prefill"]}
 
 
 def _phases(timer: PhaseTimer) -> Phases:
@@ -230,37 +224,30 @@ BENCHES: dict[str, Callable[[Arguments, Case, str], Bench]] = {
 @torch.no_grad()
 def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
     """Raise WrongNumbers for the first linear whose error is too large."""
-    kernels = {layer.kernel.name for layer in policy.quantized_layers().values()}
-    if "reference" in kernels:
+    if any(layer.kernel.name == "reference" for layer in policy.quantized_layers().values()):
         raise WrongNumbers("the trainer's linears run the reference kernel, because no fast kernel can serve here")
     theirs = {} if engine is None else dict(engine.model().named_modules())
-    modules: dict[str, Any] = dict(policy.model.named_modules())
-    ours = {name: module for name, module in modules.items() if name.rpartition(".")[2] in LEAVES}
-    for block in dict.fromkeys(name.rpartition(".")[0] for name in ours):
+    ours: dict[str, Any] = dict(policy.model.named_modules())
+    for name in ours:
+        block, _, leaf = name.rpartition(".")
         for fused, parts in PARTS.items():
-            names = [f"{block}.{part}" for part in parts]
-            linears: list[nn.Linear] = [ours[name] for name in names if name in ours]
-            if not linears:  # `block` is an attention or an MLP, and `fused` belongs to the other
-                continue
-            module = theirs.get(f"{block}.{fused}")
-            if engine is not None and module is None:
-                raise WrongNumbers(f"the engine has no {block}.{fused} to compare with")
-            _compare(names, linears, policy.scheme, module)
+            if leaf == parts[0]:
+                linears: dict[str, nn.Linear] = {f"{block}.{part}": ours[f"{block}.{part}"] for part in parts}
+                _compare(linears, policy.scheme, theirs[f"{block}.{fused}"] if theirs else None)
 
 
-def _compare(names: list[str], linears: list[nn.Linear], scheme: Scheme, engines: nn.Module | None) -> None:
-    generator = torch.Generator(linears[0].weight.device).manual_seed(0)
-    shape = (ROWS, linears[0].in_features)
-    x = torch.randn(shape, generator=generator, device=linears[0].weight.device).bfloat16()
-    expected = [reference(linear, scheme, x) for linear in linears]
+def _compare(linears: dict[str, nn.Linear], scheme: Scheme, engines: nn.Module | None) -> None:
+    first = next(iter(linears.values()))
+    generator = torch.Generator(first.weight.device).manual_seed(0)
+    x = torch.randn(ROWS, first.in_features, generator=generator, device=first.weight.device).bfloat16()
+    expected = {name: reference(linear, scheme, x) for name, linear in linears.items()}
     allowed = ALLOWED_FP8 if scheme.name == "fp8" else ALLOWED
-    found = [("the trainer", linear(x)) if isinstance(linear, QuantLinear) else None for linear in linears]
-    pairs = [(name, *one, true) for name, one, true in zip(names, found, expected, strict=True) if one]
+    found = [(name, "the trainer", layer(x)) for name, layer in linears.items() if isinstance(layer, QuantLinear)]
     if engines is not None:
-        outputs = engines(x)[0].split([true.shape[1] for true in expected], -1)
-        pairs += [(name, "the engine", y, true) for name, y, true in zip(names, outputs, expected, strict=True)]
-    for name, who, y, true in pairs:
-        error = float((y.float() - true.float()).norm() / true.float().norm())
+        outputs = engines(x)[0].split([true.shape[1] for true in expected.values()], -1)
+        found += [(name, "the engine", y) for name, y in zip(linears, outputs, strict=True)]
+    for name, who, y in found:
+        error = float((y.float() - expected[name].float()).norm() / expected[name].float().norm())
         if not error <= allowed:  # true for NaN, too
             raise WrongNumbers(f"{name}: {who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed")
 
@@ -272,3 +259,88 @@ def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tenso
         return F.linear(x.float(), linear.weight.float(), bias)
     kernel = LINEAR_KERNELS[scheme.name][-1]
     return kernel.linear(x, kernel.prepare(quantize(linear.weight, scheme).tensors), linear.bias)
+
+
+# What a launch runs: the real local trainer and engine, a copy of a model, and random prompts.
+
+
+def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
+    """Return a run's config, with the sizes and counts that `arguments` gives. Its data files are never read."""
+    scheme, level = case.scheme, case.level or ("off" if case.scheme == "bf16" else "linears")
+    return build_config(
+        {
+            "name": "bench",
+            "model": {"path": folder},
+            "data": {
+                "train_files": ["random.parquet"],
+                "train_batch_size": arguments.prompts,
+                "max_prompt_length": arguments.prompt_length,
+                "max_response_length": max(arguments.response_length),
+                "shuffle": False,
+            },
+            "rollout": {
+                "n": arguments.n,
+                "max_num_seqs": max(256, *arguments.batches),
+                "cpu_kvcache_space_gib": kv_cache_gib(arguments),
+                "gpu_memory_utilization": arguments.gpu_memory_utilization,
+            },
+            "quant": {"scheme": scheme, "align": level, "group_size": arguments.weight_group},
+            "actor": {
+                "ppo_mini_batch_size": arguments.prompts // arguments.mini_batches,
+                "ppo_micro_batch_size_per_gpu": arguments.micro_batch_size,
+                "log_prob_micro_batch_size_per_gpu": arguments.micro_batch_size,
+            },
+            "optim": {"lr": 1e-6},
+            "trainer": {"total_training_steps": 10**6, "val_before_train": False, "test_freq": -1},
+        }
+    )
+
+
+def kv_cache_gib(arguments: Arguments) -> float:
+    """Return a size for the KV cache: 1.5 times the GiB for all sequences at once."""
+    tokens = max(arguments.batches) * (arguments.prompt_length + max(arguments.response_length) + 32)
+    return max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)
+
+
+def random_tokens(vocabulary: int, rows: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Return random tokens, the same for every scheme and level."""
+    draw = random.Random(seed)
+    return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(rows)]
+
+
+def random_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+    """Return 0 or 1, depending on the response's text. With random weights any reward is arbitrary."""
+    return float(zlib.crc32(solution_str.encode()) & 1)
+
+
+def make_trainer(arguments: Arguments, case: Case, folder: str, *, engine: bool) -> LocalTrainer:
+    """Build the local trainer. Without an engine, the trainer cannot sample."""
+    config = config_of(arguments, case, folder)
+    tokenizer, hf_config = load_tokenizer(folder)
+    rows = random_tokens(hf_config.vocab_size, arguments.prompts, arguments.prompt_length)
+    prompts = [Prompt(i, "random", [], ids, "") for i, ids in enumerate(rows)]
+    sampler = PromptSampler(len(prompts), len(prompts), seed=0, shuffle=False)
+    parts = RunParts(Policy.load(config), tokenizer, 0, PromptDataset(prompts), [], sampler, random_reward)
+    nobody: Any = object()
+    return LocalTrainer(config, parts, None if engine else nobody)
+
+
+def random_batch(trainer: LocalTrainer) -> Batch:
+    """Return a step's sequences with random responses. `rollout_log_probs` are zero."""
+    config = trainer.config
+    prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(config.rollout.n)]
+    length = config.data.max_response_length
+    responses = random_tokens(trainer.policy.model.config.vocab_size, len(prompts), length, seed=1)
+    zeros = [[0.0] * length for _ in prompts]
+    rollout = RolloutBatch(prompts, responses, zeros, ["length"] * len(prompts), trainer.step)
+    signs = 1.0 - 2.0 * (torch.arange(len(prompts)) % 2)
+    return make_batch(rollout, (signs + 1) / 2, signs, pad_token_id=0).to(trainer.policy.device)
+
+
+@torch.no_grad()
+def move_weights(policy: Policy, seed: int) -> None:
+    """Add noise of 1/16 of its RMS to every parameter, so that codes and scales change."""
+    torch.manual_seed(seed)
+    for parameter in policy.model.parameters():
+        size = parameter.float().square().mean().sqrt().clamp(min=2.0**-6)
+        parameter.add_(torch.randn_like(parameter) * (size / 16).to(parameter.dtype))

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from qarl.bench.arguments import default_group_size
 from qarl.bench.counting import Counting, counting
 from qarl.bench.shard_costs import ENGINE_KERNELS, Phase, dense_shapes, gather, make_shard, on_meta, stack_shapes
-from qarl.bench.sources import default_group_size
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.experts.autograd import TritonExperts, fused_experts
 from qarl.kernels.experts.cuda import Experts
@@ -57,6 +57,12 @@ ENGINE_LAUNCHES = {
 """The kernels that vLLM 0.24.0 launches for a layer of experts, with their operands (fused_marlin_moe, TritonExperts,
 run_cutlass_moe_fp8)."""
 _PRODUCTS = ("_grouped_mm", "mm", "addmm", "bmm", "linear")
+
+
+def passes(size: ModelSize, scheme_name: str, group_size: int, tokens: int) -> list[Phase]:
+    """Count forward and backward of a layer's dense products and of its experts, if it has any."""
+    found = dense_phases(size, scheme_name, group_size, tokens)
+    return found + (expert_phases(size, scheme_name, group_size, tokens) if size.experts else [])
 
 
 def expert_phases(size: ModelSize, scheme_name: str, group_size: int, tokens: int) -> list[Phase]:
@@ -110,8 +116,8 @@ def _engine(scheme_name: str, counter: Counting, size: ModelSize) -> Any:
             codes = {f"{name}_codes": torch.empty_like(one[name], dtype=torch.int8) for name in ("x", "narrow")}
             operands: dict[str, tuple[torch.Tensor, ...]] = {name: (tensor,) for name, tensor in (one | codes).items()}
             operands |= {"gate_up": prepared[::2], "down": prepared[1::2]}
-            for name, read in ENGINE_LAUNCHES[scheme_name]:
-                counter.launched(name, [tensor for key in read.split() for tensor in operands[key]])
+            for name, operated in ENGINE_LAUNCHES[scheme_name]:
+                counter.launched(name, [tensor for key in operated.split() for tensor in operands[key]])
             return one["y"]
 
     return Engine
@@ -153,19 +159,16 @@ def beyond_products(size: ModelSize, trainer: str, tokens: int) -> tuple[int, in
 
     A BF16 trainer runs transformers' experts, and its linears move nothing beside their operands."""
     forward, backward = _rest_of_layer(size, tokens)
-    passes = [(forward.counts.moved, backward.counts.moved)]
+    counted = [(forward.counts.moved, backward.counts.moved)]
     if trainer != "bf16":
-        group = default_group_size(size)
-        phases = dense_phases(size, trainer, group, tokens)
-        if size.experts:
-            phases += expert_phases(size, trainer, group, tokens)
+        phases = passes(size, trainer, default_group_size(size), tokens)
         beyond = {phase.name: max(phase.counts.moved - phase.least, 0) for phase in phases}
         backward_bytes = sum(moved for name, moved in beyond.items() if name.startswith("backward"))
-        passes.append((sum(beyond.values()) - backward_bytes, backward_bytes))
+        counted.append((sum(beyond.values()) - backward_bytes, backward_bytes))
     elif size.experts:
         forward, backward = _transformers_experts(size, tokens)
-        passes.append((forward.counts.moved, backward.counts.moved))
-    return sum(there for there, _ in passes), sum(back for _, back in passes)
+        counted.append((forward.counts.moved, backward.counts.moved))
+    return sum(there for there, _ in counted), sum(back for _, back in counted)
 
 
 def _rest_of_layer(size: ModelSize, tokens: int) -> tuple[Counting, Counting]:

@@ -13,10 +13,9 @@ import json
 from typing import Any
 
 from qarl.bench import roofline
-from qarl.bench.arguments import check_divides
+from qarl.bench.arguments import check_divides, default_group_size, find_model
 from qarl.bench.report import markdown_table
 from qarl.bench.roofline import TERMS, Rates, Work, by_phase
-from qarl.bench.sources import default_group_size, find_model
 from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.model_size import ModelSize
 from qarl.config import build_config
@@ -113,24 +112,23 @@ def terms_table(rows: list[dict[str, Any]]) -> str:
 
 
 def footer(work: Work) -> str:
+    """Return what the prediction leaves out, its error, and each assumed number."""
+    r = roofline
     errors = ", ".join(f"{phase} {low:.2f}-{high:.2f}" for phase, (low, high) in ERROR.items())
-    error = f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}."
-    assumed = (
-        f"Assumed: {roofline.OPTIMIZER_BYTES} bytes per parameter and step of AdamW, {roofline.MOST_SEQUENCES} "
-        f"sequences at a time, responses of the mean length, {roofline.PUBLISH_PASSES} passes over the published bytes."
-    )
-    if work.rates:
-        left_out = "A roofline: launches, scheduler, sampler, norms and waiting are left out"
-        return "\n".join([f"{left_out}, so a real step takes longer.", error, assumed])
-    return "\n".join([
-        "Counted: as in `qarl bench costs`. That ranks and engines wait for each other is left out, so a real step "
-        "takes longer.",
-        f"{error} No GPU has been compared.",
-        f"{assumed} The longest response is decoded alone to its end.",
-        f"Estimates: {roofline.GRAPH_KERNEL_SECONDS * 1e6:.0f} us a small kernel in a CUDA graph, "
-        f"{roofline.LAYER_KERNELS} of them a layer, {roofline.EXPERTS_KERNELS} more with experts, "
-        f"{roofline.UNCOMPILED_KERNELS} more without compilation (8 bits); {roofline.ALL_REDUCE_SECONDS * 1e6:.0f} us "
-        f"an all-reduce, two a layer; sampler {roofline.SAMPLER_SECONDS * 1e6:.0f} us and {roofline.SAMPLER_PASSES} "
-        f"passes over FP32 logits; {roofline.ENGINE_SECONDS * 1e3:.0f} ms a decode step at least (host); "
-        f"{roofline.LOGIT_BYTES[0]} bytes a logit in a forward and {roofline.LOGIT_BYTES[1]} in a backward.",
-    ])  # fmt: skip
+    lines = [
+        "Waiting for each other is left out, and with measured rates also launches, scheduler, sampler and norms.",
+        f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}.",
+        f"Assumed: {r.OPTIMIZER_BYTES} bytes per parameter and step of AdamW, {r.MOST_SEQUENCES} sequences at a time, "
+        f"responses of the mean length, {r.PUBLISH_PASSES} passes over the published bytes.",
+    ]
+    if not work.rates:
+        lines += [
+            "No GPU has been compared. The longest response is decoded alone. Counted: see `qarl bench costs`.",
+            f"Estimates: {r.GRAPH_KERNEL_SECONDS * 1e6:.0f} us a small kernel of a graph, {r.LAYER_KERNELS} a layer, "
+            f"{r.EXPERTS_KERNELS} more with experts, {r.UNCOMPILED_KERNELS} more without compilation (8 bits); "
+            f"{r.ALL_REDUCE_SECONDS * 1e6:.0f} us an all-reduce, two a layer; "
+            f"sampler {r.SAMPLER_SECONDS * 1e6:.0f} us and {r.SAMPLER_PASSES} passes over FP32 logits; "
+            f"{r.ENGINE_SECONDS * 1e3:.0f} ms a decode step at least (host); "
+            f"{' and '.join(map(str, r.LOGIT_BYTES))} bytes a logit in a forward and in a backward.",
+        ]
+    return "\n".join(lines)

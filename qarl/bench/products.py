@@ -3,23 +3,20 @@
     linear          y = x W^T of a quantized linear, including the quantization of activations
     input_gradient  dX = dY W, from the low-bit weight
     quantize        master weight to the wire tensors, once per optimizer step
+    experts         a layer of experts, as in vLLM's fused kernels: routing, both products, SiLU, the sum
 
-The baseline of products is `torch.nn.functional.linear` in BF16, that of quantizers eager PyTorch. A time is reported
+The baseline of products is `torch.nn.functional.linear` in BF16, that of quantizers eager PyTorch. That of
+experts is `torch.nn.functional.grouped_mm` on GPUs, and on CPUs one product per expert. A time is reported
 only if the first and last rows of the result agree with float64, by relative error (root mean square). The tests check
 everything else about a kernel's numbers.
-
-Calls take turns, so that a change in the machine's speed affects all equally. On a GPU each call is timed by events of
-its stream. Before each call, a write removes its operands from the L2 cache, because in a model's forward they would
-not be there. On a CPU calls are timed by the clock, and the caches are as the other calls left them.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +25,15 @@ import torch.nn.functional as F
 from qarl.bench.kernels import Arguments
 from qarl.kernels.base import LinearKernel
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
-from qarl.kernels.reference import quantize_fp8, quantize_fp8_cuda, quantize_int8, quantize_int8_cuda
+from qarl.kernels.experts import grouped
+from qarl.kernels.experts.autograd import BF16_KERNELS, EXPERTS_KERNELS, ReferenceExperts
+from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape, Tensors, route, scheme_of
+from qarl.kernels.reference import quantize_fp8, quantize_fp8_cuda, quantize_int8, quantize_int8_cuda, silu_mul
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
-from qarl.quant.quantize import QuantizedTensor, quantize
+from qarl.quant.quantize import QuantizedTensor, quantize, quantize_stack
 from qarl.quant.scheme import Scheme, get_scheme
 
-FLUSH_BYTES, MOST_ROUNDS = 512 * 2**20, 1000
 Quantizer = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 QUANTIZERS = {
     ("w8a8", False): quantize_int8,
@@ -48,7 +47,12 @@ CHECKED_ROWS = 64
 """Number of rows that are compared at each end of a result."""
 PRODUCT_ERROR, FP8_ERROR = 3e-3, 1e-2
 """Allowed relative error of a product. BF16 rounding alone causes 1.7e-3; FP8 tensor cores sum in less than 24 bits."""
+ROUTINGS = ("balanced", "skewed")
+LAYER_ERROR = {"bf16": 5e-3, "w4a16": 5e-3, "w8a8": 1e-2, "fp8": 2e-2}
+"""Allowed relative error of a whole layer: it has three to five BF16 roundings, and 8-bit codes may differ by one."""
 Call = Callable[[], torch.Tensor]
+Rounded = Callable[[torch.Tensor], torch.Tensor]
+"""A function that converts rows to the float64 values that a product multiplies."""
 
 
 @dataclass(frozen=True)
@@ -118,74 +122,6 @@ class Group(NamedTuple):
         return f"{keys['model']} {keys['layer']} {keys['n']}x{keys['k']} {keys['operation']}{rows}"
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one call, from a sample of `calls` calls."""
-
-    median: float
-    minimum: float
-    maximum: float
-    calls: int
-
-    @classmethod
-    def of(cls, seconds: list[float]) -> Times:
-        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
-
-
-def measure(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, rounds: int
-) -> dict[str, Times]:
-    """Return the times of every call after a warm-up. A round runs each call once.
-    Rounds are repeated until `seconds` have passed, but at least `rounds` times."""
-    for call in calls.values():
-        for _ in range(2):
-            call()
-    one = _seconds_on_gpu if device.type == "cuda" else _seconds_on_cpu
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    start, done = time.perf_counter(), 0
-    while done < rounds or (time.perf_counter() - start < seconds and done < MOST_ROUNDS):
-        for name, call in calls.items():
-            taken[name].append(one(call))
-        done += 1
-    return {name: Times.of(values) for name, values in taken.items()}
-
-
-def _seconds_on_cpu(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _seconds_on_gpu(call: Callable[[], object]) -> float:
-    _flush_buffer().zero_()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-@cache
-def _flush_buffer() -> torch.Tensor:
-    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-
-
-def ceilings(device: torch.device) -> dict[str, float]:
-    """Measure the machine's peak rates: bytes/s of a copy (reads plus writes), and FLOP/s of a large BF16 product."""
-    on_gpu = device.type == "cuda"
-    size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
-    source = torch.ones(size, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
-    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
-    times = measure(calls, device, seconds=1.0 if on_gpu else 0.5, rounds=10)
-    return {
-        "copy_bytes_per_s": 2 * size / times["copy"].median,
-        "bf16_flop_per_s": 2 * side**3 / times["product"].median,
-    }
-
-
 class Layer:
     """One BF16 weight [N, K], and its low-bit tensors by scheme.
     `failures`: tensors that could not be made, and why."""
@@ -211,23 +147,20 @@ class Layer:
             sizes = kernel.group_sizes
             fits = sizes is None or not get_scheme(scheme).group_size or self.arguments.group_size in sizes
             slow = kernel.name == "reference" and self.weight.is_cuda and scheme != "w4a16"  # float64 products
-            if fits and not slow and self._serves(kernel, scheme):
+            why_not = kernel.unavailable(scheme, self.weight.device, self.shape)
+            # Marlin is measured even if vLLM prefers Machete.
+            machete = kernel is VllmMarlinLinear and why_not == "here vLLM itself runs MacheteLinearKernel"
+            if fits and not slow and (why_not is None or machete):
                 yield kernel
-
-    def _serves(self, kernel: type[LinearKernel], scheme: str) -> bool:
-        """Return whether to measure `kernel`. Marlin is measured even if vLLM prefers Machete."""
-        why_not = kernel.unavailable(scheme, self.weight.device, self.shape)
-        machete = kernel is VllmMarlinLinear and why_not == "here vLLM itself runs MacheteLinearKernel"
-        return why_not is None or machete
 
 
 def linear(layer: Layer, rows: int) -> list[Competitor]:
     """Return the competitors for y = x W^T."""
     weight, x = layer.weight, random_rows(rows, layer.shape[1], layer.weight)
     flop, activations = 2 * rows * weight.numel(), x.nbytes + 2 * rows * layer.shape[0]
-    exact, plain = _product(ends(x), weight), partial(F.linear, x, weight)
+    plain, right = partial(F.linear, x, weight), _product(ends(x), weight)
     found = [
-        Competitor("bf16", "bf16", plain, error_of(plain, exact), PRODUCT_ERROR, activations + weight.nbytes, flop)
+        Competitor("bf16", "bf16", plain, error_of(plain, right), PRODUCT_ERROR, activations + weight.nbytes, flop)
     ]
     for scheme, quantized in layer.quantized.items():
         moved, exact_weight = activations + quantized.nbytes, _exact_weight(scheme, quantized)
@@ -264,8 +197,7 @@ def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
     """Return the activations that a product of `scheme` multiplies: x itself, or the quantized x in float64."""
     if scheme == "w4a16":
         return x
-    values, scale = QUANTIZERS[scheme, on_cuda](x)
-    return values.double() * scale.double()
+    return exact(*QUANTIZERS[scheme, on_cuda](x))
 
 
 def _exact_weight(scheme: str, quantized: QuantizedTensor) -> torch.Tensor:
@@ -273,17 +205,15 @@ def _exact_weight(scheme: str, quantized: QuantizedTensor) -> torch.Tensor:
     8-bit kernels do not round the weight to BF16, because they scale the sums."""
     if scheme == "w4a16":
         return quantized.dequantize(torch.bfloat16)
-    tensors = quantized.tensors
-    return tensors["weight"].double() * tensors["weight_scale"].double()
+    return exact(quantized.tensors["weight"], quantized.tensors["weight_scale"])
+
+
+def exact(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return values.double() * scale.double()
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.double() @ weight.double().t()
-
-
-def triton_runs(device: torch.device) -> bool:
-    """Return whether Triton works here: on a GPU or, for tests, under the interpreter."""
-    return triton_unavailable("w8a8", device) is None
 
 
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
@@ -295,7 +225,7 @@ def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
         codes, scale = _wire(weight.cpu(), grid)
         expected = codes.to(weight.device), scale.to(weight.device)
         calls: dict[str, Quantizer] = {"pytorch": partial(_wire, weight, grid)}
-        if triton_runs(weight.device):
+        if triton_unavailable("w8a8", weight.device) is None:
             calls["triton"] = _triton(layer, scheme)
         for name, call in calls.items():
             found.append(Competitor(scheme, name, call, partial(_differ, call, expected), 0.0, moved))
@@ -330,13 +260,131 @@ BUILDERS: dict[str, Callable[[Layer, int], list[Competitor]]] = {
 }
 
 
+class ExpertLayer:
+    """Random BF16 experts, and their low-bit tensors by scheme. `failures`: tensors that could not be made, and why."""
+
+    def __init__(self, shape: ExpertsShape, arguments: Arguments, device: torch.device) -> None:
+        self.shape, self.group_size = shape, arguments.group_size
+        self.failures: dict[str, str] = {}
+        e, _, hidden, intermediate = shape
+        sizes = {"gate_up": (e, 2 * intermediate, hidden), "down": (e, hidden, intermediate)}
+        self.weights = {
+            name: (torch.randn(size, device=device) / size[2] ** 0.5).bfloat16() for name, size in sizes.items()
+        }
+        self.quantized: dict[str, dict[str, Tensors]] = {}
+        for name in (name for name in arguments.scheme if name in EXPERTS_KERNELS):
+            scheme = get_scheme(name, self.group_size)
+            problems = [scheme.check_shape("the experts", *size[1:]) for size in sizes.values()]
+            if why_not := next(filter(None, problems), None):
+                self.failures[name] = why_not
+            else:
+                stacks = {part: quantize_stack(weight, scheme, name=part) for part, weight in self.weights.items()}
+                self.quantized[name] = {part: stack.tensors for part, stack in stacks.items()}
+
+    def kernels(self, scheme: str, device: torch.device) -> list[type[ExpertsKernel]]:
+        """Return the kernels for the whole layer. The PyTorch reference is left out if there is a faster one."""
+        group_size = self.group_size if scheme == "w4a16" else None
+        kernels = BF16_KERNELS if scheme == "bf16" else EXPERTS_KERNELS[scheme]
+        able = [kernel for kernel in kernels if kernel.unavailable(scheme, device, self.shape, group_size) is None]
+        fast = [kernel for kernel in able if kernel is not ReferenceExperts]
+        return fast if fast or scheme == "bf16" else able
+
+    def topk(self, tokens: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (weights, ids) [T, k].
+
+        Balanced routing gives every expert the same number of rows. Skewed routing draws a token's experts without
+        replacement, with probabilities proportional to 1, 1/2, 1/3, ..."""
+        e, k = self.shape.experts, self.shape.top_k
+        device = self.weights["down"].device
+        generator = torch.Generator(device).manual_seed(tokens)
+        if routing == "balanced":
+            ids = (torch.arange(tokens * k, device=device) % e).view(tokens, k)
+        else:
+            wanted = -torch.arange(1, e + 1, device=device).float().log()
+            noise = torch.empty(tokens, e, device=device).exponential_(generator=generator).log()
+            ids = (wanted - noise).topk(k).indices
+        weights = torch.rand(tokens, k, generator=generator, device=device)
+        return weights / weights.sum(1, keepdim=True), ids.to(torch.int32)
+
+
+def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
+    """Return the competitors for the whole layer."""
+    weights, ids = layer.topk(tokens, routing)
+    gate_up, down = layer.weights["gate_up"], layer.weights["down"]
+    x, way = random_rows(tokens, layer.shape.hidden, down), route(ids, layer.shape.experts)
+    flop, rows = 2 * tokens * layer.shape.top_k * (gate_up[0].numel() + down[0].numel()), 2 * x.nbytes
+    plain = partial(ReferenceExperts.forward, x, weights, ids, ({"weight": gate_up}, {"weight": down}))
+    some = ends(x), ends(weights).double(), ends(ids)
+    bf16: dict[str, Tensors] = {name: {"weight": weight} for name, weight in layer.weights.items()}
+    plain_exact = _exact_layer(*some, bf16, torch.Tensor.double)
+    share = float((way.ends.diff(prepend=way.ends.new_zeros(1)) > 0).float().mean())  # of experts that have rows
+    moved = rows + int(share * (gate_up.nbytes + down.nbytes))
+    found = [Competitor("bf16", "bf16", plain, error_of(plain, plain_exact), LAYER_ERROR["bf16"], moved, flop)]
+    for scheme, parts in [("bf16", bf16), *layer.quantized.items()]:
+        moved = rows + int(share * sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values()))
+        for kernel in layer.kernels(scheme, x.device):
+            try:
+                prepared = kernel.prepare(parts["gate_up"], parts["down"])
+            except Exception as raised:  # third-party code may raise anything; the rest must still be measured
+                layer.failures[f"{scheme} {kernel.name}"] = f"{type(raised).__name__}: {raised}"
+                continue
+            call = partial(kernel.forward, x, weights, ids, prepared)
+            error = error_of(call, _exact_layer(*some, parts, _as_read(kernel, scheme)))
+            found.append(Competitor(scheme, kernel.name, call, error, LAYER_ERROR[scheme], moved, flop))
+    return found
+
+
+def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
+    """Return the function that converts rows to the float64 values that a product of `kernel` multiplies."""
+    if scheme in ("w4a16", "bf16"):
+        return torch.Tensor.double
+    return lambda x: exact(*kernel.quantize(scheme, x.to(torch.bfloat16).contiguous()))
+
+
+def _exact_stack(tensors: Tensors) -> torch.Tensor:
+    """Return the dequantized weights [E, N, K]: rounded to BF16 if the kernel multiplies BF16 weights, else exact."""
+    if scheme_of(tensors) in ("w4a16", "bf16"):
+        return grouped.dequantized(tensors)
+    return exact(tensors["weight"], tensors["weight_scale"])
+
+
+def _exact_layer(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    parts: Mapping[str, Tensors],
+    rounded: Rounded,
+) -> torch.Tensor:
+    """Compute the layer in float64 for a few tokens, rounding to BF16 between the two products."""
+    inputs = rounded(x)
+    out = torch.zeros_like(inputs)
+    for expert in ids.unique().tolist():
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        # One expert at a time, because all experts of a large layer would take gigabytes in float64.
+        gate_up, down = ({n: t[expert : expert + 1] for n, t in parts[part].items()} for part in ("gate_up", "down"))
+        gate, up = (inputs[token] @ _exact_stack(gate_up)[0].double().t()).bfloat16().chunk(2, 1)
+        y = rounded(silu_mul(gate, up)) @ _exact_stack(down)[0].double().t()
+        out.index_add_(0, token, y * weights[token, place, None])
+    return out
+
+
 def groups(arguments: Arguments, device: torch.device, not_measured: dict[str, str]) -> Iterator[Group]:
-    """Yield the groups of dense weights. Write what could not be made, and why, to `not_measured`."""
+    """Yield the groups of dense weights and of layers of experts, whose `n` and `k` are the hidden size.
+
+    Write what could not be made, and why, to `not_measured`."""
     operations = [operation for operation in arguments.operation if operation in BUILDERS]
     for model, name, (n, k) in arguments.layers() if operations else ():
         layer = Layer((torch.randn(n, k, device=device) / k**0.5).bfloat16(), arguments)
+        not_measured |= {f"{model} {name} {n}x{k}: {key}": why for key, why in layer.failures.items()}
         for operation in operations:
             for rows in (0,) if operation == "quantize" else arguments.m:
                 keys = {"operation": operation, "model": model, "layer": name, "n": n, "k": k, "m": rows}
                 yield Group(keys, BUILDERS[operation](layer, rows))
-        not_measured |= {f"{model} {name} {n}x{k}: {key}": why for key, why in layer.failures.items()}
+    for model, numbers in arguments.expert_layers():
+        of_experts = ExpertLayer(ExpertsShape(*numbers), arguments, device)
+        hidden = of_experts.shape.hidden
+        for tokens, routing in product(arguments.m, ROUTINGS):
+            keys = {"operation": "experts", "model": model, "layer": f"experts_layer, {routing}"}
+            group = Group(keys | {"n": hidden, "k": hidden, "m": tokens}, experts(of_experts, tokens, routing))
+            not_measured |= {f"{model} experts: {name}": why for name, why in of_experts.failures.items()}
+            yield group

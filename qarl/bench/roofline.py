@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pydantic import PositiveFloat, PositiveInt
+
 from qarl.bench.arguments import read
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.config.quant import ROLLOUT_SCHEMES
@@ -117,21 +119,19 @@ def measured_rates(path: Path) -> Rates:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         results = [entry for entry in document["results"] if entry["operation"] == "linear"]
-        memory = float(document["ceilings"]["copy_bytes_per_s"])
+        memory, product = float(document["ceilings"]["copy_bytes_per_s"]), Curves()
+        said = [f"memory {memory / 1e9:.1f} GB/s (measured: a copy)"]
+        for scheme in EFFICIENCY:
+            kernel = next((e["kernel"] for e in results if e["scheme"] == scheme and e["kernel"] != "reference"), None)
+            mine = [e for e in results if (e["scheme"], e["kernel"]) == (scheme, kernel)]
+            found = tuple((float(e["m"]), 2.0 * e["m"] * e["n"] * e["k"] / e["seconds"]["median"]) for e in mine)
+            product[scheme] = found or product["bf16"]
+            best = max(rate for _, rate in product[scheme]) / 1e12
+            why = f"measured: {kernel}" if found else "assumed: the same as bf16, since it was not measured"
+            said.append(f"{scheme} product up to {best:.2f} TFLOP/s ({why})")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError("the file is not from qarl.bench kernels", where=f"rates={path}", why=str(error)) from error
-    product: Curves = {}
-    said = [f"memory {memory / 1e9:.1f} GB/s (measured: a copy)"]
-    for scheme in EFFICIENCY:
-        kernel = next((e["kernel"] for e in results if e["scheme"] == scheme and e["kernel"] != "reference"), None)
-        mine = [e for e in results if (e["scheme"], e["kernel"]) == (scheme, kernel)]
-        found = tuple((float(e["m"]), 2.0 * e["m"] * e["n"] * e["k"] / e["seconds"]["median"]) for e in mine)
-        product[scheme] = found or product.get("bf16", ())
-        if not product[scheme]:
-            raise UserError("the file has no measured BF16 linear product", where=f"rates={path}")
-        best = max(rate for _, rate in product[scheme]) / 1e12
-        why = f"measured: {kernel}" if found else "assumed: the same as bf16, since it was not measured"
-        said.append(f"{scheme} product up to {best:.2f} TFLOP/s ({why})")
+        what = "the file is not from qarl.bench kernels, or has no BF16 linear product"
+        raise UserError(what, where=f"rates={path}", why=str(error)) from error
     return Rates(document["device"], product, memory, tuple(said))
 
 
@@ -154,19 +154,19 @@ class Work:
     model: str = "Qwen3-8B"
     gpu: str = "h100"
     rates: Path | None = None
-    gpus: int = 8
-    tensor_parallel: int = 1
-    gpu_memory_utilization: float = 0.6
+    gpus: PositiveInt = 8
+    tensor_parallel: PositiveInt = 1
+    gpu_memory_utilization: PositiveFloat = 0.6
     schemes: tuple[str, ...] = ROLLOUT_SCHEMES
-    prompts: int = 128
-    n: int = 8
-    prompt_length: int = 1024
-    response_length: tuple[int, ...] = (2048,)
-    mini_batches: int = 4
-    micro_batch: int = 4
-    micro_tokens: int | None = None
+    prompts: PositiveInt = 128
+    n: PositiveInt = 8
+    prompt_length: PositiveInt = 1024
+    response_length: tuple[PositiveInt, ...] = (2048,)
+    mini_batches: PositiveInt = 4
+    micro_batch: PositiveInt = 4
+    micro_tokens: PositiveInt | None = None
     optimizer: str = "adamw"
-    constant: float = 5.0
+    constant: PositiveFloat = 5.0
     json: Path | None = None
 
     @classmethod

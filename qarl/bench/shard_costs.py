@@ -26,7 +26,7 @@ from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.experts.cuda import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.optim.optimizer import MuonAdamW
 from qarl.quant.expert_names import STACKS
-from qarl.quant.experts import QuantizedStack
+from qarl.quant.quantize import QuantizedStack, quantize_unchecked
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.weight_shard import WeightShard
 from qarl.rollout.publish.layer_writers import by_parameter, copy_stacks, in_marlins_layout
@@ -73,17 +73,11 @@ def stack_shapes(size: ModelSize) -> list[tuple[int, int, int]]:
 
 def wire(shape: tuple[int, ...], scheme: Scheme) -> dict[str, torch.Tensor]:
     """The wire tensors of a weight of `shape` [..., N, K], on the meta device."""
-    *lead, columns = shape
-    if scheme.format == "pack-quantized":
-        groups = columns // (scheme.group_size or columns)
-        return {
-            "weight_packed": on_meta(*lead, columns // 8, dtype=torch.int32),
-            "weight_scale": on_meta(*lead, groups),
-        }
     if not scheme.quantized:
         return {"weight": on_meta(*shape)}
-    dtype = torch.int8 if scheme.name == "w8a8" else torch.float8_e4m3fn
-    return {"weight": on_meta(*shape, dtype=dtype), "weight_scale": on_meta(*lead, 1, dtype=torch.float32)}
+    with counting():
+        made, _ = quantize_unchecked(on_meta(math.prod(shape[:-1]), shape[-1]), scheme, name="weight")
+    return {name: tensor.view(*shape[:-1], -1) for name, tensor in made.tensors.items() if name != "weight_shape"}
 
 
 def make_shard(shape: tuple[int, ...], scheme: Scheme, kernel: Any, ranks: int) -> WeightShard:

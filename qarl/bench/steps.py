@@ -21,11 +21,23 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from qarl.bench import report
-from qarl.bench.arguments import DEVICES, as_json, check_device, check_divides, device_of, read
-from qarl.bench.sources import Source, default_group_size, find_model, write_model
+from qarl.bench.arguments import (
+    DEVICES,
+    Source,
+    as_json,
+    check_device,
+    check_divides,
+    default_group_size,
+    device_of,
+    find_model,
+    read,
+    write_model,
+)
 from qarl.checkpoint.storage import write_json
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
@@ -67,21 +79,21 @@ class Arguments:
     part: str
     device: str
     model: str
-    layers: int | None = None
+    layers: PositiveInt | None = None
     schemes: tuple[str, ...] = ROLLOUT_SCHEMES
     levels: tuple[str, ...] = LEVELS[:3]
-    prompts: int = 8
-    n: int = 4
-    prompt_length: int = 8
-    response_length: tuple[int, ...] = (16,)
-    batch: tuple[int, ...] = ()
-    mini_batches: int = 1
-    micro_batch: int | None = None
-    launches: int = 3
-    rounds: int = 1
-    warmup: int = 2
-    threads: int = 1
-    gpu_memory_utilization: float = 0.5
+    prompts: PositiveInt = 8
+    n: PositiveInt = 4
+    prompt_length: PositiveInt = 8
+    response_length: tuple[Annotated[int, Field(ge=2)], ...] = (16,)  # the first token comes from the prefill
+    batch: tuple[PositiveInt, ...] = ()
+    mini_batches: PositiveInt = 1
+    micro_batch: PositiveInt | None = None
+    launches: PositiveInt = 3
+    rounds: PositiveInt = 1
+    warmup: PositiveInt = 2
+    threads: PositiveInt = 1
+    gpu_memory_utilization: PositiveFloat = 0.5
     json: Path | None = None
 
     @classmethod
@@ -129,10 +141,6 @@ class Arguments:
 
 def _check(arguments: Arguments) -> None:
     source, where = arguments.source, f"qarl.bench {arguments.part}"
-    if arguments.n < 2:
-        raise UserError("n must be 2 or more", where=where, why="advantages compare the responses to one prompt")
-    if min(arguments.response_length) < 2:
-        raise UserError("response_length must be 2 or more", where=where, why="the first token comes from the prefill")
     if arguments.depth > source.layers:
         raise UserError(f"layers={arguments.layers}, but {source.name} has only {source.layers}", where=where)
     positions = source.config.get("max_position_embeddings")
@@ -163,7 +171,7 @@ class LaunchFailed(Exception):
 
 def run(arguments: Arguments) -> int:
     """Measure, write, print, and return the exit code."""
-    from qarl.bench.workload import config_of
+    from qarl.bench.launch import config_of
 
     check_device(arguments.device)
     for case in arguments.cases():
@@ -172,8 +180,6 @@ def run(arguments: Arguments) -> int:
         parameters = write_model(arguments.source, arguments.depth, Path(folder) / "model")
         measured = Measured(arguments, parameters)
         interrupted = measured.take(Path(folder) / "model")
-    if not measured.results and interrupted:
-        raise KeyboardInterrupt
     print(report.step_tables(measured.document()))
     for name, why in measured.failures.items():
         print(f"no figures: {name}: {why}", file=sys.stderr)
@@ -196,7 +202,8 @@ class Measured:
         cases, launches = self.arguments.cases(), self.arguments.launches
         try:
             for number in range(launches):
-                for case in turned(cases, number):
+                start = number % len(cases)  # each turn starts with a different case
+                for case in cases[start:] + cases[:start]:
                     if str(case) in self.failures:
                         continue
                     print(f"launch {number + 1} of {launches}: {case}", file=sys.stderr, flush=True)
@@ -287,9 +294,3 @@ def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
     if "error" in found:
         raise LaunchFailed(found["error"])
     return found
-
-
-def turned(cases: list[Case], number: int) -> list[Case]:
-    """Rotate `cases` so that each turn starts with a different case."""
-    start = number % max(len(cases), 1)
-    return cases[start:] + cases[:start]

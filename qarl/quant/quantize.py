@@ -11,7 +11,8 @@ is rounded to the weight's dtype:
 
 For int4, integer arithmetic on the bits gets the same results in a third of the time. Do not compile this code, because
 a compiler that keeps BF16 intermediates in FP32 would change the results. It needs a little-endian machine. On GPUs one
-fused Triton kernel replaces it and gives equal bytes (tests/kernels/triton_kernels/test_quantize.py).
+fused Triton kernel replaces it. `fused_is_exact` compares the two on the device, once for each kind of weight. If a
+byte differs, it warns, and the PyTorch steps run.
 
 `QuantizedTensor` and `QuantizedStack` hold the result: the same tensors that are sent to the engine and written to
 disk.
@@ -21,10 +22,12 @@ from __future__ import annotations
 
 import importlib.util
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -184,7 +187,8 @@ def quantize_unchecked(weight: Tensor, scheme: Scheme, *, name: str) -> tuple[Qu
         )
     weight = weight.detach()
     fused = is_gpu(weight.device) and weight.dtype != torch.float16 and importlib.util.find_spec("triton") is not None
-    values, scale, nonfinite = (_run_fused if fused else _eager)(weight, args)
+    exact = fused and (weight.is_meta or fused_is_exact(weight.dtype, weight.device, args))
+    values, scale, nonfinite = (_run_fused if exact else _eager)(weight, args)
     if args.num_bits == 4:
         shape = torch.tensor([rows, cols], dtype=torch.int64, device="cpu")
         tensors = {"weight_packed": values, "weight_scale": scale, "weight_shape": shape}
@@ -275,6 +279,44 @@ def _run_fused(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]
         if args.num_bits == 4:
             return quantize_int4(weight, args.group_size or weight.shape[1])
         return quantize_rows(weight, torch.int8 if args.type == "int" else torch.float8_e4m3fn)
+
+
+@cache
+def fused_is_exact(dtype: torch.dtype, device: torch.device, args: QuantArgs) -> bool:
+    """Return whether the fused kernel gives the bytes of the PyTorch steps for all of `check_weights`. Warn if not."""
+    for what, weight in check_weights(dtype, args.group_size or 64).items():
+        made = zip(_run_fused(weight.to(device), args), _eager(weight.to(device), args), strict=True)
+        if not all(a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for a, b in made):
+            kind = f"{args.num_bits}-bit {args.type} of {dtype}"
+            warnings.warn(f"the fused quantizer is not used on {device}: {kind} differ for {what}", stacklevel=2)
+            return False
+    return True
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def check_weights(dtype: torch.dtype, group_size: int) -> dict[str, Tensor]:
+    """Return weights [N, K] for `fused_is_exact`: every BF16 number (or FP32 numbers of all magnitudes) in order and
+    shuffled, an odd shape, and ties between codes."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    numbers = numbers[numbers.isfinite()]
+    shuffled = numbers[torch.randperm(len(numbers), generator=generator)].float()
+    if dtype == torch.float32:
+        shuffled.mul_(1 + torch.rand(len(shuffled), generator=generator) / 256).clamp_(-3.3e38, 3.3e38)
+    width = 24 * group_size
+    whole = len(numbers) // width * width
+    normal = torch.randn(67, 3 * group_size, generator=generator).mul_(0.02)
+    normal[5:7] = 0
+    weights = {
+        "all numbers in order": numbers[:whole].view(-1, width),
+        "all numbers shuffled": shuffled[:whole].view(-1, width),
+        "normal numbers": normal,
+        "ties": torch.arange(-15, 16).div(2).repeat(group_size // 31 + 1)[:group_size].expand(4, -1),
+    }
+    return {what: weight.to(dtype).contiguous() for what, weight in weights.items()}
 
 
 _seconds: ContextVar[dict[str, float] | None] = ContextVar("qarl_quant_phases", default=None)

@@ -1,4 +1,8 @@
-"""Refuses settings that QaRL's TRL trainer does not support, before it loads a model or starts an engine.
+"""Refuses settings, arguments and checkpoints that QaRL's TRL trainer does not support.
+
+Settings are refused before a model is loaded or an engine starts. A resume is refused if the checkpoint's run was
+quantized differently: transformers resumes from a folder with any settings. With another scheme the rest of the run
+would train and sample from another policy than its beginning, and no metric would show it.
 
 TRL is pinned for two reasons. Exact log-probs and the check of rewards override private methods
 (`GRPOTrainer._get_per_token_logps_and_entropies`, `_calculate_rewards`). `rollout_func` is experimental in TRL.
@@ -7,122 +11,95 @@ TRL is pinned for two reasons. Exact log-probs and the check of rewards override
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
+from pathlib import Path
 from typing import Any
 
-from qarl.checks.registry import RunInputs
-from qarl.checks.run import make_checks
-from qarl.config import Config
+from transformers.trainer_utils import get_last_checkpoint
+
+from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
-from qarl.trl.config import QaRLConfig, in_trls_words
+from qarl.trl.config import QUANT_KEYS, QaRLConfig
 
 TRL_VERSION = "1.16.0"
 TRL_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-LOSSES = ("tbpo", *TRL_LOSSES)
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_ROUNDING = "the forward must round as the engine does, and this setting changes its arithmetic"
+_TOKENS = "the engine would sample from probabilities that differ from the trainer's"
+_OWN_ENGINE = "QaRL starts its own vLLM, publishes quantized weights to it, and samples the rollouts with it"
+SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "bf16": ((False,), f"{_ROUNDING}: autocast on a BF16 model"),
+    "fp16": ((False,), _ROUNDING),
+    "mixed_precision": (("no", None), f"{_ROUNDING}; accelerate's configuration and environment set it too"),
+    "use_liger_kernel": ((False,), _ROUNDING),
+    "cast_lm_head_to_fp32": ((False,), f"{_ROUNDING}: the engine's logits are BF16"),
+    "torch_compile": ((False,), _ROUNDING),
+    "deepspeed": ((None,), "DeepSpeed keeps weights in its own flat buffers, which QaRL cannot quantize"),
+    "use_vllm": ((False,), _OWN_ENGINE),
+    "use_transformers_continuous_batching": ((False,), _OWN_ENGINE),
+    "top_p": ((1.0,), _TOKENS),
+    "top_k": ((0, -1), _TOKENS),
+    "min_p": ((None, 0), _TOKENS),
+    "repetition_penalty": ((1.0,), _TOKENS),
+    "generation_kwargs": ((None, {}), "QaRL's vLLM takes only temperature and max_completion_length"),
+    "vllm_tensor_parallel_size": ((1,), "each process has an engine of one worker"),
+    "neftune_noise_alpha": ((None, 0), "the trainer's embeddings would differ from the engine's"),
+    "loss_type": (("tbpo", *TRL_LOSSES), "QaRL has TBPO, and runs these losses of TRL"),
+    "optim": (("adamw_torch", "adamw_torch_fused"), "QaRL's AdamW keeps FP32 copies of the weights"),
+}
+"""Setting -> its supported values, and why it has no others."""
+_NO_TERM = "TBPO has no such term, so the value would have no effect; TRL's losses have"
+TBPO_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "beta": ((0.0,), _NO_TERM),
+    "entropy_coef": ((0.0,), _NO_TERM),
+    "use_adaptive_entropy": ((False,), _NO_TERM),
+    "top_entropy_quantile": ((1.0,), _NO_TERM),
+    "off_policy_mask_threshold": ((None,), _NO_TERM),
+}
+_ONE_RESPONSE = "QaRL's engine makes one response to each prompt"
+ARGUMENTS = {
+    "peft_config": "a publish sends whole weights and does not merge adapters into them",
+    "quantization_config": "it would quantize the weights that QaRL trains; quant_scheme quantizes the forward",
+    "rollout_func": "QaRL's own rollout_func calls the quantized engine",
+    "tools": _ONE_RESPONSE,
+    "environment_factory": _ONE_RESPONSE,
+}
+"""Arguments of `GRPOTrainer` that must be left out, and why."""
+FILE = "qarl.json"
+COMPARED = ["master_dtype", *(f"quant_{name}" for name in QUANT_KEYS if name != "mismatch_limit")]
+"""The fields that a checkpoint and the run that resumes from it must have in common."""
 
 
-def check_version() -> None:
-    """Raise UserError unless the installed TRL is the one that QaRL was written for."""
+def check_args(args: Any, given: dict[str, Any]) -> None:
+    """Raise UserError for the first setting of `args`, or argument in `given`, that QaRL does not support.
+
+    `given`: arguments of `GRPOTrainer` by name, and their values."""
     installed = importlib.metadata.version("trl")
     if installed != TRL_VERSION:
-        raise UserError(
-            f"qarl.trl needs trl=={TRL_VERSION}, but {installed} is installed",
-            where="the Python environment",
-            why="it overrides a private method of TRL, and other versions of TRL may call this method differently",
-            fix=f"pip install trl=={TRL_VERSION}",
-        )
-
-
-def check_args(args: Any) -> None:
-    """Raise UserError for the first setting of `args` that QaRL does not support."""
+        what = f"qarl.trl needs trl=={TRL_VERSION}, but {installed} is installed"
+        why = "it overrides private methods of TRL, and other versions of TRL may call them differently"
+        raise UserError(what, where="the Python environment", why=why, fix=f"pip install trl=={TRL_VERSION}")
     if not isinstance(args, QaRLConfig):
-        raise UserError(
-            f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}",
-            where="args",
-            why="a different config does not have QaRL's settings",
-            fix="from qarl.trl import QaRLConfig, and pass args=QaRLConfig(...)",
-        )
-    rounding = "the forward must round as the engine does, and this setting changes its arithmetic"
-    tokens = "the engine would sample from probabilities that differ from the trainer's"
-    neutral: list[tuple[str, object, str]] = [
-        ("bf16", False, f"{rounding}: autocast on a BF16 model"),
-        ("fp16", False, rounding),
-        ("use_liger_kernel", False, rounding),
-        ("cast_lm_head_to_fp32", False, f"{rounding}: the engine's logits are BF16"),
-        ("torch_compile", False, rounding),
-        ("deepspeed", None, "DeepSpeed keeps weights in its own flat buffers, which QaRL cannot quantize"),
-        ("use_vllm", False, "QaRL starts its own vLLM and publishes quantized weights to it"),
-        ("use_transformers_continuous_batching", False, "QaRL's vLLM samples the rollouts"),
-        ("top_p", 1.0, tokens),
-        ("min_p", None, tokens),
-        ("repetition_penalty", 1.0, tokens),
-        ("generation_kwargs", None, "QaRL's vLLM takes only temperature and max_completion_length"),
-        ("vllm_tensor_parallel_size", 1, "each process has an engine of one worker"),
-        ("neftune_noise_alpha", None, "the trainer's embeddings would differ from the engine's"),
-    ]
-    neutral += [("top_k", 0, tokens)] * (args.top_k != -1)
-    for name, wanted, why in neutral:
+        fix = "from qarl.trl import QaRLConfig, and pass args=QaRLConfig(...)"
+        raise UserError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}", where="args", fix=fix)
+    for name, (allowed, why) in (SETTINGS | (TBPO_SETTINGS if args.loss_type == "tbpo" else {})).items():
         value = getattr(args, name)
-        if value != wanted and not (wanted is None and not value):
-            what = f"QaRLTrainer does not support {name}={value!r}"
-            raise UserError(what, where=name, why=why, fix=f"set {name}={wanted}")
-    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
-        raise UserError(
-            "QaRLTrainer does not support FSDP",
-            where="fsdp, or accelerate's configuration",
-            why="a publish needs all weights in each process",
-            fix="use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights",
-        )
-    if (precision := args.mixed_precision) not in (None, "no"):
-        raise UserError(
-            f"QaRLTrainer does not support accelerate's mixed_precision={precision}",
-            where="accelerate launch --mixed_precision, accelerate's configuration, or ACCELERATE_MIXED_PRECISION",
-            why=f"{rounding}: autocast on a BF16 model",
-            fix="set mixed_precision to no",
-        )
-    _check_choices(args)
-    _check_terms(args)
-    _check_saves(args)
-
-
-def _check_choices(args: QaRLConfig) -> None:
-    for name, value, allowed in (
-        ("loss_type", args.loss_type, LOSSES),
-        ("optim", getattr(args.optim, "value", args.optim), OPTIMIZERS),
-    ):
+        value = getattr(value, "value", value)  # of an Enum
         if value not in allowed:
-            raise UserError(
-                f"QaRLTrainer does not support {name}={value!r}", where=name, fix=f"use one of {', '.join(allowed)}"
-            )
-    if args.max_completion_length is None:
-        raise UserError(
-            "max_completion_length is not set",
-            where="max_completion_length",
-            why="the engine needs a limit on the response",
-            fix="set it to a number of tokens",
-        )
-
-
-def _check_terms(args: QaRLConfig) -> None:
-    """TBPO has none of TRL's further terms, so a value for one would have no effect."""
-    neutral = {
-        "beta": 0.0,
-        "entropy_coef": 0.0,
-        "use_adaptive_entropy": False,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-    }
-    if args.loss_type != "tbpo":
-        return
-    for name, wanted in neutral.items():
-        if getattr(args, name) != wanted:
-            raise UserError(
-                f"loss_type=tbpo does not support {name}={getattr(args, name)}",
-                where=name,
-                why="TBPO has no such term, so the value would have no effect",
-                fix=f"set {name}={wanted}, or choose one of TRL's losses",
-            )
+            fix = f"set it to {' or '.join(map(str, allowed))}"
+            raise UserError(f"QaRLTrainer does not support {name}={value!r}", where=name, why=why, fix=fix)
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
+        where, why = "fsdp, or accelerate's configuration", "a publish needs all weights in each process"
+        fix = "use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights"
+        raise UserError("QaRLTrainer does not support FSDP", where=where, why=why, fix=fix)
+    _check_saves(args)
+    for name, why in ARGUMENTS.items():
+        if given.get(name):
+            raise UserError(f"QaRLTrainer does not support {name}", where=name, why=why, fix=f"leave {name} out")
+    if given.get("optimizers", (None, None))[0] is not None:
+        why = "its own AdamW keeps FP32 copies of the BF16 weights; without them, small updates would be lost"
+        fix = "pass optimizers=(None, scheduler), or leave optimizers out"
+        raise UserError("QaRLTrainer takes no optimizer from outside", where="optimizers", why=why, fix=fix)
 
 
 def _check_saves(args: QaRLConfig) -> None:
@@ -143,30 +120,30 @@ def _check_saves(args: QaRLConfig) -> None:
         )
 
 
-def check_arguments(given: dict[str, Any]) -> None:
-    """Raise UserError for arguments of `GRPOTrainer` that QaRL's trainer sets itself or does not support.
+def write_settings(folder: str, args: QaRLConfig) -> None:
+    """Write the fields `COMPARED` of `args` to a checkpoint."""
+    write_json(Path(folder) / FILE, {name: getattr(args, name) for name in COMPARED})
 
-    `given` maps an argument's name to its value."""
-    reasons = {
-        "peft_config": "a publish sends whole weights and does not merge adapters into them",
-        "quantization_config": "it would quantize the weights that QaRL trains; quant_scheme quantizes the forward",
-        "rollout_func": "QaRL's own rollout_func calls the quantized engine",
-        "tools": "QaRL's engine makes one response to each prompt",
-        "environment_factory": "QaRL's engine makes one response to each prompt",
-    }
-    for name, why in reasons.items():
-        if given.get(name):
-            raise UserError(f"QaRLTrainer does not support {name}", where=name, why=why, fix=f"leave {name} out")
-    if given.get("optimizers", (None, None))[0] is not None:
+
+def check_resume(asked: str | bool | None, args: QaRLConfig) -> None:
+    """Raise UserError if the checkpoint that `train(resume_from_checkpoint=asked)` reads has other settings.
+
+    A checkpoint that is missing is left to transformers, which refuses it."""
+    folder = get_last_checkpoint(args.output_dir) if asked is True else asked
+    if not folder or not Path(folder).is_dir():
+        return
+    try:
+        saved: dict[str, Any] = json.loads((Path(folder) / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        what = f"the checkpoint does not say how its run was quantized: {FILE} is missing or unreadable"
+        fix = "start a new run from its weights: pass this folder as model, without resume_from_checkpoint"
+        raise UserError(what, where=str(folder), why="QaRLTrainer writes this file", fix=fix) from None
+    changed = {name: getattr(args, name) for name in COMPARED if saved.get(name) != getattr(args, name)}
+    if changed:
+        settings = ", ".join(f"{name}={saved.get(name)!r}" for name in changed)
         raise UserError(
-            "QaRLTrainer does not support an optimizer from outside",
-            where="optimizers",
-            why="its own AdamW keeps FP32 copies of the BF16 weights; without them, small updates would be lost",
-            fix="pass optimizers=(None, scheduler), or leave optimizers out",
+            f"the run cannot resume from {folder}: it was quantized differently",
+            where="; ".join(f"{name} was {saved.get(name)!r}, now {value!r}" for name, value in changed.items()),
+            why="the rest of the run would be a different experiment than its beginning",
+            fix=f"set {settings}; or start a new run, with another output_dir",
         )
-
-
-def check_inputs(config: Config) -> RunInputs:
-    """Make QaRL's checks of model, machine and layers (`qarl.checks.run`). Return the tokenizer and model config."""
-    inputs: RunInputs = in_trls_words(lambda: make_checks(config, data=False))
-    return inputs

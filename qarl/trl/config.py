@@ -25,22 +25,16 @@ from qarl.config.unread import problems
 from qarl.errors import UserError
 from qarl.tbpo.config import KEYS, TBPOConfig
 
+ENGINE_KEYS = ("max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_space_gib", "enforce_eager")
+QUANT_KEYS = ("scheme", "group_size", "ignore", "kernels", "align", "mismatch_limit")
 RUN_KEYS = {
     "model.trust_remote_code": "trust_remote_code",
     "data.max_response_length": "max_completion_length",
     "rollout.n": "num_generations",
     "rollout.temperature": "temperature",
-    "rollout.max_num_seqs": "vllm_max_num_seqs",
-    "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",
-    "rollout.cpu_kvcache_space_gib": "vllm_cpu_kvcache_space_gib",
-    "rollout.enforce_eager": "vllm_enforce_eager",
+    **{f"rollout.{name}": f"vllm_{name}" for name in ENGINE_KEYS},
     "rollout.free_cache_engine": "vllm_enable_sleep_mode",
-    "quant.scheme": "quant_scheme",
-    "quant.group_size": "quant_group_size",
-    "quant.ignore": "quant_ignore",
-    "quant.kernels": "quant_kernels",
-    "quant.align": "quant_align",
-    "quant.mismatch_limit": "quant_mismatch_limit",
+    **{f"quant.{name}": f"quant_{name}" for name in QUANT_KEYS},
     "publish.delta": "publish_delta",
     "optim.lr": "learning_rate",
     "optim.weight_decay": "weight_decay",
@@ -92,11 +86,7 @@ def run_config(args: QaRLConfig, model: str, max_prompt_length: int) -> Config:
         "model": {"path": model},
         "data": {"train_files": ["dataset"], "train_batch_size": 1, "max_prompt_length": max_prompt_length},
         "rollout": {},
-        "actor": {
-            "ppo_mini_batch_size": 1,
-            "ppo_micro_batch_size_per_gpu": 1,
-            "log_prob_micro_batch_size_per_gpu": 1,
-        },
+        "actor": {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1, "log_prob_micro_batch_size_per_gpu": 1},
         "trainer": {"total_training_steps": 1, "val_before_train": False},
     }
     for key, name in RUN_KEYS.items():

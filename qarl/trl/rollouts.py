@@ -1,17 +1,33 @@
-"""TRL's `rollout_func` with QaRL's engine. It publishes changed weights, then samples one response to each prompt.
+"""TRL's `rollout_func` with QaRL's engine, and what goes into it and comes out of it: prompts, responses, rewards.
 
-Each process runs its own engine and samples its own part of the batch. After an optimizer step all processes have the
-same weights, so each publishes its weights to its own engine.
+`Rollouts` publishes changed weights, then samples one response to each prompt. Each process runs its own engine and
+samples its own part of the batch. After an optimizer step all processes have the same weights, so each publishes its
+weights to its own engine.
+
+Rewards are refused that TRL would train on as if they were 0. A reward function may return None for a response that it
+does not score. TRL stores None as NaN and leaves NaN out of every mean and sum, so it cannot tell a reward that became
+NaN from one that was not meant. A response without any reward gets the advantage 0. If a reward function fails in this
+way, TRL warns and trains to the end with a loss of 0. So a number that is not finite is an error here, and so is a
+response that no reward function scored.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+from trl.trainer.utils import get_callable_name, is_async_callable
+
+from qarl.errors import UserError
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
 from qarl.rollout.publish.wire import PublishReport
 from qarl.trainer.local import request_seed
 from qarl.trainer.policy import Policy
+from qarl.trl.config import QaRLConfig
 
 EVALUATION = 2**40
 """Evaluations count their requests from this index in `request_seed`. No step has as many rollouts."""
@@ -62,3 +78,105 @@ class Rollouts:
         start = (calls * trainer.accelerator.num_processes + trainer.accelerator.process_index) * count
         start += 0 if training else EVALUATION
         return [request_seed(trainer.args.seed, step, start + i) for i in range(count)]
+
+
+def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
+    """Return the largest number of tokens that a prompt may have, which sets the engine's largest length.
+
+    If `vllm_max_model_length` is set, this is the number that it leaves for a prompt. Otherwise it is the length of the
+    longest prompt in the datasets.
+
+    Raises:
+        UserError: a prompt is longer than `vllm_max_model_length` allows, or a dataset is a stream and
+            `vllm_max_model_length` is not set.
+    """
+    limit, response = args.vllm_max_model_length, args.max_completion_length
+    assert response is not None  # `run_config` refuses None
+    given = [one for data in datasets for one in (data.values() if isinstance(data, dict) else [data])]
+    longest = max((n for data in given if data is not None for n in _lengths(args, tokenizer, data)), default=1)
+    if limit is not None and limit - response < longest:
+        what = f"vllm_max_model_length={limit} leaves {limit - response} tokens for a prompt, not {longest}"
+        why, fix = "the longest prompt has as many", f"set it to {longest + response} or more, or remove it"
+        raise UserError(what, where="vllm_max_model_length", why=why, fix=fix)
+    return longest if limit is None else limit - response
+
+
+def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
+    if not hasattr(data, "__len__"):
+        if args.vllm_max_model_length is None:
+            what, why = "the prompts of a streamed dataset have unknown lengths", "the engine needs a limit"
+            fix = "set vllm_max_model_length to the tokens of the longest prompt plus max_completion_length"
+            raise UserError(what, where="vllm_max_model_length", why=why, fix=fix)
+        return
+    if "prompt" not in data.column_names:
+        why, fix = f"its columns are {', '.join(data.column_names)}", "rename the column with the prompts to 'prompt'"
+        raise UserError("the dataset has no column 'prompt'", where="train_dataset", why=why, fix=fix)
+    prompts = list(data["prompt"])
+    if isinstance(prompts[0], str):
+        tokens = tokenizer(prompts)
+    else:
+        template: Any = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        tokens = tokenizer.apply_chat_template(prompts, **template, **(args.chat_template_kwargs or {}))
+    yield from map(len, tokens["input_ids"])
+
+
+def checked_functions(reward_funcs: Any) -> Any:
+    """Return the argument `reward_funcs` of `GRPOTrainer` with functions that raise UserError for NaN and Inf.
+
+    Names and folders of reward models, and models, are returned as they are."""
+    if isinstance(reward_funcs, list):
+        return [checked_functions(one) for one in reward_funcs]
+    if not callable(reward_funcs) or isinstance(reward_funcs, torch.nn.Module):
+        return reward_funcs
+    name = get_callable_name(reward_funcs)
+
+    @functools.wraps(reward_funcs)
+    def call(**given: Any) -> Any:
+        return check_finite(name, reward_funcs(**given), given)
+
+    @functools.wraps(reward_funcs)
+    async def call_async(**given: Any) -> Any:
+        return check_finite(name, await reward_funcs(**given), given)
+
+    checked: Callable[..., Any] = call_async if is_async_callable(reward_funcs) else call
+    checked.__name__ = name
+    return checked
+
+
+def check_finite(name: str, rewards: Sequence[Any], given: dict[str, Any]) -> Sequence[Any]:
+    """Return what the reward function `name` returned. Raise UserError if a reward is NaN or Inf.
+
+    `given`: the function's arguments, of which `prompts` and `trainer_state` are named in the error."""
+    for prompt, reward in zip(given["prompts"], rewards, strict=False):  # TRL refuses another number of rewards
+        if reward is not None and not math.isfinite(reward):
+            raise UserError(
+                f"the reward function {name!r} returned {float(reward)}",
+                where=f"step {given['trainer_state'].global_step}, prompt {_shown(prompt)}",
+                why="a NaN or Inf makes the mean and all advantages of its group useless",
+                fix="return a finite number, or None if this function does not apply to the response",
+            )
+    return rewards
+
+
+def check_scored(rewards: torch.Tensor, names: Sequence[str], prompts: Sequence[Any], step: int) -> None:
+    """Raise UserError if no reward function scored a response, or if a reward is Inf.
+
+    Args:
+        rewards: FP32 [responses of all processes, functions]. NaN where a function did not score the response.
+        names: the functions' names. `prompts`: those of this process, one for each of its responses.
+    """
+    unscored = rewards.isnan().all(1) | rewards.isinf().any(1)
+    if not unscored.any():
+        return
+    first = f", prompt {_shown(prompts[int(unscored.int().argmax())])}" if len(rewards) == len(prompts) else ""
+    raise UserError(
+        f"{int(unscored.sum())} of {len(rewards)} responses have no reward",
+        where=f"step {step}{first}",
+        why=f"the reward functions ({', '.join(names)}) returned None, or a reward model returned NaN or Inf; TRL "
+        "would give these responses the advantage 0",
+        fix="return a number for every response from at least one reward function",
+    )
+
+
+def _shown(prompt: Any) -> str:
+    return textwrap.shorten(repr(prompt), 200)

@@ -2,7 +2,7 @@
 
     rollouts      `rollout_func` calls QaRL's vLLM in this process (`qarl.trl.rollouts`).
     log-probs     QaRL's quantized and aligned forward (`qarl.trl.log_probs`) replaces TRL's fused lm_head.
-    rewards       TRL computes them, and a response without a reward is an error (`qarl.trl.rewards`).
+    rewards       TRL computes them, and a response without a reward is an error (`qarl.trl.rollouts`).
     loss          `compute_loss` calls TBPO, or one of TRL's losses.
     optimizer     `create_optimizer` returns AdamW with FP32 copies of the weights. TRL decides which parameters have
                   weight decay.
@@ -14,6 +14,7 @@ rewards; QaRL's local backend adds 1e-6.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from qarl.checks.model import level_notes
+from qarl.checks.run import make_checks
 from qarl.config import Config
 from qarl.console import note
 from qarl.errors import UserError
+from qarl.optim.optimizer import MuonAdamW, write
 from qarl.process import keep_freed_memory
 from qarl.quant.expert_names import stacked_experts
 from qarl.quant.scheme import get_scheme
@@ -32,15 +35,11 @@ from qarl.rollout.engine import RolloutEngine
 from qarl.tbpo import tbpo_loss
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import engine_config
-from qarl.trl.checks import check_args, check_arguments, check_inputs, check_version
-from qarl.trl.config import QaRLConfig, run_config, trls_words
+from qarl.trl.checks import check_args, check_resume, write_settings
+from qarl.trl.config import QaRLConfig, in_trls_words, run_config, trls_words
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
 from qarl.trl.metrics import StepMetrics
-from qarl.trl.optimizer import MasterAdamW
-from qarl.trl.prompts import longest_prompt
-from qarl.trl.resume import check_resume, write_settings
-from qarl.trl.rewards import check_scored, checked_functions
-from qarl.trl.rollouts import Rollouts
+from qarl.trl.rollouts import Rollouts, check_scored, checked_functions, longest_prompt
 
 
 class QaRLTrainer(GRPOTrainer):
@@ -48,6 +47,7 @@ class QaRLTrainer(GRPOTrainer):
 
     args: Any
     optimizer: Any
+    rollouts: Rollouts
 
     def __init__(
         self,
@@ -64,16 +64,14 @@ class QaRLTrainer(GRPOTrainer):
         Raises:
             UserError: a setting, the model or this machine is not supported. This is raised before an engine starts.
         """
-        check_version()
-        check_args(args)
+        check_args(args, given)
         assert args is not None
-        check_arguments(given)
         folder = model_folder(model)
-        inputs = check_inputs(run_config(args, folder, max_prompt_length=1))
-        tokenizer = processing_class or inputs.tokenizer
+        self.run = run_config(args, folder, max_prompt_length=1)
+        tokenizer = processing_class or in_trls_words(lambda: make_checks(self.run, data=False)).tokenizer
         length = longest_prompt(args, tokenizer, train_dataset, eval_dataset)
         self.run = run_config(args, folder, max_prompt_length=length)
-        inputs = check_inputs(self.run)
+        inputs = in_trls_words(lambda: make_checks(self.run, data=False))
         self.policy = load_policy(model, self.run)
         self.reference: Policy | None = None
         self.tbpo = args.tbpo()
@@ -85,16 +83,13 @@ class QaRLTrainer(GRPOTrainer):
             train_dataset,
             eval_dataset,
             tokenizer,
-            rollout_func=self._roll_out,
+            rollout_func=lambda prompts, trainer: self.rollouts(prompts, trainer),
             **given,
         )
         if self.aux_loss_enabled:
-            raise UserError(
-                "QaRLTrainer does not add the routers' auxiliary loss",
-                where="router_aux_loss_coef",
-                why="this loss needs the routers' logits, which QaRL's forward does not return",
-                fix="set router_aux_loss_coef=0",
-            )
+            what, where = "QaRLTrainer does not add the routers' auxiliary loss", "router_aux_loss_coef"
+            why = "this loss needs the routers' logits, which QaRL's forward does not return"
+            raise UserError(what, where=where, why=why, fix="set router_aux_loss_coef=0")
         if self.ref_model is not None:
             self.reference = quantized(self.ref_model, self.run)
         if self.policy.device.type == "cpu":
@@ -233,28 +228,15 @@ class QaRLTrainer(GRPOTrainer):
         """Write the model in compressed-tensors format, which vLLM can load. Call this in only one process."""
         self.policy.save(Path(folder), self.processing_class)
 
-    def _roll_out(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        return self.rollouts(prompts, trainer)
 
-
-def model_folder(model: Any) -> str:
+def model_folder(model: str | PreTrainedModel) -> str:
     """Return the folder or name from which the engine reads config and tokenizer."""
     if isinstance(model, str):
         return model
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(
-            f"model must be a name or a transformers model, got {type(model).__name__}",
-            where="model",
-            fix="pass the folder of a checkpoint",
-        )
-    folder = getattr(model.config, "_name_or_path", "")
-    if not folder:
-        raise UserError(
-            "the model was not loaded from a checkpoint",
-            where="model",
-            why="vLLM reads the model's config and tokenizer from a folder",
-            fix="save model and tokenizer to a folder, and pass that folder",
-        )
+    if not (folder := getattr(model.config, "_name_or_path", "")):
+        why = "vLLM reads the model's config and tokenizer from a folder"
+        fix = "save model and tokenizer to a folder, and pass that folder"
+        raise UserError("the model was not loaded from a checkpoint", where="model", why=why, fix=fix)
     return str(folder)
 
 
@@ -267,12 +249,9 @@ def load_policy(model: str | PreTrainedModel, config: Config) -> Policy:
     if isinstance(model, str):
         return Policy.load(config)
     if model.dtype != torch.bfloat16:
-        raise UserError(
-            f"the model is {model.dtype}, but QaRL trains BF16 models",
-            where="model",
-            why="vLLM computes in BF16, and the trainer must round in the same way",
-            fix="load it with dtype=torch.bfloat16, or pass its folder; the optimizer keeps FP32 copies of the weights",
-        )
+        why = "vLLM computes in BF16, and the trainer must round in the same way"
+        fix = "load it with dtype=torch.bfloat16, or pass its folder; the optimizer keeps FP32 copies of the weights"
+        raise UserError(f"the model is {model.dtype}, but QaRL trains BF16 models", where="model", why=why, fix=fix)
     return quantized(model, config)
 
 
@@ -290,3 +269,58 @@ def quantized(model: Any, config: Config) -> Policy:
         kernels=quant.kernels,
         eager=config.rollout.enforce_eager is True,
     )
+
+
+class MasterAdamW(MuonAdamW):
+    """AdamW on FP32 copies of BF16 parameters. After a step, each parameter is its FP32 copy, rounded to nearest.
+
+    The copies are part of `state_dict`, so TRL's own checkpoints contain them and a run resumes bit for bit. With
+    `master_dtype=bf16` there are no copies, and updates are rounded stochastically (`qarl.optim`).
+
+    In a single process, autograd sums the gradients of all micro-batches in FP32 (`Tensor.grad_dtype`). With several
+    processes they are summed in BF16, as TRL does for any BF16 model, because DistributedDataParallel reduces gradients
+    in the dtype of the weights.
+
+    `decayed`: names of the parameters that have weight decay, as in transformers."""
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        decayed: Iterable[str],
+        keep_masters: bool = True,
+        sum_in_fp32: bool = True,
+        **settings: Any,
+    ) -> None:
+        """`settings`: lr, betas, eps, weight_decay and seed of `MuonAdamW`."""
+        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        super().__init__(named, **settings)
+        self._keep_masters = keep_masters
+        names = set(decayed)
+        (group,) = self.param_groups
+        plain = [p for name, p in named if name not in names]
+        group["params"] = [p for name, p in named if name in names]
+        if plain:
+            shared = {key: value for key, value in group.items() if key != "params"}
+            self.add_param_group({**shared, "params": plain, "weight_decay": 0.0})
+        if sum_in_fp32:
+            for _, parameter in named:
+                parameter.grad_dtype = torch.float32
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
+        """Update every parameter. If a gradient is not finite, change nothing: neither weights nor state."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if all(bool(one.isfinite().all()) for one in gradients):
+            super().step()
+
+    def _apply(self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]) -> None:
+        if not self._keep_masters:
+            super()._apply(parameter, update, group)
+            return
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        if "master" not in state:
+            state["master"] = parameter.detach().float()
+        master: torch.Tensor = state["master"]
+        master.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        write(parameter, master.to(parameter.dtype))

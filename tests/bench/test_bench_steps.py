@@ -21,11 +21,17 @@ from torch import nn
 
 from qarl.bench import report, steps
 from qarl.bench.__main__ import main
-from qarl.bench.launch import PublishBench, RolloutBench, StepBench, TrainerBench, WrongNumbers, _reason, check_linears
-from qarl.bench.sources import find_model, write_model
+from qarl.bench.arguments import find_model, write_model
+from qarl.bench.launch import (
+    PublishBench,
+    RolloutBench,
+    StepBench,
+    TrainerBench,
+    WrongNumbers,
+    check_linears,
+    move_weights,
+)
 from qarl.bench.steps import Arguments, Case
-from qarl.bench.workload import move_weights
-from qarl.errors import UserError
 from qarl.metrics.plots import phases_of
 from qarl.quant.linear import QuantLinear
 
@@ -55,15 +61,6 @@ def test_the_defaults_are_launches_of_every_scheme_and_level() -> None:
     assert cases[:2] == ["bf16, level off", "bf16, level model"] and len(cases) == 11 and arguments.launches >= 3
     assert arguments.weight_group == 64 and arguments.depth == 30 and arguments.micro_batch_size == 32
     assert [str(case) for case in parse("schemes=fp8,bf16", part="publish").cases()] == ["bf16", "fp8"]
-
-
-def test_the_copy_has_no_end_of_sequence(folder: Path) -> None:
-    generation = json.loads((folder / "generation_config.json").read_text())
-    assert json.loads((folder / "config.json").read_text()).get("eos_token_id") is None
-    assert generation.get("eos_token_id") is None
-    from transformers import AutoTokenizer
-
-    assert AutoTokenizer.from_pretrained(folder).eos_token_id is None
 
 
 # Launches, with fake processes.
@@ -144,12 +141,11 @@ def test_a_case_with_wrong_numbers_gets_no_figures(
     assert "| w8a8 | `linears` |" not in captured.out
 
 
-@pytest.mark.parametrize("finished", [0, 3])
 def test_ctrl_c_keeps_the_finished_launches(
-    finished: int, launches: Callable[[Launch], list[Case]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launches: Callable[[Launch], list[Case]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
-        if len(order) > finished:
+        if len(order) > 3:
             raise KeyboardInterrupt
         return found(1.0)
 
@@ -157,10 +153,9 @@ def test_ctrl_c_keeps_the_finished_launches(
     assert main(["steps", "device=cpu", "schemes=bf16,w8a8", "levels=off", f"json={path}"]) == 130
     captured = capsys.readouterr()
     assert "interrupted" in captured.err and "Traceback" not in captured.err
-    if finished:
-        results = json.loads(path.read_text())["results"]
-        assert [len(result["phases"]["step"]["samples"]) for result in results] == [1, 2]
-        assert "| w8a8 | `off` | 0.5" in captured.out and "| 1.00 (1.00-1.00) |" in captured.out
+    results = json.loads(path.read_text())["results"]
+    assert [len(result["phases"]["step"]["samples"]) for result in results] == [1, 2]
+    assert "| w8a8 | `off` | 0.5" in captured.out and "| 1.00 (1.00-1.00) |" in captured.out
 
 
 @pytest.mark.slow
@@ -185,12 +180,10 @@ def test_ctrl_c_ends_the_process_too(folder: Path) -> None:
     raise AssertionError("a process outlives the benchmark")
 
 
-def test_a_process_that_dies_or_raises_is_a_failure(folder: Path) -> None:
+def test_a_process_that_raises_is_a_failure(folder: Path) -> None:
     missing = folder / "nowhere"
     with pytest.raises(steps.LaunchFailed, match="nowhere"):
         steps.launch(tiny(folder, part="trainer"), Case("bf16", "off"), missing)
-    assert _reason(WrongNumbers("off")) == "off"
-    assert _reason(UserError("what", where="here", why="so", fix="do")) == "what; here; so"
 
 
 # Tables.
@@ -203,23 +196,6 @@ def test_units_and_ratios_by_hand() -> None:
     assert both == {"median": 2.0, "minimum": 1.0, "maximum": 3.0}
     assert report.seconds(report.summary([[0.0]])) == "0"
     assert report.seconds(report.summary([[0.0012345, 12.345]])) == "6.17 (0.00123-12.3)"
-
-
-@pytest.mark.parametrize("name", ["steps_cpu", "steps_again_cpu", "steps_long_cpu"])
-def test_committed_results_are_readable(name: str) -> None:
-    document = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    text = report.step_tables(document)
-    for result in document["results"]:
-        middle = report.summary(result["phases"]["step"]["samples"])["median"]
-        assert f"| {result['scheme']} | `{result['level']}` | " in text and f"| {middle:.3g} (" in text
-
-
-def test_a_cut_model_and_a_level_that_fell_back_say_so() -> None:
-    document = json.loads((ROOT / "benchmarks/results/steps_long_cpu.json").read_text())
-    document["model"]["layers"] = [4]
-    document["results"][0]["level_applied"] = "linears"
-    text = report.step_tables(document)
-    assert "the whole model has 30, but the others" in text and "`off` (ran as `linears`)" in text
 
 
 # The trainer's own phases, and the check.
@@ -297,7 +273,7 @@ def test_a_training_step(folder: Path) -> None:
         parts = ("prefill", "decode", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish")
         assert all(phases[part] > 0 for part in parts) and phases["rollout"] + phases["update"] < phases["step"]
         check_linears(bench.policy, bench.engine)
-        assert bench.facts()["level_applied"] == "model" and bench.facts()["kernels"]
+        assert bench.policy.align == "model"
         bench.length = 9
         with pytest.raises(WrongNumbers, match="not 9 tokens long"):
             bench.round()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from expert_cases import exact, exact_weight, make, off, stacked
 
-from qarl.bench.expert_products import ROUTINGS, ExpertLayer, experts
 from qarl.bench.kernels import Arguments
+from qarl.bench.products import ROUTINGS, ExpertLayer, experts
 from qarl.kernels.experts.autograd import EXPERTS_KERNELS, LowBitExperts, fused_experts
 from qarl.kernels.experts.grouped import ExpertsShape
 

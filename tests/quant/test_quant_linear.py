@@ -217,3 +217,12 @@ def test_a_step_of_any_optimizer_is_noticed(options: dict[str, bool]) -> None:
     model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     assert not torch.equal(dict(packed_state_dict(model))["0.weight_packed"], before)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+def test_a_layer_without_tokens(scheme: str) -> None:
+    layer = make_layer(scheme=scheme)
+    x = torch.empty(0, 3, 64, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (0, 3, 96) and x.grad is not None and not layer.weight.grad.any()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor
 from qarl.errors import UserError
 from qarl.kernels.int4 import unpack_int4
 from qarl.quant.quantize import quantize
-from qarl.quant.scheme import get_scheme
+from qarl.quant.scheme import QuantArgs, get_scheme
+
+quantize_module: Any = importlib.import_module("qarl.quant.quantize")  # qarl.quant has a function of that name
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 EIGHT_BIT = ["w8a8", "fp8"]
@@ -182,3 +186,20 @@ def test_wire_names_dtypes_and_shapes(name: str) -> None:
     assert found == scheme.wire_tensors(17, 256)
     assert [full for full, _ in quantized.named("layers.0.up_proj")] == [f"layers.0.up_proj.{leaf}" for leaf in found]
     assert all(tensor.is_contiguous() for tensor in quantized.tensors.values())
+
+
+def test_a_fused_quantizer_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, device = get_scheme("w8a8").weights, torch.device("cpu")
+    assert args is not None
+    compare = quantize_module.fused_is_exact.__wrapped__
+    monkeypatch.setattr(quantize_module, "_run_fused", quantize_module._eager)
+    assert compare(torch.bfloat16, device, args) and compare(torch.float32, device, args)
+
+    def off_by_one_bit(weight: Tensor, args: QuantArgs) -> tuple[Tensor, ...]:
+        values, *others = quantize_module._eager(weight, args)
+        values[-1, -1] ^= 1
+        return values, *others
+
+    monkeypatch.setattr(quantize_module, "_run_fused", off_by_one_bit)
+    with pytest.warns(UserWarning, match="the fused quantizer is not used on cpu: 8-bit int of torch.bfloat16 differ"):
+        assert not compare(torch.bfloat16, device, args)

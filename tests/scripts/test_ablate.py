@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +18,9 @@ from checkout import ROOT
 from qarl.config import load_config
 from qarl.errors import UserError
 
-
-@pytest.fixture(scope="module")
-def scripts() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts")
-        stats = importlib.import_module("ablation_statistics")
-        return SimpleNamespace(ablate=importlib.import_module("ablate"), stats=stats)
+sys.path.insert(0, str(ROOT / "scripts"))
+import ablate
+import ablation_statistics as stats
 
 
 def by_permutations(first: Sequence[float], second: Sequence[float]) -> float:
@@ -36,8 +32,8 @@ def by_permutations(first: Sequence[float], second: Sequence[float]) -> float:
     return sum(hits) / len(orders)
 
 
-def test_the_permutation_test_counts_all_ways(scripts: Any) -> None:
-    test = scripts.stats.permutation_test
+def test_the_permutation_test_counts_all_ways() -> None:
+    test = stats.permutation_test
     assert test([1, 2, 3, 4], [11, 12, 13, 14]) == (pytest.approx(2 / 70), pytest.approx(2 / 70))
     assert test([1, 2], [3, 4]) == (pytest.approx(2 / 6), pytest.approx(2 / 6))
     assert test([0.5, 0.5], [0.5, 0.5])[0] == 1.0
@@ -48,16 +44,16 @@ def test_the_permutation_test_counts_all_ways(scripts: Any) -> None:
     assert test([1.0], [2.0, 3.0, 4.0])[1] == pytest.approx(1 / 4)
 
 
-def test_equal_arms_are_rarely_told_apart(scripts: Any) -> None:
+def test_equal_arms_are_rarely_told_apart() -> None:
     rng = random.Random(2)
     found = [[[rng.gauss(0, 1) for _ in range(4)] for _ in range(2)] for _ in range(300)]
-    share = sum(scripts.stats.permutation_test(*pair)[0] <= 0.05 for pair in found) / len(found)
+    share = sum(stats.permutation_test(*pair)[0] <= 0.05 for pair in found) / len(found)
     assert 0.0 < share < 0.08
-    assert scripts.stats.any_difference([[0.1, 0.12], [0.11, 0.13], [0.12, 0.1]]) > 0.3
-    assert scripts.stats.any_difference([[0.1, 0.2, 0.1, 0.2], [0.9, 0.8, 0.9, 0.8], [0.5, 0.5, 0.4, 0.6]]) < 0.01
+    assert stats.any_difference([[0.1, 0.12], [0.11, 0.13], [0.12, 0.1]]) > 0.3
+    assert stats.any_difference([[0.1, 0.2, 0.1, 0.2], [0.9, 0.8, 0.9, 0.8], [0.5, 0.5, 0.4, 0.6]]) < 0.01
     first, second = ([rng.gauss(mean, 1) for _ in range(12)] for mean in (0.0, 3.0))
-    p, smallest = scripts.stats.permutation_test(first, second)  # of ways drawn at random, always the same ones
-    assert p == scripts.stats.permutation_test(first, second)[0] < 1e-3 and smallest < 1e-3
+    p, smallest = stats.permutation_test(first, second)  # of ways drawn at random, always the same ones
+    assert p == stats.permutation_test(first, second)[0] < 1e-3 and smallest < 1e-3
 
 
 def history(rewards: Sequence[float], accuracies: Sequence[float]) -> list[dict[str, float]]:
@@ -67,18 +63,18 @@ def history(rewards: Sequence[float], accuracies: Sequence[float]) -> list[dict[
     return entries
 
 
-def test_the_figures_of_a_run(scripts: Any) -> None:
+def test_the_figures_of_a_run() -> None:
     rising = [0.3 + 0.004 * step for step in range(120)]
-    figures = scripts.stats.run_figures(history(rising, [0.3, 0.6, 0.7]))
+    figures = stats.run_figures(history(rising, [0.3, 0.6, 0.7]))
     assert (figures["accuracy_before"], figures["accuracy_after"], figures["accuracy_best"]) == (0.3, 0.7, 0.7)
     assert figures["reward_end"] == pytest.approx(statistics.fmean(rising[-10:])) and figures["collapsed"] is False
     fallen = [*rising, *[0.3] * 20]
-    assert scripts.stats.run_figures(history(fallen, [0.3, 0.7, 0.3]))["collapsed"] is True
+    assert stats.run_figures(history(fallen, [0.3, 0.7, 0.3]))["collapsed"] is True
     spike = [*rising, 1.9, *[0.7] * 20]
-    assert scripts.stats.run_figures(history(spike, [0.3]))["collapsed"] is False, "one step is no peak"
+    assert stats.run_figures(history(spike, [0.3]))["collapsed"] is False, "one step is no peak"
     entropies = [entry | {"rollout/entropy": entry["step"] / 10} for entry in history(rising, [0.3])]
-    assert scripts.stats.run_figures(entropies)["entropy_end"] == pytest.approx(11.55)
-    empty = scripts.stats.run_figures([])
+    assert stats.run_figures(entropies)["entropy_end"] == pytest.approx(11.55)
+    empty = stats.run_figures([])
     assert empty["collapsed"] is None and empty["accuracy_after"] is None
 
 
@@ -87,11 +83,11 @@ def entry(arm: str, seed: int, after: float | None, failed: str | None = None, *
     return found if failed else found | {"accuracy_after": after, "collapsed": after is not None and after < 0.1} | more
 
 
-def test_the_table(scripts: Any) -> None:
+def test_the_table() -> None:
     runs = [entry("off", seed, value, k3=8e-3) for seed, value in enumerate((0.5, 0.6, 0.05, 0.55))]
     runs += [entry("model", seed, value, k3=0.0) for seed, value in enumerate((0.7, 0.8, 0.75))]
     runs += [entry("model", 3, None, failed="exit code 2")]
-    head, _, off, model = scripts.stats.table(runs, "off").splitlines()
+    head, _, off, model = stats.table(runs, "off").splitlines()
     cells = [
         dict(zip(*(map(str.strip, line.strip("|").split(" | ")) for line in (head, row)), strict=True))
         for row in (off, model)
@@ -107,7 +103,7 @@ def test_the_table(scripts: Any) -> None:
 
 
 @pytest.fixture
-def fake(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`ablate.main` with a training that only writes files. `calls`: names of the runs; `fail`: names that fail."""
     state = SimpleNamespace(calls=[], fail=set(), output=tmp_path)
 
@@ -119,14 +115,14 @@ def fake(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (folder / "metrics.jsonl").write_text("\n".join(lines))
         failed = "exit code 2: error: made to fail" if folder.name in state.fail else None
         record = {"arguments": list(arguments), "failed": failed, "minutes": 1.5, "commit": "abc"}
-        (folder / scripts.ablate.RECORD).write_text(json.dumps(record))
+        (folder / ablate.RECORD).write_text(json.dumps(record))
         return record
 
-    monkeypatch.setattr(scripts.ablate, "train", train)
+    monkeypatch.setattr(ablate, "train", train)
 
     def main(*arguments: str) -> tuple[int, list[str]]:
         state.calls.clear()
-        code = scripts.ablate.main([*arguments, "--output", str(tmp_path)])
+        code = ablate.main([*arguments, "--output", str(tmp_path)])
         return code, sorted(state.calls)
 
     state.main = main
@@ -138,12 +134,8 @@ def test_a_suite_runs_once_and_is_continued(fake: Any) -> None:
     fake.fail = {"model-s1"}
     assert fake.main("sorting", "--seeds", "0", "1") == (1, names)
     results = json.loads((fake.output / "sorting" / "results.json").read_text())
-    assert [(run["arm"], run["seed"]) for run in results["runs"]] == [
-        ("off", 0),
-        ("off", 1),
-        ("model", 0),
-        ("model", 1),
-    ]
+    order = [("off", 0), ("off", 1), ("model", 0), ("model", 1)]
+    assert [(run["arm"], run["seed"]) for run in results["runs"]] == order
     assert results["minutes"] == 6 and "made to fail" in results["runs"][3]["failed"]
     assert results["command"].startswith("python scripts/ablate.py sorting --seeds 0 1")
     text = (fake.output / "sorting" / "table.md").read_text()
@@ -160,40 +152,30 @@ def test_a_suite_runs_once_and_is_continued(fake: Any) -> None:
     assert fake.main("no_such_suite") == (2, [])
 
 
-def test_arguments_say_everything_about_a_run(scripts: Any, tmp_path: Path) -> None:
-    suite = scripts.ablate.load_suite("learning_rates")
-    arguments = suite.arguments(scripts.ablate.Run("off_2.5e-4", 3), tmp_path, ["optim.lr=1e-5"])
-    assert arguments[:4] == ["config=addition_chain.yaml", "name=off_2.5e-4-s3", f"output_dir={tmp_path}", "seed=3"]
-    assert {"quant.align=off", "optim.lr=0.00025", "actor.loss=grpo"} <= set(arguments)
-    assert arguments[-1] == "optim.lr=1e-5"
-
-
-def test_a_training_that_fails_is_recorded(scripts: Any, tmp_path: Path) -> None:
-    record = scripts.ablate.train(["config=no_such_config.yaml"], tmp_path / "run")
+def test_a_training_that_fails_is_recorded(tmp_path: Path) -> None:
+    record = ablate.train(["config=no_such_config.yaml"], tmp_path / "run")
     assert record["failed"].startswith("exit code 2: error:") and (tmp_path / "run.log").is_file()
-    assert scripts.ablate.finished(tmp_path / "run", ["config=no_such_config.yaml"]) is None
+    assert ablate.finished(tmp_path / "run", ["config=no_such_config.yaml"]) is None
 
 
-def test_a_bad_suite_is_refused(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts.ablate, "SUITES", tmp_path)
+def test_a_bad_suite_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ablate, "SUITES", tmp_path)
     whole = "title: t\nquestion: q\nconfig: c\nseeds: [0]\narms: {a: {}}\n"
     for text, message in ((f"{whole}sedes: [1]", "unknown: sedes"), (f"{whole}baseline: b", "no such arm: b"),
                           ("title: t", "missing: arms")):  # fmt: skip
         (tmp_path / "bad.yaml").write_text(f"{text}\n")
         with pytest.raises(UserError, match=message):
-            scripts.ablate.load_suite("bad")
+            ablate.load_suite("bad")
 
 
 SUITES = sorted(path.stem for path in (ROOT / "scripts" / "suites").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_every_run_of_a_suite_is_a_valid_config(
-    scripts: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_run_of_a_suite_is_a_valid_config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    suite = scripts.ablate.load_suite(name)
-    runs = [scripts.ablate.Run(arm, 0) for arm in suite.arms]
+    suite = ablate.load_suite(name)
+    runs = [ablate.Run(arm, 0) for arm in suite.arms]
     configs = [load_config(suite.arguments(run, tmp_path, [])) for run in runs]
     assert len({config.model_copy(update={"name": "x"}).model_dump_json() for config in configs}) == len(runs)
     assert not any(isinstance(value, bool) for arm in suite.arms.values() for value in arm.values()), (

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
+import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -16,23 +14,13 @@ from checkout import ROOT
 from random_models import save_random_model
 
 from qarl.data.prompts import load_prompts
-from qarl.data.rewards import math_verify
 from qarl.errors import UserError
 
-SCRIPTS = ROOT / "scripts"
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, ModuleType]]:
-    names = ("math_text", "math_data", "prepare_math_eval", "prepare_openr1_math")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        yield {name: importlib.import_module(name) for name in names}
-
-
-@pytest.fixture
-def text(scripts: dict[str, ModuleType]) -> ModuleType:
-    return scripts["math_text"]
+sys.path.insert(0, str(ROOT / "scripts"))
+import math_data
+import math_text as text
+import prepare_math_eval
+import prepare_openr1_math
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
@@ -40,12 +28,12 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def evaluate(scripts: dict[str, ModuleType], output: Path, *arguments: str) -> int:
-    return scripts["prepare_math_eval"].main(["--output", str(output), "--workers", "1", *arguments])
+def evaluate(output: Path, *arguments: str) -> int:
+    return prepare_math_eval.main(["--output", str(output), "--workers", "1", *arguments])
 
 
-def train(scripts: dict[str, ModuleType], output: Path, *arguments: str) -> int:
-    return scripts["prepare_openr1_math"].main(["--output", str(output), "--workers", "1", *arguments])
+def train(output: Path, *arguments: str) -> int:
+    return prepare_openr1_math.main(["--output", str(output), "--workers", "1", *arguments])
 
 
 def report_of(path: Path) -> dict[str, Any]:
@@ -72,23 +60,10 @@ def report_of(path: Path) -> dict[str, Any]:
         ("\\boxed{\\boxed{3}}", "3"),
     ],
 )
-def test_answers_become_one_box_that_the_reward_accepts(text: ModuleType, raw: Any, answer: str) -> None:
+def test_answers_become_one_box_that_the_reward_accepts(raw: Any, answer: str) -> None:
     assert text.answer_text(raw) == answer
     assert text.answer_text(answer) == answer
     assert text.verifies_itself(answer)
-
-
-@pytest.mark.parametrize(
-    ("raw", "right", "wrong"),
-    [
-        ("$27$ or $38$", "\\boxed{38, 27}", "\\boxed{27}"),
-        ("\N{SQUARE ROOT}13", "\\boxed{\\sqrt{13}}", "\\boxed{3}"),
-        ("$\\boxed{2}$ and $\\boxed{3}$", "\\boxed{2,3}", "\\boxed{3}"),
-    ],
-)
-def test_the_reward_tells_right_from_wrong_by_them(text: ModuleType, raw: Any, right: str, wrong: str) -> None:
-    assert math_verify("", right, text.answer_text(raw)) == 1.0
-    assert math_verify("", wrong, text.answer_text(raw)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -101,12 +76,12 @@ def test_the_reward_tells_right_from_wrong_by_them(text: ModuleType, raw: Any, r
         ("We argue as follows. " * 20, "longer than 300"),
     ],
 )
-def test_unusable_answers_say_why(text: ModuleType, raw: Any, reason: str) -> None:
+def test_unusable_answers_say_why(raw: Any, reason: str) -> None:
     with pytest.raises(text.RowError, match=reason):
         text.answer_text(raw)
 
 
-def test_a_reward_that_raises_or_runs_out_of_time(text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_raises_or_runs_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reward answers 0 if its five seconds are over: a busy machine keeps the rows of a quiet one."""
     monkeypatch.setattr(text, "math_verify", lambda *arguments: 0.0)
     assert text.verifies_itself("\\frac{1}{2}") and not text.verifies_itself("\\text{}")
@@ -114,7 +89,7 @@ def test_a_reward_that_raises_or_runs_out_of_time(text: ModuleType, monkeypatch:
     assert not text.verifies_itself("1")
 
 
-def test_problems_are_compared_without_their_dress(text: ModuleType) -> None:
+def test_problems_are_compared_without_their_dress() -> None:
     same = [
         "Find $\\dfrac{1}{2}+ x_1$ for  2.5 apples.",
         "find \\frac{1}{2} + x_{1}, for 2.5 Apples",
@@ -130,13 +105,11 @@ def test_problems_are_compared_without_their_dress(text: ModuleType) -> None:
     assert text.problem_key("2 \N{MINUS SIGN} 1") == text.problem_key("2-1")
 
 
-def test_training_set_counts_everything_it_leaves_out(
-    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_set_counts_everything_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     published = [{"problem": "What is $2+2$?", "answer": "4"}, {"problem": "Prove it.", "answer": None}]
     published.append({"problem": "Say nothing.", "answer": "\\text{}"})
     held_out = write_jsonl(tmp_path / "held.jsonl", published)
-    assert evaluate(scripts, tmp_path / "eval", "--sets", "math500", "--file", f"math500={held_out}") == 0
+    assert evaluate(tmp_path / "eval", "--sets", "math500", "--file", f"math500={held_out}") == 0
     source = write_jsonl(
         tmp_path / "source.jsonl",
         [
@@ -159,9 +132,9 @@ def test_training_set_counts_everything_it_leaves_out(
     )
     output = tmp_path / "train.parquet"
     arguments = ["--file", str(source), "--eval", str(tmp_path / "eval")]
-    assert train(scripts, output, *arguments) == 2  # five sets are not there
+    assert train(output, *arguments) == 2  # five sets are not there
     assert "evaluation set aime24 is not in" in capsys.readouterr().err and not output.exists()
-    assert train(scripts, output, *arguments, "--eval-sets", "math500") == 0
+    assert train(output, *arguments, "--eval-sets", "math500") == 0
     rows = pq.read_table(output).to_pylist()
     assert [row["extra_info"] for row in rows] == [
         {"split": "train", "index": 0, "source_row": 0},
@@ -187,46 +160,32 @@ def test_training_set_counts_everything_it_leaves_out(
     assert report["first_dropped_source_rows"]["no problem text"] == [2, 4]
 
 
-def test_openr1_layout_and_parquet(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
-    """The published columns: chat messages with a system prompt, the answer in reward_model, long traces beside."""
+def test_openr1_layout_and_parquet(tmp_path: Path) -> None:
+    """The published columns: chat messages with a system prompt, the answer in reward_model. Two files, by workers."""
     rows = [
         {
             "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": f"What is {i}+{i}?"}],
-            "target": [{"role": "assistant", "content": "<think>" + "x" * 1000}],
             "reward_model": {"ground_truth": str(2 * i), "style": "rule"},
         }
         for i in range(1100)
     ]
-    source = tmp_path / "train-00000.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), source)
-    first, second = tmp_path / "a" / "train.parquet", tmp_path / "b" / "train.parquet"
-    assert train(scripts, first, "--file", str(source), "--no-eval") == 0
-    assert train(scripts, second, "--file", str(source), "--no-eval", "--workers", "2") == 0
-    assert first.read_bytes() == second.read_bytes()
-    written = pq.read_table(first)
-    assert written.num_rows == 1100
-    last = written.slice(1099).to_pylist()[0]
-    assert last["prompt"][0]["content"].startswith("What is 1099+1099?\n\n")
-    assert len(last["prompt"]) == 1
-    assert last["reward_model"]["ground_truth"] == "2198"
+    for name, part in (("b", rows[1000:]), ("a", rows[:1000])):
+        pq.write_table(pa.Table.from_pylist(part), tmp_path / f"{name}.parquet")
+    outputs = [tmp_path / name / "train.parquet" for name in ("one", "two")]
+    for output, workers in zip(outputs, "12", strict=True):
+        assert train(output, "--file", str(tmp_path), "--no-eval", "--workers", workers) == 0
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+    written = pq.read_table(outputs[0]).to_pylist()
+    assert len(written) == 1100 and len(written[-1]["prompt"]) == 1
+    assert written[-1]["prompt"][0]["content"].startswith("What is 1099+1099?\n\n")
+    assert written[-1]["reward_model"]["ground_truth"] == "2198"
 
 
-def test_files_are_read_in_the_order_given_and_folders_sorted(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for name in ("b", "a"):
-        write_jsonl(folder / f"{name}.jsonl", [{"question": f"{name}?", "final_answer": ["1"]}])
-    single = write_jsonl(tmp_path / "z.jsonl", [{"question": "z?", "final_answer": ["1"]}])
-    assert train(scripts, tmp_path / "out.parquet", "--no-eval", "--file", str(single), str(folder)) == 0
-    prompts = [row["prompt"][0]["content"][0] for row in pq.read_table(tmp_path / "out.parquet").to_pylist()]
-    assert prompts == ["z", "a", "b"]
-
-
-def test_evaluation_sets_keep_duplicates_and_count_them(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_evaluation_sets_keep_duplicates_and_count_them(tmp_path: Path) -> None:
     one = write_jsonl(tmp_path / "1.jsonl", [{"problem": p, "answer": 1} for p in ("p?", "q?", "P ?")])
     two = write_jsonl(tmp_path / "2.jsonl", [{"problem": p, "answer": 1} for p in ("q?", "r?")])
     arguments = ["--sets", "aime24", "minerva", "--file", f"aime24={one}", "--file", f"minerva={two}"]
-    assert evaluate(scripts, tmp_path / "eval", *arguments, "--samples", "minerva=4") == 0
+    assert evaluate(tmp_path / "eval", *arguments, "--samples", "minerva=4") == 0
     rows = {name: pq.read_table(tmp_path / "eval" / f"{name}.parquet").to_pylist() for name in ("aime24", "minerva")}
     assert [len(found) for found in rows.values()] == [3, 2]
     assert {row["__rollout_n__"] for row in rows["aime24"]} == {32}
@@ -242,17 +201,16 @@ def test_evaluation_sets_keep_duplicates_and_count_them(scripts: dict[str, Modul
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"problem": "p", "answer": "1"}\n{"problem": "p', "a.jsonl:2"),
-        ("a.jsonl", b"[1]\n", "not a JSON object"),
+        ("a.jsonl", b'{"problem": "p", "answer": "1"}\n{"problem": "p', "line 2 is not a JSON object"),
+        ("a.jsonl", b"[1]\n", "line 1 is not a JSON object"),
         ("a.jsonl", b"\n", "no rows"),
         ("a.jsonl", b'{"text": "p", "answer": "1"}\n', "no column with the problem"),
         ("a.jsonl", b'{"problem": "p", "answer": ""}\n', "no row is left"),
         ("a.parquet", b"version https://git-lfs", "cannot read"),
-        ("a.csv", b"problem,answer\n", "unknown format"),
+        ("a.csv", b"problem,answer\n", "there is no .parquet"),
     ],
 )
 def test_unusable_files_are_user_errors(
-    scripts: dict[str, ModuleType],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
@@ -261,7 +219,7 @@ def test_unusable_files_are_user_errors(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     output = tmp_path / "out" / "train.parquet"
-    assert train(scripts, output, "--no-eval", "--file", str(tmp_path / name)) == 2
+    assert train(output, "--no-eval", "--file", str(tmp_path / name)) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
@@ -269,45 +227,40 @@ def test_unusable_files_are_user_errors(
     assert not output.parent.exists() or list(output.parent.iterdir()) == []
 
 
+HERE = ["--file", "a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (train, [*HERE, "--eval", "none"], "prepare_math_eval.py"),
+        (train, ["--file", "gone.jsonl", "--no-eval"], "there is no .parquet"),
+        (train, [*HERE, "--no-eval", "--answer-column", "x"], "looked for x"),
+        (evaluate, ["--sets", "amc", "--file", "aime24=a.jsonl"], "the sets to prepare are amc"),
+        (evaluate, ["--sets", "amc", "--file", "amc"], "--file amc"),
+        (evaluate, ["--sets", "amc", "--samples", "amc=0"], "not a number of responses"),
+    ],
+)
 def test_wrong_arguments_are_user_errors(
-    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here = write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
-    cases = [
-        (
-            train,
-            tmp_path / "t.parquet",
-            ["--file", str(here), "--eval", str(tmp_path / "none")],
-            "prepare_math_eval.py",
-        ),
-        (train, tmp_path / "t.jsonl", ["--file", str(here), "--no-eval"], "ending .parquet"),
-        (train, tmp_path / "t.parquet", ["--file", str(tmp_path / "gone.jsonl"), "--no-eval"], "no such file"),
-        (train, tmp_path / "t.parquet", ["--file", str(here), "--no-eval", "--answer-column", "x"], "looked for x"),
-        (train, tmp_path / "t.parquet", ["--file", str(here), "--no-eval", "--workers", "0"], "1 or more"),
-        (evaluate, tmp_path / "e", ["--sets", "amc", "--file", f"aime24={here}"], "the sets to prepare are amc"),
-        (evaluate, tmp_path / "e", ["--sets", "amc", "--file", "amc"], "--file amc"),
-        (evaluate, tmp_path / "e", ["--sets", "amc", "--samples", "amc=0"], "not a number of responses"),
-    ]
-    for function, output, arguments, message in cases:
-        assert function(scripts, output, *arguments) == 2, arguments
-        assert message in capsys.readouterr().err, arguments
+    function: Any, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
+    assert function(tmp_path / "t.parquet", *arguments) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_an_unreachable_hub_is_a_user_error(
-    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unreachable_hub_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def unreachable(*arguments: object, **more: object) -> None:
         raise ConnectionError("no network")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    data = scripts["math_data"]
     with pytest.raises(UserError, match=r"(?s)some/set.*no network.*offline"):
-        list(data.problems(data.Source("some/set@main"), data.Counts(), workers=1))
+        list(math_data.problems(math_data.Source("some/set@main"), math_data.Counts(), workers=1))
 
 
-def test_a_streamed_hub_set_is_read_by_its_columns(
-    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_streamed_hub_set_is_read_by_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` itself, given a set in memory for the one on the Hub."""
     import datasets
 
@@ -319,20 +272,21 @@ def test_a_streamed_hub_set_is_read_by_its_columns(
         return datasets.Dataset.from_dict(rows).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    data = scripts["math_data"]
-    found = list(data.problems(data.Source("some/set@abc", subset="en", split="test"), data.Counts(), workers=1))
+    found = list(
+        math_data.problems(math_data.Source("some/set@abc", subset="en", split="test"), math_data.Counts(), workers=1)
+    )
     assert [(item.row, item.problem, item.answer) for item in found] == [(0, "q?", "7")]
     assert asked == {"name": "some/set", "subset": "en", "split": "test", "revision": "abc", "streaming": True}
 
 
 @pytest.fixture(scope="module")
-def prepared(scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("math")
     files = []
     for name, count in (("aime24", 2), ("math500", 3)):
         rows = [{"problem": f"{name} {i}", "answer": str(i)} for i in range(count)]
         files += ["--file", f"{name}={write_jsonl(folder / f'{name}.jsonl', rows)}"]
-    assert evaluate(scripts, folder / "eval", "--sets", "aime24", "math500", *files, "--samples", "aime24=4") == 0
+    assert evaluate(folder / "eval", "--sets", "aime24", "math500", *files, "--samples", "aime24=4") == 0
     save_random_model(folder / "model")
     return folder
 

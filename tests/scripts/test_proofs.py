@@ -11,8 +11,8 @@ import pytest
 from checkout import ROOT
 
 from benchmarks.proofs import runs, verl_kills
-from benchmarks.proofs.__main__ import main, parameters
-from benchmarks.proofs.harness import Record, Run, arguments, differences, in_process, rows_of
+from benchmarks.proofs.__main__ import parameters
+from benchmarks.proofs.harness import Record, Run, differences, rows_of
 from benchmarks.proofs.registry import proofs
 from benchmarks.proofs.verl_runs import CASES, PAIRS, judged
 
@@ -51,18 +51,6 @@ def test_parameters_are_those_of_the_function() -> None:
     assert found == {"publishes": 7, "schemes": ("w4a16", "fp8")}
     with pytest.raises(SystemExit, match="no parameter seed; it has schemes, publishes, sets"):
         parameters(proofs()["publish_stress"], ["seed=1"])
-
-
-def test_the_list_names_every_proof(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in proofs()) and "publishes" in said
-
-
-def test_functions_run_in_other_processes() -> None:
-    assert in_process(arguments, {"a.b": True, "c": "x"}) == [["a.b=true", "c=x"]]
-    with pytest.raises(RuntimeError, match="arguments ended with 1"):
-        in_process(arguments, 5)
 
 
 HEALTHY = {
@@ -189,12 +177,6 @@ def test_the_committed_gathers_have_the_bits_of_one_rank() -> None:
     assert len(rows) == 6
     for row in rows.values():
         assert len({found["logits"] for found in row.values() if isinstance(found, dict)}) == 1
-
-
-def test_every_case_of_verl_has_its_run() -> None:
-    for name, cases in (("verl_runs", CASES), ("verl_pairs", PAIRS)):
-        found = promised(name)
-        assert found.keys() == cases.keys() and all(run["ok"] for run in found.values()), name
 
 
 def test_only_the_order_of_sums_tells_the_number_of_ranks() -> None:

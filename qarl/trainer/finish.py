@@ -1,4 +1,4 @@
-"""The end of a local run. It writes the last files even if an earlier step of the run failed.
+"""The end of a run of either backend. It writes the last files even if an earlier step of the run failed.
 
 It tries to write the summary, the export, the summary again, plots and the report, in this order. A failure of one
 does not stop the next. At the end, the first error of the run is raised. Later errors are only printed.

@@ -13,8 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -168,31 +167,6 @@ def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
     path = Path(run_dir) / "summary.json"
     write_json(path, summary)
     return path
-
-
-class Ending:
-    """Collects the errors at the end of a run. `failure`: the first error, or None."""
-
-    def __init__(self, failure: BaseException | None) -> None:
-        self.failure = failure
-
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Catch an error in this block. It becomes `failure` if it is the run's first error. Otherwise print it."""
-        try:
-            yield
-        except Exception as error:
-            if self.failure is None:
-                self.failure = error
-            else:
-                say(f"error: {error if isinstance(error, UserError) else f'{type(error).__name__}: {error}'}")
-
-    def in_words(self) -> str | None:
-        """Return the first error as one line for the summary, or None if there is no error."""
-        failure = self.failure
-        if isinstance(failure, StorageError):
-            return f"{failure.what}: {failure.why}"
-        return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 
 class _TensorBoard:

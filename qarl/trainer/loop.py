@@ -10,19 +10,18 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from types import FrameType
 from typing import Any
 
-from qarl.checkpoint.folder import Checkpoint, list_checkpoints
-from qarl.checkpoint.storage import EXPORT, StorageError, check_room, checkpoints_dir, writing
+from qarl.checkpoint.folder import Checkpoint
+from qarl.checkpoint.storage import EXPORT, check_room
 from qarl.config import Config, write_resolved
 from qarl.console import stage
-from qarl.errors import UserError
-from qarl.metrics.plots import plot_run
-from qarl.metrics.tracker import Ending, Tracker, read_metrics, write_summary, write_versions
-from qarl.report.page import update_report, write_report
+from qarl.metrics.tracker import Tracker, read_metrics, write_versions
+from qarl.report.page import update_report
 from qarl.trainer.checkpoints import Checkpoints
+from qarl.trainer.finish import finish_run
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.mismatch_watch import probe
 from qarl.trainer.resume import check_free, open_run
@@ -136,63 +135,19 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
         "quantized_ratio": report.quantized_ratio,
         "seconds": time.perf_counter() - start,
     }
-    return finish_run(trainer, summary, Ending(failure), tracker.problem)
-
-
-def finish_run(
-    trainer: LocalTrainer, summary: dict[str, Any], ending: Ending, problem: UserError | None
-) -> dict[str, Any]:
-    """Write summary, export, the summary again, plots and report, in this order. Return the summary.
-
-    A failure of one does not stop the next. At the end, the first error of the run is raised: that of `ending`, one of
-    this function, or `problem`, that of a logger. A run is finished once it has made all its steps and its export. If
-    only plots or the report failed, the exit code reports the failure, but a resume does not train again. After a
-    KeyboardInterrupt only the summary is written."""
-    settings, run_dir = trainer.config.trainer, trainer.config.run_dir
-    interrupted = isinstance(ending.failure, KeyboardInterrupt)
-
-    def write(*, finished: bool) -> None:
-        summary.update(finished=finished, failed=ending.in_words())
-        with ending.attempt():
-            write_summary(run_dir, summary)
-
-    write(finished=False)
-    if settings.save_final and not interrupted:
-        with ending.attempt():
-            summary["checkpoint"] = str(_export(trainer))
-    finished = ending.failure is None and trainer.step >= settings.total_training_steps
-    write(finished=finished)
-    if settings.plots and not interrupted:
-        with ending.attempt(), writing(run_dir / "plots"):
-            plot_run(run_dir)
-    if settings.report and not interrupted:
-        with ending.attempt():
-            write_report(run_dir)
-    if problem is not None:
-        with ending.attempt():
-            raise problem
-    summary["failed"] = ending.in_words()
-    if ending.failure is not None:
-        with suppress(StorageError):  # write the summary again, because the file may lack the last error
-            write_summary(run_dir, summary)
-        raise ending.failure
-    return summary
-
-
-def _export(trainer: LocalTrainer) -> Path:
-    run_dir = trainer.config.run_dir
-    try:
-        return trainer.policy.save(run_dir / EXPORT, trainer.tokenizer)
-    except StorageError as error:
-        there, again = "there is no checkpoint, so the weights are lost", "train again, with trainer.save_freq=N"
-        if saved := list_checkpoints(checkpoints_dir(run_dir)):
-            there, again = f"the newest checkpoint is {saved[0][1]}", "the same command then resumes and exports"
-        raise StorageError(
-            f"the model after step {trainer.step} could not be exported",
-            where=error.where,
-            why=f"{error.what}: {error.why}; {there}; metrics and summary are in {run_dir}",
-            fix=f"{error.fix}; {again}",
-        ) from error
+    return finish_run(
+        run_dir,
+        summary,
+        failure,
+        tracker.problem,
+        step=trainer.step,
+        total=total,
+        save=partial(trainer.policy.save, tokenizer=trainer.tokenizer)
+        if config.trainer.save_final and not interrupted
+        else None,
+        plots=config.trainer.plots and not interrupted,
+        report=config.trainer.report and not interrupted,
+    )
 
 
 def run_steps(trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: Stop, start: float) -> None:

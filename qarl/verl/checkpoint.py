@@ -150,16 +150,15 @@ def _check_config(config: Config, folder: Path) -> None:
     if not isinstance(saved, Mapping):
         note(f"{path} is missing or not readable, so the run's first config is not compared with this one")
         return
-    before, now = _training_keys(saved.get("verl") or {}), _training_keys(config.verl)
-    own = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     rest = {key: value for key, value in saved.items() if key != "verl"}
-    also = {f"verl.{key}": pair for key, pair in own.items()}
+    before, now = saved.get("verl") or {}, config.verl
+    also = {
+        f"verl.{key}": (before.get(key), now.get(key))
+        for key in before | now
+        if before.get(key) != now.get(key) and not _FREE_VERL.match(key)
+    }
     for text in check_changes(config, folder, step_of(folder), rest, also=also):
         note(text)
-
-
-def _training_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in keys.items() if not _FREE_VERL.match(key)}
 
 
 def _make_newest(run_dir: Path, folder: Path) -> None:
@@ -241,11 +240,8 @@ def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
 
 def random_state(rng: Any) -> State:
     """Return a digest of each state that `FSDPCheckpointManager.get_rng_state` returns."""
-    found = {}
-    for name, value in rng.items():
-        data = value.numpy().tobytes() if isinstance(value, torch.Tensor) else pickle.dumps(value, protocol=4)
-        found[f"rng.{name}"] = _digest(data)
-    return found
+    data = {name: v.numpy().tobytes() if isinstance(v, torch.Tensor) else pickle.dumps(v, 4) for name, v in rng.items()}
+    return {f"rng.{name}": _digest(value) for name, value in data.items()}
 
 
 def save_record(engine: Any, folder: str) -> None:
@@ -288,8 +284,9 @@ def check_record(engine: Any, folder: str) -> str:
             fix="resume from an earlier checkpoint (trainer.resume_mode=resume_path)",
         )
     digest = _digest(repr(sorted(live.items())).encode())
-    of = ", ".join(part for part in PARTS if part in parts)
-    return f"resumed state equals the saved one by checksum: {len(live)} parts, {digest} (of {of or 'nothing'})"
+    return (
+        f"resumed state equals the saved one by checksum: {len(live)} parts, {digest} (of {', '.join(sorted(parts))})"
+    )
 
 
 def _parts(manager: Any, action: str) -> set[str]:

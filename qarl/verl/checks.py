@@ -11,21 +11,21 @@ Statements here about verl were checked against the source of verl 0.9.1.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qarl.config import Config
-from qarl.config.checks import MIN_TEMPERATURE
+from qarl.config.checks import MIN_TEMPERATURE, divisors
 from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
-from qarl.verl.batch_shares import refuse_partial_batches
 from qarl.verl.keys import CORRECTION, PLUGIN
 
 if TYPE_CHECKING:
     from qarl.verl.plugin.config import QuantSettings
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 QUANT = f"{ACTOR}.fsdp_config.quant"
 OVERRIDES = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides"
 RECEIVER = f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls"
@@ -49,61 +49,58 @@ OWN_KEYS = {
 }
 """verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL reads only its own keys to
 check model, data and reward, to choose the checkpoint and to decide whether the run is finished."""
+BATCH_KEYS = {
+    f"{ACTOR}.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
+    f"{ACTOR}.ppo_max_token_len_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": "actor.log_prob_micro_batch_size_per_gpu",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": "actor.log_prob_max_token_len_per_gpu",
+}
+"""verl's batch sizes that QaRL's config sets, and QaRL's names for them."""
 
 
-def unsupported(config: Config) -> dict[str, str]:
-    """Return the keys of `config` with values that verl does not support, each with the value to use instead."""
-    problems = {
-        "rollout.rebuild_on_failure": (config.rollout.rebuild_on_failure, "false"),
-        # verl's reference policy needs keys of its own, which only the section verl has.
-        "actor.use_kl_loss": (config.actor.use_kl_loss, "false"),
+def unsupported(config: Config) -> list[str]:
+    """Return the keys of `config` that are true and that verl does not support."""
+    # verl's reference policy needs keys of its own, which only the section verl has.
+    keys = {
+        "rollout.rebuild_on_failure": config.rollout.rebuild_on_failure,
+        "actor.use_kl_loss": config.actor.use_kl_loss,
     }
-    return {key: neutral for key, (bad, neutral) in problems.items() if bad}
+    return [key for key, value in keys.items() if value]
 
 
 def refuse_unsupported(config: Config) -> None:
     """Raise a UserError that names all keys that `unsupported` returns, if it returns any."""
-    if problems := unsupported(config):
-        wanted = ", ".join(f"{key}={neutral}" for key, neutral in problems.items())
-        raise UserError(
-            f"backend=verl supports only {wanted}",
-            where=", ".join(problems),
-            fix=f"set {wanted}, or backend=local",
-        )
+    if keys := unsupported(config):
+        wanted = ", ".join(f"{key}=false" for key in keys)
+        fix = f"set {wanted}, or backend=local"
+        raise UserError(f"backend=verl supports only {wanted}", where=", ".join(keys), fix=fix)
 
 
 def refuse_own(config: Config) -> None:
     """Raise UserError if the section `verl` sets a key that QaRL has its own key for: one of `OWN_KEYS`, or verl's
-    corrections. With the loss tbpo, `refuse_corrections` says more about these."""
-    asked = [key for key in config.verl if key.removeprefix("+") in OWN_KEYS]
-    if asked:
-        raise UserError(
-            f"the section verl sets {', '.join(asked)}, but QaRL has its own keys for that",
-            where=", ".join(f"verl.{key}" for key in asked),
-            why="QaRL would check, resume and summarize a different run from the one that verl makes",
-            fix="set " + ", ".join(sorted({OWN_KEYS[key.removeprefix("+")] for key in asked})) + " instead",
-        )
-    corrections = [key for key in config.verl if key.removeprefix("+").startswith(CORRECTION)]
-    if corrections and config.actor.loss != "tbpo":
-        raise UserError(
-            "the section verl sets verl's corrections, but QaRL has its own keys for them",
-            where=", ".join(f"verl.{key}" for key in corrections),
-            why="verl would reject tokens before QaRL counts responses and measures the mismatch",
-            fix="set the keys of the section rollout_correction instead",
-        )
+    corrections. With the loss tbpo, `check_composed` says more about these."""
+    for key in config.verl:
+        plain = key.removeprefix("+")
+        corrects = plain.startswith(CORRECTION) and config.actor.loss != "tbpo"
+        if plain in OWN_KEYS or corrects:
+            raise UserError(
+                f"the section verl sets {key}, but QaRL has its own keys for that",
+                where=f"verl.{key}",
+                why="QaRL would check, resume and measure a different run from the one that verl makes",
+                fix=f"set {OWN_KEYS.get(plain, 'the keys of the section rollout_correction')} instead",
+            )
 
 
 def check_run_config(config: Config, composed: Any) -> None:
     """Run QaRL's and verl's own checks of verl's config `composed`, which was made from `config`."""
-    refuse_no_export(config, composed)
-    refuse_ignored(composed)
-    refuse_partial_batches(composed, config.verl)
-    refuse_one_checkpoint(composed)
-    refuse_bad_time_limit(composed)
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     try:
+        refuse_keys(config, composed)
+        refuse_partial_batches(composed, {key.removeprefix("+") for key in config.verl})
+        refuse_bad_time_limit(composed)
         check_composed(composed)
         reference, critic = need_reference_policy(composed), need_critic(composed)
         validate_config(config=composed, use_reference_policy=reference, use_critic=critic)
@@ -120,47 +117,32 @@ def check_run_config(config: Config, composed: Any) -> None:
         ) from error
 
 
-def refuse_ignored(composed: Any) -> None:
-    """Raise UserError if verl's keys set sampling, a trainer mode or loggers that QaRL does not support."""
+def refuse_keys(config: Config, composed: Any) -> None:
+    """Raise UserError if verl's keys set sampling, trainer, loggers or checkpoints as QaRL does not support."""
     rollout, trainer = composed.actor_rollout_ref.rollout, composed.trainer
-    for name in ("temperature", "top_p", "top_k"):
-        value = rollout[name]
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{ROLLOUT}.{name} must be a number, got {value!r}", where=f"verl.{ROLLOUT}.{name}")
+    mode, saved = trainer.v1.trainer_mode, composed.actor_rollout_ref.actor.checkpoint.save_contents
+    folder, ours = Path(trainer.default_local_dir).resolve(), (config.run_dir / "checkpoints").resolve()
     whole = "the engine would sample only from the likeliest tokens, but the trainer's log-probs cover all tokens"
     below = f"vLLM samples at {MIN_TEMPERATURE} instead, but the trainer's log-probs would use the lower temperature"
-    mode = trainer.v1.trainer_mode
     stale = "responses would come from several versions of the weights, and quant.mismatch_limit would report an error"
     unread = "QaRL reads the metrics from verl's file logger; without it the run would end as if it had taken no step"
-    logs = "file" in (trainer.logger or ())
-    problems = [
+    lost = "verl deletes the old checkpoint before the next is complete; a run killed in between would lose both"
+    export = "there would be no checkpoint to export at the end (trainer.save_final)"
+    exports = config.trainer.save_final
+    only = trainer.max_actor_ckpt_to_keep == 1 or trainer.get("remove_previous_ckpt_in_save")
+    problems = (
         (rollout.top_p != 1, f"{ROLLOUT}.top_p", rollout.top_p, 1, whole),
         (rollout.top_k > 0, f"{ROLLOUT}.top_k", rollout.top_k, -1, whole),
         (rollout.temperature < MIN_TEMPERATURE, f"{ROLLOUT}.temperature", rollout.temperature, MIN_TEMPERATURE, below),
         (mode not in ("sync", "qarl_sync"), "trainer.v1.trainer_mode", mode, "qarl_sync", stale),
         (not trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"),
-        (not logs, "trainer.logger", trainer.logger, "a list that contains file", unread),
-    ]
-    for wrong, key, value, neutral, why in problems:
-        if wrong:
-            raise UserError(
-                f"{key}={value} cannot be used with backend=verl",
-                where=f"verl.{key}",
-                why=why,
-                fix=f"set it to {neutral}",
-            )
-
-
-def refuse_one_checkpoint(composed: Any) -> None:
-    """Raise UserError if verl would delete the only complete checkpoint before the next one is complete."""
-    trainer = composed.trainer
-    if trainer.max_actor_ckpt_to_keep == 1 or trainer.get("remove_previous_ckpt_in_save"):
-        raise UserError(
-            "verl cannot keep a single checkpoint safely",
-            where="trainer.max_ckpt_to_keep",
-            why="it deletes the old checkpoint before the next is complete; a run killed in between would lose both",
-            fix="set trainer.max_ckpt_to_keep=2 or more",
-        )
+        ("file" not in (trainer.logger or ()), "trainer.logger", trainer.logger, "a list that contains file", unread),
+        (only, "trainer.max_actor_ckpt_to_keep", 1, "2 or more (trainer.max_ckpt_to_keep=2)", lost),
+        (exports and trainer.save_freq <= 0, "trainer.save_freq", trainer.save_freq, "a number above 0", export),
+        (exports and folder != ours, "trainer.default_local_dir", folder, "null (leave it out)", export),
+        (exports and "model" not in saved, f"{ACTOR}.checkpoint.save_contents", saved, "a list with model", export),
+    )
+    refuse(problems, prefix="verl.")
 
 
 def refuse_bad_time_limit(composed: Any) -> None:
@@ -173,75 +155,97 @@ def refuse_bad_time_limit(composed: Any) -> None:
     publish_timeout(str(variables.get(TIMEOUT_VARIABLE) or ""))
 
 
-def refuse_no_export(config: Config, composed: Any) -> None:
-    """Raise UserError if keys of the section `verl` leave no checkpoint to export at the end of the run."""
-    saved = composed.actor_rollout_ref.actor.checkpoint.save_contents
-    folder = Path(composed.trainer.default_local_dir).resolve()
-    problems = {
-        "trainer.save_freq": composed.trainer.save_freq <= 0,
-        "trainer.default_local_dir": folder != (config.run_dir / "checkpoints").resolve(),
-        f"{ACTOR}.checkpoint.save_contents": "model" not in saved,
-    }
-    wrong = [f"verl.{key}" for key, bad in problems.items() if bad]
-    if config.trainer.save_final and wrong:
-        raise UserError(
-            "there would be no checkpoint to export at the end",
-            where=", ".join(wrong),
-            why="trainer.save_final exports the run's last checkpoint, from RUN/checkpoints",
-            fix="leave the key out, or set trainer.save_final=false",
-        )
+def refuse_partial_batches(composed: Any, written: set[str]) -> None:
+    """Raise UserError unless all ranks get equal shares of each batch, and a share splits into whole micro-batches.
+
+    verl pads the responses of a step to whole mini-batches and gives every rank an equal share: of the whole step to
+    compute log-probs, of a mini-batch for an update. It checks the shares only in the first step, after a whole
+    generation, and its AssertionErrors name no key. If micro-batches are filled by tokens (`use_dynamic_bsz`), shares
+    need only be equal, and a row of full length must fit into a micro-batch. See `_get_required_batch_multiple`
+    (trainer/ppo/v1/trainer_base.py), `train_mini_batch` (workers/engine_workers.py) and `prepare_micro_batches`
+    (workers/engine/utils.py). QaRL uses no critic. `written`: the keys of the section `verl`.
+    """
+    from omegaconf import OmegaConf
+
+    actor, rollout, trainer = composed.actor_rollout_ref.actor, composed.actor_rollout_ref.rollout, composed.trainer
+    reference = actor.use_kl_loss or composed.algorithm.use_kl_in_reward
+    prompts, mini, ranks = (
+        composed.data.train_batch_size,
+        actor.ppo_mini_batch_size,
+        trainer.nnodes * trainer.n_gpus_per_node,
+    )
+    responses = mini * rollout.n
+
+    def refuse(key: str, problem: str, fix: str) -> UserError:
+        name = BATCH_KEYS[key] if key in BATCH_KEYS and key not in written else f"verl.{key}"
+        why = f"{prompts} prompts, {rollout.n} responses each, mini-batches of {mini} prompts, {ranks} ranks"
+        return UserError(f"{name}={OmegaConf.select(composed, key)} {problem}", where=name, why=why, fix=fix)
+
+    if responses % ranks:
+        unit = ranks // math.gcd(ranks, rollout.n)
+        problem = f"does not give each of {ranks} ranks the same number of responses"
+        raise refuse(f"{ACTOR}.ppo_mini_batch_size", problem, f"make it and data.train_batch_size multiples of {unit}")
+    multiple = math.lcm(responses, ranks)
+    step = math.ceil(prompts * rollout.n / multiple) * multiple
+    longest = composed.data.max_prompt_length + composed.data.max_response_length
+    computes_log_probs = not composed.algorithm.rollout_correction.bypass_mode
+    for used, root, part, share in (
+        (True, ACTOR, "ppo", responses // ranks),
+        (computes_log_probs or actor.use_dynamic_bsz, ROLLOUT, "log_prob", step // ranks),
+        (reference, REFERENCE, "log_prob", step // ranks),
+    ):
+        key = f"{root}.{part}_{'max_token_len' if actor.use_dynamic_bsz else 'micro_batch_size'}_per_gpu"
+        if not used:
+            continue
+        limit = OmegaConf.select(composed, key)
+        if not isinstance(limit, int) or limit < 1:
+            raise refuse(key, "is not a whole number above 0", "set it to 1 or more")
+        if actor.use_dynamic_bsz and limit < longest:
+            raise refuse(key, f"does not hold a row of {longest} tokens", f"set it to {longest} or more")
+        if not actor.use_dynamic_bsz and share % limit:
+            fix = f"choose a divisor of {share}: {divisors(share)}"
+            raise refuse(key, f"does not divide a rank's {share} responses", fix)
 
 
 def check_composed(composed: Any) -> None:
     """Raise UserError if verl's config `composed` has parts that contradict each other or that QaRL does not support.
-    Nothing but rollout log-probs is checked without a quantized actor."""
+    Without a quantized actor, only the rollout's log-probs and corrections are checked."""
     from verl.utils.config import omega_conf_to_dataclass
 
-    from qarl.verl.plugin.config import check_engine_config, refuse_shared_rows
-
-    actor = omega_conf_to_dataclass(composed.actor_rollout_ref.actor)
-    quant = getattr(actor.engine, "quant", None)
-    refuse_missing_log_probs(composed, quant)
-    refuse_corrections(composed)
-    if quant is not None:
-        check_engine_config(composed.actor_rollout_ref.model, actor.engine)
-        refuse_shared_rows(actor.engine)
-        refuse_other_engine(composed, quant)
-        refuse_unused_source(composed, quant)
-
-
-def refuse_missing_log_probs(composed: Any, quant: QuantSettings | None) -> None:
-    """Raise UserError if the rollout would not return the log-probs that the loss or the old log-probs are made of."""
+    from qarl.verl.plugin.config import check_engine_config
     from qarl.verl.plugin.loss import OURS
 
-    mode = composed.actor_rollout_ref.actor.policy_loss.loss_mode
-    source = "recompute" if quant is None else quant.old_log_probs
-    if (mode in OURS or source != "recompute") and not composed.actor_rollout_ref.rollout.calculate_log_probs:
-        reader = f"{ACTOR}.policy_loss.loss_mode={mode}" if mode in OURS else f"{QUANT}.old_log_probs={source}"
-        raise UserError(
-            f"{ROLLOUT}.calculate_log_probs=False, but {reader} needs the rollout's log-probs",
-            where=f"{ROLLOUT}.calculate_log_probs",
-            why="the mismatch is the difference between the trainer's and the rollout's log-probs",
-            fix="set it to True",
-        )
-
-
-def refuse_corrections(composed: Any) -> None:
-    """Raise UserError if verl would apply its own rollout correction besides TBPO's, or hide the mismatch from TBPO."""
-    if composed.actor_rollout_ref.actor.policy_loss.loss_mode != "tbpo":
-        return
-    for key, neutral, why in (
-        ("bypass_mode", "false", "it replaces the trainer's log-probs by the rollout's, so TBPO would see no mismatch"),
-        ("rollout_is", "null", "it adds a weight for each token, but TBPO already weights the whole sequence"),
-        ("rollout_rs", "null", "it removes tokens before TBPO forms a response's ratio and the mismatch is measured"),
+    actor, trainer = omega_conf_to_dataclass(composed.actor_rollout_ref.actor), composed.trainer
+    quant, loss = getattr(actor.engine, "quant", None), composed.actor_rollout_ref.actor.policy_loss.loss_mode
+    source, mode = "recompute" if quant is None else quant.old_log_probs, trainer.v1.trainer_mode
+    correction, tbpo, plain = composed.algorithm.rollout_correction, loss == "tbpo", mode != "qarl_sync"
+    lacks = not composed.actor_rollout_ref.rollout.calculate_log_probs and (loss in OURS or source != "recompute")
+    reader = f"{ACTOR}.policy_loss.loss_mode={loss} and {QUANT}.old_log_probs={source} need the rollout's log-probs"
+    unread = f"trainer.v1.trainer_mode={mode} would ignore it; only qarl_sync reads this key"
+    minutes = trainer.get("save_minutes", -1)
+    problems = [
+        (lacks, f"{ROLLOUT}.calculate_log_probs", False, True, reader),
+        (plain and source != "recompute", f"{QUANT}.old_log_probs", source, "recompute", unread),
+        (plain and minutes > 0, "trainer.save_minutes", minutes, -1, unread),
+    ]
+    for key, why in (
+        ("bypass_mode", "replaces the trainer's log-probs by the rollout's, so TBPO would see no mismatch"),
+        ("rollout_is", "adds a weight for each token, but TBPO already weights the whole sequence"),
+        ("rollout_rs", "removes tokens before TBPO forms a response's ratio and the mismatch is measured"),
     ):
-        if value := composed.algorithm.rollout_correction.get(key):
-            raise UserError(
-                f"rollout_correction.{key}={value} cannot be used with TBPO",
-                where=f"{CORRECTION}.{key}",
-                why=why,
-                fix=f"set it to {neutral}, or choose a different loss_mode",
-            )
+        value = correction.get(key)
+        problems.append((tbpo and value, f"{CORRECTION}.{key}", value, "false or null", f"with TBPO, it {why}"))
+    refuse(problems)
+    if quant is not None:
+        check_engine_config(composed.actor_rollout_ref.model, actor.engine)
+        refuse_other_engine(composed, quant)
+
+
+def refuse(problems: Iterable[tuple[Any, str, Any, Any, str]], prefix: str = "") -> None:
+    """Raise UserError for the first of `problems`: whether it is one, verl's key, its value, a good value, and why."""
+    for wrong, key, value, good, why in problems:
+        if wrong:
+            raise UserError(f"{key}={value} cannot be used", where=prefix + key, why=why, fix=f"set it to {good}")
 
 
 def refuse_other_engine(composed: Any, quant: QuantSettings) -> None:
@@ -253,54 +257,31 @@ def refuse_other_engine(composed: Any, quant: QuantSettings) -> None:
     actors = _arithmetic(scheme.quantization_config(quant.ignore) if scheme.quantized else {})
     engines = _arithmetic(_mapping(overrides.get("quantization_config")))
     if actors != engines:
-        differing = [name for name in actors | engines if actors.get(name) != engines.get(name)]
-        keys = ("scheme", "group_size", "ignore") if scheme.quantized else ("scheme",)
+
+        def shown(config: dict[str, Any]) -> str:
+            differing = [name for name in actors | engines if actors.get(name) != engines.get(name)]
+            return ", ".join(f"{name}={config[name]}" for name in differing if name in config) or "nothing quantized"
+
+        settings = ", ".join(f"{QUANT}.{key}={getattr(quant, key)}" for key in ("scheme", "group_size", "ignore"))
         raise UserError(
             "the actor and the rollout engine would have different quantization",
             where=f"{QUANT}, {OVERRIDES}.quantization_config",
-            why=f"{', '.join(f'{QUANT}.{key}={getattr(quant, key)}' for key in keys)} gives {_shown(actors, differing)}"
-            f", but {OVERRIDES}.quantization_config has {_shown(engines, differing)}",
+            why=f"{settings} gives {shown(actors)}, but {OVERRIDES}.quantization_config has {shown(engines)}",
             fix=f"change the scheme by the group +qarl={quant.scheme} or by QaRL's quant.*, which set both",
         )
     rollout = composed.actor_rollout_ref.rollout
-    head = "fp32" if overrides.get("head_dtype") == "float32" else "model"
-    pairs = [
-        ("head_dtype", f"{OVERRIDES}.head_dtype", head),
-        ("tensor_model_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
-    ]
-    if composed.trainer.device != "cpu":  # where every engine is eager
-        pairs.append(("enforce_eager", f"{ROLLOUT}.enforce_eager", rollout.enforce_eager))
-    for key, engine_key, engines_value in pairs:
-        if getattr(quant, key) != engines_value:
-            raise UserError(
-                f"{QUANT}.{key}={getattr(quant, key)}, but {engine_key} makes it {engines_value} in the engine",
-                where=f"{QUANT}.{key}, {engine_key}",
-                why="the actor computes as the engine does only if it knows the engine's settings",
-                fix="give both the same value",
-            )
-    if str(OmegaConf.select(composed, RECEIVER) or "verl.").startswith("verl."):
-        raise UserError(
-            "vLLM's workers have no receiver for the quantized actor's weights",
-            where=RECEIVER,
-            why="verl's receiver does not know the records that QaRL publishes",
-            fix=f"set it to {PLUGIN}.worker_extension.QaRLWorkerExtension",
-        )
-
-
-def refuse_unused_source(composed: Any, quant: QuantSettings) -> None:
-    """Raise UserError if the trainer would ignore `old_log_probs` or `trainer.save_minutes`."""
-    minutes, mode = composed.trainer.get("save_minutes", -1), composed.trainer.v1.trainer_mode
-    for used, key, value, neutral in (
-        (quant.old_log_probs != "recompute", f"{QUANT}.old_log_probs", quant.old_log_probs, "recompute"),
-        (minutes > 0, "trainer.save_minutes", minutes, -1),
-    ):
-        if used and mode != "qarl_sync":
-            raise UserError(
-                f"trainer.v1.trainer_mode={mode} would ignore {key}={value}",
-                where="trainer.v1.trainer_mode",
-                why="only QaRL's trainer reads this key",
-                fix=f"set trainer.v1.trainer_mode=qarl_sync, or {key}={neutral}",
-            )
+    on_cpu = composed.trainer.device == "cpu"  # where every engine is eager
+    engines_values = {
+        "head_dtype": "fp32" if overrides.get("head_dtype") == "float32" else "model",
+        "tensor_model_parallel_size": rollout.tensor_model_parallel_size,
+        "enforce_eager": quant.enforce_eager if on_cpu else rollout.enforce_eager,
+    }
+    for name, value in engines_values.items():
+        why = f"{ROLLOUT} makes it {value} in the engine, and the actor computes as the engine only if both are equal"
+        refuse([(getattr(quant, name) != value, f"{QUANT}.{name}", getattr(quant, name), value, why)])
+    receiver = str(OmegaConf.select(composed, RECEIVER) or "verl.")
+    why = "it is no receiver for what QaRL publishes: verl's does not know the records of a publish"
+    refuse([(receiver.startswith("verl."), RECEIVER, receiver, f"{PLUGIN}.worker_extension.QaRLWorkerExtension", why)])
 
 
 def _mapping(section: Any) -> dict[str, Any]:
@@ -309,25 +290,15 @@ def _mapping(section: Any) -> dict[str, Any]:
 
     if OmegaConf.is_config(section):
         section = OmegaConf.to_container(section, resolve=True)
-    section = json.loads(section) if isinstance(section, str) else section
-    return dict(section) if isinstance(section, Mapping) else {}
+    return dict(json.loads(section) if isinstance(section, str) else section or {})
 
 
-def _arithmetic(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arithmetic(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return what decides the arithmetic of a `quantization_config`. {}: nothing is quantized."""
-    if not config:
-        return {}
-    described: dict[str, Any] = {"ignore": sorted(config.get("ignore") or [])}
-    for group in (config.get("config_groups") or {}).values():
-        for side in ("weights", "input_activations"):
-            values = group.get(side) or {}
-            for name in ("num_bits", "type", "strategy", "group_size"):
-                if values.get(name) is not None:
-                    described.setdefault(f"{side}.{name}", []).append(values[name])
-    return described
-
-
-def _shown(config: Mapping[str, Any], names: list[str]) -> str:
-    values = {name: config[name] for name in names if name in config}
-    shown = [f"{name}={value[0] if len(value) == 1 else value}" for name, value in values.items()]
-    return ", ".join(shown) or "nothing quantized"
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _arithmetic(value, f"{name}.")
+        elif name in ("num_bits", "type", "strategy", "group_size", "ignore") and value is not None:
+            found[prefix + name] = sorted(value) if name == "ignore" else value
+    return found

@@ -15,6 +15,7 @@ from qarl.align.router_replay import replays
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config
+from qarl.config.schema import sections
 from qarl.errors import UserError
 from qarl.objectives import verl_losses
 from qarl.objectives.settings import SAME_IN_VERL, objective_settings
@@ -23,13 +24,34 @@ from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine_config import graph_arguments
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.tbpo.config import KEYS
-from qarl.verl.engine_keys import engine_settings
 from qarl.vllm_versions import FP32_HEAD
 
 PLUGIN = "qarl.verl.plugin"
 CORRECTION = "algorithm.rollout_correction"
 VERL_BATCHED_TOKENS = 8192
 Keys = dict[str, Any]
+_ENGINE = {
+    **dict.fromkeys(("scheme", "group_size", "ignore", "align", "mismatch_limit"), "quant"),
+    **dict.fromkeys(("router_replay", "tensor_model_parallel_size", "enforce_eager"), "rollout"),
+    "publish_delta": "publish",
+    "head_dtype": "model",
+    **dict.fromkeys(("old_log_probs", "old_log_probs_sample"), "actor"),
+}
+"""The settings that verl's actor worker needs, each with the section of QaRL's config."""
+
+
+def engine_fields() -> Keys:
+    """Return the type and the default of each setting of `_ENGINE`, as `pydantic.create_model` takes them."""
+    known = {name: sections()[section].model_fields[name.removeprefix("publish_")] for name, section in _ENGINE.items()}
+    fields: Keys = {name: (info.annotation, info) for name, info in known.items()}
+    return fields | {"enforce_eager": (bool, False)}  # null is resolved before it gets there
+
+
+def engine_settings(config: Config) -> Keys:
+    """Return the settings of `_ENGINE`, for `actor_rollout_ref.actor.fsdp_config.quant`."""
+    values = config.model_dump()
+    settings = {name: values[section][name.removeprefix("publish_")] for name, section in _ENGINE.items()}
+    return settings | {"enforce_eager": bool(config.rollout.enforce_eager)}
 
 
 def verl_keys(config: Config, on_cpu: bool) -> Keys:
@@ -72,12 +94,12 @@ def data_keys(config: Config) -> Keys:
 
 
 def reward_keys(config: Config) -> Keys:
-    """Return keys that make verl call `qarl.verl.plugin.reward.score`, which calls the config's `reward.function`."""
+    """Return keys that make verl call `qarl.verl.plugin.agent_loop.score`, which calls `reward.function`."""
     source, _, name = config.reward.function.rpartition(":")
     function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
     root = "reward.custom_reward_function"
     return {
-        f"{root}.path": f"pkg://{PLUGIN}.reward",
+        f"{root}.path": f"pkg://{PLUGIN}.agent_loop",
         f"{root}.name": "score",
         f"+{root}.reward_kwargs": {"function": function, "timeout_s": config.reward.timeout_s},
     }
@@ -99,28 +121,22 @@ def model_keys(config: Config) -> Keys:
 
 def actor_keys(config: Config) -> Keys:
     actor, root = config.actor, "actor_rollout_ref.actor"
+    limits = {  # null: verl's default, which for log-probs is the limit of the update
+        f"{root}.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": actor.log_prob_max_token_len_per_gpu,
+    }
     return {
         f"{root}.strategy": "fsdp2",
         **same(root, actor, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"),
         **same(root, actor, "use_dynamic_bsz", "grad_clip"),
         **objective_keys(config),
-        **token_limits(config),
+        **{key: limit for key, limit in limits.items() if limit is not None},
         f"{root}.fsdp_config._target_": f"{PLUGIN}.config.QuantFSDPEngineConfig",
         f"{root}.fsdp_config.model_dtype": config.optim.master_dtype,
         f"{root}.fsdp_config.seed": config.seed,
         f"{root}.data_loader_seed": config.seed,
         **{f"+{root}.fsdp_config.quant.{name}": value for name, value in engine_settings(config).items()},
     }
-
-
-def token_limits(config: Config) -> Keys:
-    """Return verl's keys that limit the tokens of a micro-batch, except those that are null in QaRL's config. verl's
-    default limit for log-probs is its limit for the update."""
-    limits = {
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu,
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": config.actor.log_prob_max_token_len_per_gpu,
-    }
-    return {key: limit for key, limit in limits.items() if limit is not None}
 
 
 def objective_keys(config: Config) -> Keys:
@@ -228,7 +244,7 @@ def batched_tokens(config: Config, on_cpu: bool) -> int:
 
 
 def routing_keys(config: Config, on_cpu: bool) -> Keys:
-    """Return the key of router replay in the servers. `qarl.verl.engine_keys` has that of the actor. Servers return the
+    """Return the key of router replay in the servers. `engine_settings` has that of the actor. Servers return the
     routing only if the actor replays it, because it is large: two bytes per token, layer and chosen expert."""
     hf_config = hf_config_of(config)
     has_experts = hf_config is not None and bool(experts_of(hf_config))
@@ -261,6 +277,16 @@ def trainer_keys(config: Config) -> Keys:
     resume_path = trainer.resume_from_path
     # Like the local backend, evaluate after the last step if the run evaluates before the first.
     only_last = trainer.test_freq == -1 and trainer.val_before_train
+    asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
+    sampler: Keys = {
+        "trainer.v1.sampler.custom_sampler.path": f"pkg://{PLUGIN}.trainer",
+        "trainer.v1.sampler.custom_sampler.name": "PromptReplayBuffer",
+        "+trainer.v1.sampler.sampler_kwargs.filter_groups": False,
+        "+trainer.v1.sampler.sampler_kwargs.sync_refill_failed_groups": False,
+    }
+    # Only verl's own samplers have these features. They count a group with failed responses as complete.
+    if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
+        sampler = {}
     return {
         **same("trainer", trainer, "nnodes", "n_gpus_per_node", "total_training_steps", "val_before_train"),
         "trainer.total_epochs": total,
@@ -277,23 +303,7 @@ def trainer_keys(config: Config) -> Keys:
         "trainer.max_actor_ckpt_to_keep": trainer.max_ckpt_to_keep,
         "trainer.resume_mode": trainer.resume_mode,
         "trainer.resume_from_path": resume_path and str(Path(resume_path).resolve()),
-        **sampler_keys(config),
-    }
-
-
-def sampler_keys(config: Config) -> Keys:
-    """Return the keys of our sampler, or {} if the section `verl` asks for a feature that only verl's samplers have.
-
-    In that case verl's sampler counts a group with failed responses as complete.
-    """
-    asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
-    if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
-        return {}
-    return {
-        "trainer.v1.sampler.custom_sampler.path": f"pkg://{PLUGIN}.trainer",
-        "trainer.v1.sampler.custom_sampler.name": "PromptReplayBuffer",
-        "+trainer.v1.sampler.sampler_kwargs.filter_groups": False,
-        "+trainer.v1.sampler.sampler_kwargs.sync_refill_failed_groups": False,
+        **sampler,
     }
 
 
@@ -336,9 +346,9 @@ def set_environment(config: Config, on_cpu: bool) -> None:
     not see VERL_PLATFORM, so register QaRL's platform now."""
     os.environ.update(worker_environment(config, on_cpu))
     if "verl" in sys.modules:
-        from qarl.verl.plugin.plugin import install
+        from qarl.verl.plugin.plugin import register_cpu
 
-        install()
+        register_cpu()
 
 
 def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
@@ -366,21 +376,11 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT"):
         if value := os.environ.get(name):
             variables[name] = value
-    if threads := worker_threads(config, on_cpu):
-        variables["OMP_NUM_THREADS"] = threads
+    threads = config.trainer.num_threads or os.environ.get("OMP_NUM_THREADS")
+    if on_cpu and not threads:  # trainer processes share the cores, and engines use the same cores at other times
+        threads = max(1, len(os.sched_getaffinity(0)) // config.trainer.n_gpus_per_node)
+    if threads:  # otherwise Ray sets it to the number of CPUs that the worker requested
+        variables["OMP_NUM_THREADS"] = str(threads)
     if config.trainer.report:
         variables |= {"QARL_SAMPLES_IN": str(config.run_dir.resolve())}
     return variables | {"VERL_FILE_LOGGER_PATH": str((config.run_dir / "verl.jsonl").resolve())}
-
-
-def worker_threads(config: Config, on_cpu: bool) -> str | None:
-    """Return OMP_NUM_THREADS for a worker, or None to let Ray set it to the number of CPUs that the worker requested.
-
-    On a CPU the trainer processes share a machine's cores equally. Rollout engines use the same cores at other times.
-    """
-    wanted, given = config.trainer.num_threads, os.environ.get("OMP_NUM_THREADS", "")
-    if wanted is not None:
-        return str(wanted)
-    if given.partition(",")[0].isdecimal():
-        return given
-    return str(max(1, len(os.sched_getaffinity(0)) // config.trainer.n_gpus_per_node)) if on_cpu else None

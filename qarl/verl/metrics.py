@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from typing import Any
 from qarl.checkpoint.storage import StorageError, writing
 from qarl.config import Config
 from qarl.console import say
-from qarl.metrics.plots import plot_run
-from qarl.metrics.tracker import Ending, Tracker, read_metrics, write_summary
-from qarl.report.page import update_report, write_report
+from qarl.errors import UserError
+from qarl.metrics.tracker import Tracker
+from qarl.report.page import update_report
 
 RENAMED = {
     "timing_s/gen": "timing_s/rollout",
@@ -85,41 +85,10 @@ class MetricsFollower:
         self._read()
         self._tracker.close()
 
-    def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
-        """Write summary, plots and report. Return the summary and an error or None.
-
-        The error is the first of: `failure`, an error while storing metrics (which does not stop the training), an
-        error while writing summary, plots or report."""
-        from qarl.trainer.loop import summarize
-
-        config = self.config
-        interrupted = isinstance(failure, KeyboardInterrupt)
-        failed = None if failure is None or interrupted else f"{type(failure).__name__}: {str(failure)[:2000]}"
-        history = read_metrics(config.run_dir)
-        last = max((entry["step"] for entry in history), default=0)
-        ending = Ending(failure or self._lost)
-        summary = summarize(history) | {
-            "backend": "verl",
-            "quant_scheme": config.quant.scheme,
-            "quant_kernels": config.quant.kernels,
-            "quant_align": config.quant.align,
-            "interrupted": interrupted,
-            "finished": failure is None and last >= config.trainer.total_training_steps,
-            "failed": failed or ending.in_words() if not interrupted else None,
-            "seconds": time.perf_counter() - self.start,
-        }
-        with ending.attempt():
-            write_summary(config.run_dir, summary)
-        if config.trainer.plots and history:
-            with ending.attempt(), writing(config.run_dir / "plots"):
-                plot_run(config.run_dir)
-        if config.trainer.report:
-            with ending.attempt():
-                write_report(config.run_dir)
-        if self._tracker.problem is not None:
-            with ending.attempt():
-                raise self._tracker.problem
-        return summary, ending.failure
+    @property
+    def problem(self) -> UserError | None:
+        """The first error while storing metrics or of a logger. It does not stop the training."""
+        return self._tracker.problem or self._lost
 
     def _follow(self) -> None:
         while not self._stop.wait(0.2):
@@ -127,7 +96,7 @@ class MetricsFollower:
             self._read()
 
     def _read(self) -> None:
-        """Log all complete new lines. Keep the first StorageError for `summary`. Print a warning for other errors."""
+        """Log all complete new lines. Keep the first StorageError for `problem`. Print a warning for other errors."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()
@@ -153,50 +122,40 @@ class MetricsFollower:
 
 
 STAGES = (
+    ("", "starting Ray"),
     ("", "starting verl's task, which reads the data"),
     ("WorkerDict", "starting the trainer's processes and loading the model"),
     ("vllm_server_", "starting the rollout engines (vLLM)"),
     ("agent_loop_worker_", "publishing the weights, then the first evaluation or step"),
 )
-"""Part of the name of an actor, and what verl does once it exists, in order. Ray itself starts before them."""
+"""Part of the name of an actor, and what verl does once it exists, in order."""
 
 
 class StartUp:
-    """Call `look` from time to time, and `end` after the first step. `actors`: returns the names of Ray's actors, or
-    None while Ray starts."""
+    """Prints what verl does until its first step, and how long each part took. Call `look` from time to time, and `end`
+    after the first step."""
 
-    def __init__(self, actors: Callable[[], Sequence[str] | None] | None = None) -> None:
-        self._actors = actors or _named_actors
-        self._stage, self._begun, self._ended = -1, time.monotonic(), False
-        say("starting Ray ...")
+    def __init__(self) -> None:
+        self._stage, self._begun = 0, time.monotonic()
+        say(f"{STAGES[0][1]} ...")
 
     def look(self) -> None:
         """Print a line if verl has come further."""
-        names = None if self._ended else self._actors()
-        if names is not None:
-            reached = max(i for i, (part, _) in enumerate(STAGES) if not part or any(part in name for name in names))
-            while self._stage < reached:
-                self._next()
-                say(f"{STAGES[self._stage][1]} ...")
+        with suppress(Exception):  # while Ray starts or ends
+            import ray
+
+            if ray.is_initialized():
+                names = ["", *ray.util.list_named_actors()]
+                self._reach(max(i for i, (part, _) in enumerate(STAGES) if any(part in name for name in names)))
 
     def end(self) -> None:
-        """Print how long the last part took. Only the first call does so."""
-        if not self._ended:
-            self._ended = True
-            self._next()
+        """Print how long the last part took."""
+        self._reach(len(STAGES))
 
-    def _next(self) -> None:
-        doing = "starting Ray" if self._stage < 0 else STAGES[self._stage][1]
-        now = time.monotonic()
-        say(f"{doing}: {now - self._begun:.0f} s")
-        self._stage, self._begun = self._stage + 1, now
-
-
-def _named_actors() -> Sequence[str] | None:
-    import ray
-
-    with suppress(Exception):  # while Ray starts or ends
-        if ray.is_initialized():
-            names: list[str] = ray.util.list_named_actors()
-            return names
-    return None
+    def _reach(self, stage: int) -> None:
+        while self._stage < stage:
+            now = time.monotonic()
+            say(f"{STAGES[self._stage][1]}: {now - self._begun:.0f} s")
+            self._stage, self._begun = self._stage + 1, now
+            if self._stage < len(STAGES):
+                say(f"{STAGES[self._stage][1]} ...")

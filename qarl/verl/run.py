@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,8 +27,9 @@ from qarl.checks.run import check_run
 from qarl.config import Config, write_resolved
 from qarl.console import note, stage
 from qarl.errors import UserError
-from qarl.metrics.tracker import Ending
+from qarl.metrics.tracker import read_metrics, write_versions
 from qarl.process import runs_on_cpu
+from qarl.trainer.finish import finish_run
 from qarl.verl import checks
 from qarl.verl.checkpoint import open_verl_run
 from qarl.verl.keys import (
@@ -38,7 +40,7 @@ from qarl.verl.keys import (
     verl_keys,
 )
 from qarl.verl.metrics import MetricsFollower
-from qarl.verl.plugin.servers import RESUME
+from qarl.verl.plugin.servers import KILLED, RESUME
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 """Memory that an 80 GB GPU reports. Estimates on a machine without a GPU use it."""
@@ -66,55 +68,61 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 
     from qarl.checkpoint.storage import write_text
-    from qarl.metrics.tracker import write_versions
+    from qarl.trainer.loop import summarize
 
     write_versions(config.run_dir)
     write_text(config.run_dir / "verl.yaml", as_yaml(resolved))
     failure: BaseException | None = None
+    checkpoints = checkpoints_dir(config.run_dir)
     with MetricsFollower(config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step) as follower:
         try:
-            with answered_interrupt(lambda: what_resumes(checkpoints_dir(config.run_dir))):
+            with answered_interrupt(lambda: what_resumes(checkpoints)):
                 run_ppo(resolved, task_runner_class=TaskRunnerV1)
         except BaseException as error:
-            failure = as_user_error(error, checkpoints_dir(config.run_dir)) or error
+            failure = as_user_error(error, checkpoints) or error
         finally:
             ray.shutdown()
-    summary, first = follower.summary(failure)
-    ending = Ending(first)
-    if config.trainer.save_final and summary["finished"]:
-        with ending.attempt():
-            summary = export_final(config, summary)
-    if ending.failure is not None and not isinstance(ending.failure, KeyboardInterrupt):
-        raise ending.failure
-    return summary
+    history, total = read_metrics(config.run_dir), config.trainer.total_training_steps
+    # A run that did not end by itself is not finished, even if its last step was logged.
+    step = max((entry["step"] for entry in history), default=0) if failure is None else 0
+    interrupted = isinstance(failure, KeyboardInterrupt)
+    summary = summarize(history) | {
+        "backend": "verl",
+        "quant_scheme": config.quant.scheme,
+        "quant_kernels": config.quant.kernels,
+        "quant_align": config.quant.align,
+        "interrupted": interrupted,
+        "seconds": time.perf_counter() - start,
+    }
+    return finish_run(
+        config.run_dir,
+        summary,
+        None if interrupted else failure,
+        follower.problem,
+        step=step,
+        total=total,
+        save=partial(export_final, config) if config.trainer.save_final and step >= total else None,
+        plots=config.trainer.plots and bool(history),
+        report=config.trainer.report,
+    )
 
 
-def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
-    """Export the final model from verl's last checkpoint. Return the summary with the export folder added.
+def export_final(config: Config, output: Path) -> Path:
+    """Export the final model from verl's last checkpoint to the folder `output`, and return it.
 
-    Raise UserError if the disk is full or the files of some ranks are not on this machine. The checkpoint is kept.
+    Raise UserError if the disk is full or the files of some ranks are not on this machine. The checkpoint stays.
     """
     from qarl.checkpoint.export import ExportRequest, export
-    from qarl.checkpoint.storage import EXPORT
-    from qarl.metrics.tracker import write_summary
 
-    output = config.run_dir / EXPORT
     step, trust = config.trainer.total_training_steps, config.model.trust_remote_code
     try:
         print(export(ExportRequest(config.run_dir, output, step, overwrite=True, trust_remote_code=trust)))
     except UserError as error:
-        failed = ": ".join(part for part in (error.what, error.why) if part)
-        write_summary(config.run_dir, summary | {"finished": False, "failed": failed})
         command = f"python -m qarl.export run={config.run_dir} output={output}"
-        raise UserError(
-            f"the trained model could not be exported: {error.what}",
-            where=error.where,
-            why=error.why,
-            fix=f"{error.fix + '; ' if error.fix else ''}the checkpoint is complete; to export it, run {command}",
-        ) from error
-    summary["checkpoint"] = str(output)
-    write_summary(config.run_dir, summary)
-    return summary
+        fix = f"{error.fix}; the checkpoint is complete; to export it, run {command}"
+        what = f"the trained model could not be exported: {error.what}"
+        raise UserError(what, where=error.where, why=error.why, fix=fix) from error
+    return output
 
 
 def dry_run(config: Config) -> str:
@@ -132,7 +140,7 @@ def dry_run(config: Config) -> str:
         lines += [f"# note: {lower}"]
     lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
     lines += [as_yaml(resolved).rstrip("\n")]
-    lines += [f"# not supported by verl: a value of {key} other than {v}" for key, v in missing.items()]
+    lines += [f"# not supported by verl: a value of {key} other than false" for key in missing]
     return "\n".join([*lines, ""])
 
 
@@ -149,13 +157,6 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
         composed = compose(config_name="ppo_trainer")
     checks.refuse_own(config)
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
-        if OmegaConf.is_dict(OmegaConf.select(composed, key)) and not isinstance(value, Mapping):
-            raise UserError(
-                f"verl's config does not take {key}={value!r}",
-                where=f"verl.{key}",
-                why="this is a section of verl's config: it holds keys, not a value",
-                fix=f"set its keys one by one: verl.{key}.NAME=VALUE",
-            )
         try:
             OmegaConf.update(composed, key.removeprefix("+"), value, force_add=key.startswith("+"))
         except OmegaConfBaseException as error:
@@ -231,6 +232,7 @@ def answered_interrupt(what_resumes: Callable[[], str]) -> Iterator[None]:
     verl's step cannot be finished from outside, so KeyboardInterrupt is raised. `ray.init` replaces the handler of
     SIGTERM by one that raises SystemExit(SIGTERM) (ray/_private/worker.py), which is answered here, too."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: before for number, before in previous.items() if before is not signal.SIG_IGN}
 
     def answer() -> None:
         text = f"\nstopping verl now, in the middle of its step; if you repeat the command, {what_resumes()}\n"
@@ -238,15 +240,11 @@ def answered_interrupt(what_resumes: Callable[[], str]) -> Iterator[None]:
             os.write(2, text.encode())
 
     def handle(number: int, frame: FrameType | None) -> None:
-        before = previous[signal.Signals(number)]
-        signal.signal(number, before)
+        signal.signal(number, previous[signal.Signals(number)])
         answer()
-        if callable(before):
-            before(number, frame)
         raise KeyboardInterrupt
 
-    handled = [number for number, before in previous.items() if before is not signal.SIG_IGN]
-    for number in handled:
+    for number in previous:
         signal.signal(number, handle)
     try:
         yield
@@ -256,8 +254,8 @@ def answered_interrupt(what_resumes: Callable[[], str]) -> Iterator[None]:
         answer()
         raise KeyboardInterrupt from None
     finally:
-        for number in handled:
-            signal.signal(number, previous[number])
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def as_user_error(failure: BaseException, checkpoints: Path) -> UserError | None:
@@ -265,20 +263,6 @@ def as_user_error(failure: BaseException, checkpoints: Path) -> UserError | None
 
     `checkpoints`: the folder of the run's checkpoints. A `fix` that advises to run again says what the run then does.
     """
-    found = _user_error(failure)
-    if found is None or not (found.fix or "").endswith(RESUME):
-        return found
-    return UserError(found.what, where=found.where, why=found.why, fix=f"{found.fix}: {what_resumes(checkpoints)}")
-
-
-def what_resumes(checkpoints: Path) -> str:
-    """Return what a repeated command does with the complete checkpoints of verl in the folder `checkpoints`."""
-    if whole := whole_and_torn(checkpoints)[0]:
-        return f"it resumes after step {max(whole)}"
-    return "it starts fresh, because there is no checkpoint yet (trainer.save_minutes, trainer.save_freq)"
-
-
-def _user_error(failure: BaseException) -> UserError | None:
     import ray
     import zmq
 
@@ -286,21 +270,24 @@ def _user_error(failure: BaseException) -> UserError | None:
     while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
     if isinstance(error, UserError):
-        return error
-    if isinstance(error, zmq.Again):
-        return UserError(
-            "a rollout engine stopped answering while the trainer published weights to it",
-            where="the socket between trainer and engine",
-            why="the engine or its server has died or is stuck; QARL_PUBLISH_TIMEOUT is the limit in seconds",
-            fix=RESUME,
-        )
-    if isinstance(error, ray.exceptions.RayActorError):
+        what, where, why, fix = error.what, error.where, error.why, error.fix
+    elif isinstance(error, zmq.Again):
+        what = "a rollout engine stopped answering while the trainer published weights to it"
+        where, fix = "the socket between trainer and engine", RESUME
+        why = "the engine or its server has died or is stuck; QARL_PUBLISH_TIMEOUT is the limit in seconds"
+    elif isinstance(error, ray.exceptions.RayActorError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         known = [line for line in lines if line.startswith(("class_name:", "pid:", "ip:", "name:"))]
-        return UserError(
-            "a process of the verl run died",
-            where=", ".join(known) or lines[0][:200],
-            why="something killed it, for example lack of memory (see the kernel's log and Ray's log of the worker)",
-            fix=RESUME,
-        )
-    return None
+        what, where, fix = "a process of the verl run died", ", ".join(known) or lines[0][:200], RESUME
+        why = KILLED
+    else:
+        return None
+    resumes = f": {what_resumes(checkpoints)}" if fix and fix.endswith(RESUME) else ""
+    return UserError(what, where=where, why=why, fix=fix and fix + resumes)
+
+
+def what_resumes(checkpoints: Path) -> str:
+    """Return what a repeated command does with the complete checkpoints of verl in the folder `checkpoints`."""
+    if whole := whole_and_torn(checkpoints)[0]:
+        return f"it resumes after step {max(whole)}"
+    return "it starts fresh, because there is no checkpoint yet (trainer.save_minutes, trainer.save_freq)"

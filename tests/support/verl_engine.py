@@ -6,8 +6,7 @@ The jobs file (torch.save) holds `model`, `rows` (padded tensors, as `make_rows`
 list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass before, `lr`, `steps`, `quant`, `rows` and
 `model` if they are others, `update` the rows of each rank's update if not all, `remove_padding`, `tokens` for
 micro-batches of at most so many tokens, `gradient_checkpointing`, and `engine` and `optim` with more of verl's FSDP and
-optimizer keys. `quant` may be None, and `loss` a loss of verl's. With `to_nearest` our optimizer rounds BF16 weights to
-nearest.
+optimizer keys. `quant` may be None, and `loss` a loss of verl's.
 `guard`: what the first update answers to these rollout log-probs. `servers`: what each rank's publish does while the
 first rank asks the rollout's servers, which answer late or are dead.
 """
@@ -21,11 +20,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 rank, world, port, jobs_file, output_file = sys.argv[1:]
 os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -41,7 +38,6 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from qarl.errors import UserError
-from qarl.optim import optimizer as optimizer_module
 from qarl.rollout.publish.wire import BEGIN, read_record
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig
 
@@ -307,11 +303,7 @@ def move_a_moment(state: dict[str, Any]) -> None:
 
 torch.distributed.init_process_group("cpu:gloo", rank=int(rank), world_size=int(world))
 jobs = torch.load(jobs_file, weights_only=False)
-results = []
-for one in jobs["jobs"]:
-    nearest: Any = {"stochastic_round": lambda exact, key, region: exact.bfloat16()} if one.get("to_nearest") else {}
-    with mock.patch.multiple(optimizer_module, **nearest) if nearest else nullcontext():
-        results.append(run(jobs, one))
+results = [run(jobs, one) for one in jobs["jobs"]]
 if rank == "0":
     torch.save(results, output_file)
 torch.distributed.barrier()

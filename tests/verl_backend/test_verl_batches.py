@@ -21,7 +21,7 @@ from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.engine_workers import TrainingWorker
 
 from qarl.errors import UserError
-from qarl.verl.batch_shares import refuse_partial_batches
+from qarl.verl.checks import refuse_partial_batches
 from qarl.verl.run import verl_config
 
 pytestmark = [pytest.mark.usefixtures("own_environment"), pytest.mark.verl]
@@ -47,7 +47,7 @@ VERLS = {
 
 def refused(composed: DictConfig) -> bool:
     try:
-        refuse_partial_batches(composed, {})
+        refuse_partial_batches(composed, set())
     except UserError:
         return True
     return False
@@ -123,15 +123,14 @@ REFERENCE_TOKENS = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
 @pytest.mark.parametrize(
     ("changes", "verls", "key", "parts"),
     [
-        ({LOG_PROBS: 36}, {}, LOG_PROBS, ["does not divide a rank's 96 responses", "= 1 rank)"]),
-        ({GPUS: 4}, {}, MICRO, [f"{MICRO}=24", "share is 12", "= 48 responses", "1, 2, 3, 4, 6, 12"]),
-        ({GPUS: 7}, {}, MINI, ["7 ranks the same number", "make data.train_batch_size and", "multiples of 7"]),
-        ({GPUS: 16, MINI: 3, MICRO: 1}, {}, MINI, ["multiple of 2 that divides data.train_batch_size=12"]),
-        ({}, {f"{ROLLOUT}.n": 5}, MICRO, ["= 30 responses", f"verl.{ROLLOUT}.n"]),
-        ({LOG_PROBS: 36, MICRO: 16}, {VERLS[MINI]: 8}, LOG_PROBS, ["pads a step", "which is 128 responses"]),
+        ({LOG_PROBS: 36}, {}, LOG_PROBS, ["does not divide a rank's 96 responses", "1 ranks"]),
+        ({GPUS: 4}, {}, MICRO, [f"{MICRO}=24", "rank's 12 responses", "1, 2, 3, 4, 6, 12"]),
+        ({GPUS: 7}, {}, MINI, ["7 ranks the same number", "data.train_batch_size multiples of 7"]),
+        ({}, {f"{ROLLOUT}.n": 5}, MICRO, ["rank's 30 responses", "5 responses each"]),
+        ({LOG_PROBS: 36, MICRO: 16}, {VERLS[MINI]: 8}, LOG_PROBS, ["rank's 128 responses"]),
         ({}, KL | {REFERENCE: 7}, f"verl.{REFERENCE}", ["rank's 96 responses"]),
-        ({}, {VERLS[MICRO]: "many"}, f"verl.{VERLS[MICRO]}", ["whole number above 0, got 'many'"]),
-        ({}, BY_TOKENS | {TOKENS: 111}, f"verl.{TOKENS}", ["= 112 tokens", "to 112 or more, or lower"]),
+        ({}, {VERLS[MICRO]: "many"}, f"verl.{VERLS[MICRO]}", ["whole number above 0"]),
+        ({}, BY_TOKENS | {TOKENS: 111}, f"verl.{TOKENS}", ["a row of 112 tokens", "to 112 or more"]),
         ({}, BY_TOKENS | KL | {REFERENCE_TOKENS: 100}, f"verl.{REFERENCE_TOKENS}", ["does not hold"]),
     ],
 )

@@ -1,10 +1,12 @@
-"""Our config as verl's: verl's schema accepts it, the run follows it, and differences are stated."""
+"""Our config as verl's: verl's schema accepts it, the run follows it, and differences are stated. The arguments of
+engines and workers that follow from several keys: compilation, graphs, splits, tokens."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+import torch
 import yaml
 from checkout import ROOT
 from random_models import save_random_model
@@ -15,7 +17,6 @@ pytest.importorskip("verl")
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from qarl.checks.run import check_run
 from qarl.config import describe_keys, load_config
 from qarl.errors import UserError
 from qarl.objectives.settings import objective_settings
@@ -85,21 +86,6 @@ def test_threads_are_shared_on_a_cpu_and_rays_own_on_gpus(monkeypatch):
     assert worker_environment(config, False)["OMP_NUM_THREADS"] == "2"
 
 
-@pytest.mark.parametrize(("key", "value"), [("bypass_mode", True), ("rollout_is", "token"), ("rollout_rs", "token_k1")])
-def test_verls_own_corrections_do_not_go_with_tbpo(key, value):
-    changed = {f"algorithm.rollout_correction.{key}": value}
-    with pytest.raises(UserError, match=f"rollout_correction.{key}"):
-        verl_config(quickstart(verl=changed), on_cpu=True)
-    with_another_loss = changed | {"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}
-    assert verl_config(quickstart(verl=with_another_loss), on_cpu=True)
-
-
-def test_one_checkpoint_is_too_few_for_verl():
-    for changes in ({"trainer.max_ckpt_to_keep": 1}, {"verl": {"trainer.max_actor_ckpt_to_keep": 1}}):
-        with pytest.raises(UserError, match="max_ckpt_to_keep=2"):
-            verl_config(quickstart(**changes), on_cpu=True)
-
-
 def test_a_dry_run_says_what_is_missing():
     text = dry_run(load_config(["config=qwen3_30b_w4a16.yaml", "rollout.rebuild_on_failure=true"]))
     assert "# not supported by verl: a value of rollout.rebuild_on_failure" in text and "loss_mode: tbpo" in text
@@ -127,28 +113,52 @@ def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():
         load_config(["config=quickstart.yaml", "verl.trainer.val_only=true"])
 
 
+CORRECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
+REFUSED = [
+    ("actor_rollout_ref.rollout.top_p", 0.9),
+    ("actor_rollout_ref.rollout.top_k", 20),
+    ("actor_rollout_ref.rollout.temperature", 0.005),
+    ("trainer.v1.trainer_mode", "separate_async"),
+    ("trainer.use_v1", False),
+    ("trainer.logger", ["console"]),
+    ("trainer.logger", None),
+    ("trainer.max_actor_ckpt_to_keep", 1),
+    (f"{CORRECTION}.bypass_mode", True),
+    (f"{CORRECTION}.rollout_is", "token"),
+    (f"{CORRECTION}.rollout_rs", "token_k1"),
+    (f"{ACTOR}.ulysses_sequence_parallel_size", 2),
+    (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 2),
+    (f"{ACTOR}.fsdp_config.offload_policy", True),
+    (f"{ACTOR}.fsdp_config.qat.enable", True),
+    ("actor_rollout_ref.model.lora_rank", 8),
+    ("actor_rollout_ref.model.use_fused_kernels", True),
+    ("actor_rollout_ref.model.use_liger", True),
+    ("actor_rollout_ref.model.enable_activation_offload", True),
+]
+UNEXPORTED = [
+    ("trainer.save_freq", -1),
+    ("trainer.default_local_dir", "/elsewhere"),
+    (f"{ACTOR}.checkpoint.save_contents", ["hf_model"]),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED + UNEXPORTED)
+def test_keys_of_the_section_verl_that_qarl_cannot_use_are_refused_by_name(key, value):
+    with pytest.raises(UserError, match="cannot be used") as caught:
+        verl_config(quickstart(verl={key: value}), on_cpu=True)
+    assert caught.value.where.endswith(key.replace("fsdp_config.ulysses", "ulysses"))
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("verl", "more"),
     [
-        ("actor_rollout_ref.rollout.top_p", 0.9),
-        ("actor_rollout_ref.rollout.top_k", 20),
-        ("actor_rollout_ref.rollout.temperature", 0.005),
-        ("trainer.v1.trainer_mode", "colocate_async"),
-        ("trainer.v1.trainer_mode", "separate_async"),
-        ("trainer.use_v1", False),
-        ("trainer.logger", ["console"]),
-        ("trainer.logger", None),
+        ({f"{CORRECTION}.bypass_mode": True, f"{ACTOR}.policy_loss.loss_mode": "gspo"}, {}),
+        ({"trainer.logger": ["file", "wandb"]}, {}),
+        *(({key: value}, {"trainer.save_final": False}) for key, value in UNEXPORTED),
     ],
 )
-def test_keys_that_one_side_would_ignore_are_refused_by_name(key, value):
-    with pytest.raises(UserError, match="cannot be used with backend=verl") as caught:
-        verl_config(quickstart(verl={key: value}), on_cpu=True)
-    assert caught.value.where == f"verl.{key}"
-
-
-def test_other_loggers_of_verls_may_be_added():
-    added = verl_config(quickstart(verl={"trainer.logger": ["file", "wandb"]}), on_cpu=True)
-    assert list(added.trainer.logger) == ["file", "wandb"]
+def test_what_qarl_can_use_is_not_refused(verl, more):
+    assert verl_config(quickstart(verl=verl, **more), on_cpu=True)
 
 
 @pytest.mark.parametrize("key", OWN_KEYS)
@@ -169,24 +179,6 @@ def test_what_verls_sampler_alone_can_do_leaves_it_in_place(key):
     assert sampler.custom_sampler.name == "PromptReplayBuffer"
     sampler = verl_config(quickstart(verl={key: True}), on_cpu=True).trainer.v1.sampler
     assert sampler.custom_sampler.path is None and sampler.custom_sampler.name is None
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("actor.ulysses_sequence_parallel_size", 2),
-        ("actor.fsdp_config.ulysses_sequence_parallel_size", 2),
-        ("actor.fsdp_config.offload_policy", True),
-        ("actor.fsdp_config.qat.enable", True),
-        ("model.lora_rank", 8),
-        ("model.use_fused_kernels", True),
-        ("model.use_liger", True),
-        ("model.enable_activation_offload", True),
-    ],
-)
-def test_settings_that_the_actor_would_refuse_are_refused_before_ray_starts(key, value):
-    with pytest.raises(UserError, match=key.split(".")[-1]):
-        verl_config(quickstart(verl={f"actor_rollout_ref.{key}": value}), on_cpu=True)
 
 
 def test_what_verls_own_checks_say_is_an_error_of_ours():
@@ -210,7 +202,6 @@ def test_differences_are_said():
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_learning_rates_are_those_of_the_local_backend(schedule, warmup):
-    import torch
     from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
     config = quickstart(**{"optim.lr_scheduler_type": schedule, "optim.lr_warmup_steps": warmup})
@@ -243,28 +234,6 @@ def test_reward_functions_are_found_by_verl():
         assert reward(solution_str="5+7=12", **arguments) == 1.0
 
 
-def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    for name in ("vllm_missing", "check_cpu"):
-        monkeypatch.setattr(f"qarl.checks.machine.{name}", lambda *arguments: None)
-    row = {"prompt": [{"role": "user", "content": "t3 t20"}], "reward_model": {"ground_truth": "7"}}
-    row |= {"data_source": "random", "extra_info": {"index": 0}}
-    pq.write_table(pa.Table.from_pylist([row] * 12), tmp_path / "data.parquet")
-    changes = {
-        "model.path": str(save_random_model(tmp_path / "model")),
-        "data.train_files": [str(tmp_path / "data.parquet")],
-        "data.val_files": [str(tmp_path / "gone.parquet")],
-    }
-    with pytest.raises(UserError, match=r"gone\.parquet"):
-        check_run(quickstart(**changes))
-    changes["data.val_files"] = changes["data.train_files"]
-    check_run(quickstart(**changes))
-    with pytest.raises(UserError, match="batches of 24 from 12 prompts"):
-        check_run(quickstart(**changes, **{"data.train_batch_size": 24}))
-
-
 LIMIT = "ray_kwargs.ray_init.runtime_env.env_vars.QARL_PUBLISH_TIMEOUT"
 
 
@@ -281,3 +250,77 @@ def test_a_bad_time_limit_is_refused_before_anything_starts(monkeypatch, place, 
         return
     with pytest.raises(UserError, match=f"QARL_PUBLISH_TIMEOUT='{value}' is not a time limit"):
         verl_config(config, on_cpu=True)
+
+
+BY_TOKENS = {
+    "actor.use_dynamic_bsz": True,
+    "actor.ppo_micro_batch_size_per_gpu": None,
+    "actor.log_prob_micro_batch_size_per_gpu": None,
+    "actor.ppo_max_token_len_per_gpu": 300,
+}
+
+
+def test_micro_batches_by_tokens_arrive_in_verls_config():
+    """The limit for log-probs is by default the one for the update, as in verl's own config."""
+    for given, log_probs in ((500, 500), (None, 300)):
+        resolved = verl_config(quickstart(**BY_TOKENS | {"actor.log_prob_max_token_len_per_gpu": given}), on_cpu=True)
+        actor, rollout = resolved.actor_rollout_ref.actor, resolved.actor_rollout_ref.rollout
+        assert (actor.use_dynamic_bsz, rollout.log_prob_use_dynamic_bsz) == (True, True)
+        assert (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) == (300, log_probs)
+        assert resolved.actor_rollout_ref.model.use_remove_padding is True
+    plain = verl_config(quickstart(), on_cpu=True)
+    assert plain.actor_rollout_ref.actor.use_dynamic_bsz is False
+
+
+def test_a_cpu_never_compiles():
+    """Its workers have TORCHDYNAMO_DISABLE, with which vLLM cannot compile."""
+    config = quickstart(**{"rollout.enforce_eager": False})
+    for on_cpu in (True, False):
+        assert verl_config(config, on_cpu=on_cpu).actor_rollout_ref.rollout.enforce_eager is on_cpu
+        assert ("TORCHDYNAMO_DISABLE" in worker_environment(config, on_cpu)) is on_cpu
+        assert ("enforce_eager=false becomes true here" in " ".join(differences(config, on_cpu))) is on_cpu
+
+
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("level", ["off", "linears", "model"])
+def test_engines_on_gpus_compile_where_the_trainer_follows_none_of_their_operators(scheme, level):
+    """As in the local backend (tests/rollout/test_gpu.py): vLLM's default for W4A16 and BF16 below `model`."""
+    config = quickstart(**{"quant.scheme": scheme, "quant.align": level})
+    wanted = None if scheme in ("bf16", "w4a16") and level != "model" else GRAPHS
+    engine = verl_config(config, on_cpu=False).actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert engine.get("compilation_config") == wanted
+
+
+def test_engines_capture_graphs_unless_they_are_eager():
+    for asked, on_cpu, wanted in (
+        (None, False, GRAPHS),
+        (False, False, GRAPHS),
+        (True, False, None),
+        (None, True, None),
+    ):
+        resolved = verl_config(quickstart(**{"rollout.enforce_eager": asked}), on_cpu=on_cpu).actor_rollout_ref
+        rollout = resolved.rollout
+        assert rollout.engine_kwargs.vllm.get("compilation_config") == wanted
+        assert rollout.enforce_eager is (wanted is None)
+        assert on_cpu or resolved.actor.fsdp_config.quant.enforce_eager is rollout.enforce_eager
+        assert rollout.free_cache_engine is not on_cpu
+
+
+def test_engines_on_gpus_have_one_split_only_where_the_trainer_follows_it(tmp_path, monkeypatch):
+    """`quant.align` is `model` in all of them."""
+
+    def one_split(**changes) -> bool:
+        rollout = verl_config(quickstart(**changes), on_cpu=False).actor_rollout_ref.rollout
+        return "attention_config" in rollout.engine_kwargs.vllm
+
+    assert one_split()
+    assert not one_split(**{"trainer.n_gpus_per_node": 2, "rollout.tensor_model_parallel_size": 2})
+    assert not one_split(**{"model.path": str(save_random_model(tmp_path, "qwen3_moe")), "quant.group_size": 32})
+    assert one_split(**{"model.path": str(tmp_path / "missing")}), "the checks of a run refuse it"
+    for capability, level in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert one_split() is level

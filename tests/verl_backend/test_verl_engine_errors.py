@@ -22,17 +22,11 @@ from qarl.kernels.logprob import log_probs_of_logits
 from qarl.verl.plugin import config as plugin_config
 from qarl.verl.plugin import engine as plugin_engine
 from qarl.verl.plugin.config import QuantFSDPEngineConfig
-from qarl.verl.plugin.engine import QaRLFSDPEngine, check_engine_config, register
+from qarl.verl.plugin.engine import QaRLFSDPEngine, register
 from qarl.verl.plugin.log_probs import RouterReplay, log_softmax_of_chosen
 from qarl.verl.plugin.mismatch import TrainingStep
-from qarl.verl.plugin.servers import refuse_dead
 
 MODEL = {"lora_rank": 0, "use_fused_kernels": False, "use_liger": False, "enable_activation_offload": False}
-
-
-def check(model: dict | None = None, **engine) -> None:
-    settings = {"strategy": "fsdp2"} | engine
-    check_engine_config(SimpleNamespace(**MODEL | (model or {})), QuantFSDPEngineConfig(**settings))
 
 
 def quantized_engine() -> QaRLFSDPEngine:
@@ -54,38 +48,20 @@ def test_an_actor_refuses_a_gpu_that_cannot_compute_its_scheme(monkeypatch, sche
         QaRLFSDPEngine(SimpleNamespace(**MODEL), settings, None, None)
 
 
-def test_what_goes_with_the_quantized_forward():
-    check()
-    check(param_offload=True, optimizer_offload=True, mixed_precision={"param_dtype": "bf16", "reduce_dtype": "fp32"})
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"model": {"enable_activation_offload": True}}, "actor_rollout_ref.model.enable_activation_offload=False"),
-        ({"offload_policy": True}, "fsdp_config.offload_policy=False"),
-        ({"forward_only": True}, "actor_rollout_ref.ref.fsdp_config._target_"),
-        ({"mixed_precision": {"param_dtype": "bf16", "cast": True}}, "mixed_precision"),
-    ],
-)
-def test_settings_that_would_be_dropped_in_silence(settings, key):
-    with pytest.raises(UserError) as caught:
-        check(**settings)
-    assert key in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("flash", "one", "dtype"),
     [(True, True, torch.bfloat16), (True, False, torch.float32), (False, True, torch.float32)],
 )
 def test_bf16_logits_reach_nothing_but_flash_attns_kernel(monkeypatch, flash, one, dtype):
+    seen = []
     monkeypatch.setattr(plugin_engine.log_probs, "flash_cross_entropy", lambda: flash)
-    monkeypatch.setattr(FSDPEngineWithLMHead, "prepare_model_outputs", lambda self, output, *rest: output)
-    monkeypatch.setattr(QaRLFSDPEngine, "_outputs_by_log_softmax", lambda self, output, *rest: output)
+    monkeypatch.setattr(plugin_engine.log_probs, "log_softmax_of_chosen", lambda *arguments: None)
+    monkeypatch.setattr(FSDPEngineWithLMHead, "prepare_model_outputs", lambda *rest: seen.append(rest[1].logits) or {})
     engine = quantized_engine()
     engine.model_config = SimpleNamespace(tokenizer=range(6))
     output = SimpleNamespace(logits=torch.zeros(1, 3, 8, dtype=torch.bfloat16))
-    logits = engine.prepare_model_outputs(output, {"temperature_is_one": one}, None, None).logits
+    engine.prepare_model_outputs(output, {"temperature_is_one": one}, tu.get_tensordict({}, {}), None)
+    (logits,) = seen
     assert logits.dtype == dtype
     assert (logits[..., :6] == 0).all() and (logits[..., 6:] < -1e29).all()
 
@@ -165,32 +141,29 @@ def test_an_actor_without_quantization_has_a_limit(caplog):
         over_the_limit(engine, 0.16)
 
 
+ULYSSES, STRATEGY = {"ulysses_sequence_parallel_size": 2}, {"strategy": "fsdp"}
+
+
 @pytest.mark.parametrize(
-    ("quantized", "device", "refused"), [(True, "cuda", True), (False, "cpu", True), (False, "cuda", False)]
+    ("quantized", "device", "changes", "refused"),
+    [
+        (True, "cuda", ULYSSES, "ulysses_sequence_parallel_size=2"),
+        (False, "cpu", ULYSSES, "ulysses_sequence_parallel_size=2"),
+        (False, "cuda", ULYSSES, None),  # Ulysses exchanges heads only in Flash Attention, which this actor uses
+        (False, "cpu", STRATEGY, "strategy=fsdp"),
+        (False, "cuda", STRATEGY, None),
+        (True, "cpu", {"forward_only": True}, "ref.fsdp_config._target_"),
+        (True, "cpu", {"mixed_precision": {"param_dtype": "bf16", "cast": True}}, "mixed_precision"),
+        (True, "cpu", {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}, None),
+    ],
 )
-def test_rows_that_ranks_share_are_refused_where_attention_is_qarls(monkeypatch, quantized, device, refused):
-    """Ulysses exchanges heads only in Flash Attention, which an unquantized actor on a GPU uses."""
+def test_settings_that_an_engine_refuses_before_it_loads_the_model(monkeypatch, quantized, device, changes, refused):
     monkeypatch.setattr(plugin_engine, "get_device_name", lambda: device)
+    monkeypatch.setattr(plugin_config, "get_device_name", lambda: "cpu")
     monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_: None)
     kind = QuantFSDPEngineConfig if quantized else FSDPEngineConfig
-    engine_config = kind(strategy="fsdp2", ulysses_sequence_parallel_size=2)
-    with pytest.raises(UserError, match="rows that are split over 2 ranks") if refused else nullcontext():
-        QaRLFSDPEngine(SimpleNamespace(**MODEL), engine_config, None, None)
-
-
-def test_servers_that_do_not_answer_are_not_published_to():
-    refuse_dead({})
-    with pytest.raises(UserError, match="have stopped and cannot be published to: vllm_server_0_0") as caught:
-        refuse_dead({"vllm_server_0_0": "EngineDeadError: EngineCore encountered an issue"})
-    assert "vllm_server_0_0: EngineDeadError" in caught.value.where
-
-
-def test_fsdp1_on_a_cpu_is_refused(monkeypatch):
-    monkeypatch.setattr(plugin_engine, "get_device_name", lambda: "cpu")
-    engine = object.__new__(QaRLFSDPEngine)
-    engine.engine_config = SimpleNamespace(strategy="fsdp", mixed_precision=None)
-    with pytest.raises(UserError, match="strategy=fsdp does not run without GPUs"):
-        engine._build_fsdp_module(torch.nn.Linear(2, 2))
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        QaRLFSDPEngine(SimpleNamespace(**MODEL), kind(**{"strategy": "fsdp2"} | changes), None, None)
 
 
 def test_positions_of_several_axes_are_refused():
@@ -212,31 +185,9 @@ def test_another_packages_engine_stays(monkeypatch, caplog):
     assert "fsdp2" in record.message and "keeps another package's engine" in record.message
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [({}, 1.0), ({"temperature": 0.5}, 0.5), ({"temperature": torch.tensor([1.0, 0.25])}, 0.25)],
-)
-def test_the_temperature_of_a_batch(data, expected):
-    """A sharper distribution makes each rounding weigh more: the guard's limit follows it."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-
-    from qarl.verl.plugin.mismatch import temperature_of
-
-    rows = TensorDict({"response_mask": torch.ones(2, 3)}, batch_size=2)
-    for key, value in data.items():
-        if isinstance(value, torch.Tensor):
-            rows[key] = value
-        else:
-            tu.assign_non_tensor(rows, **{key: value})
-    assert temperature_of(rows) == expected
-
-
-@pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False)])
-def test_a_bad_time_limit_is_refused_before_the_model_is_loaded(monkeypatch, device, refused):
-    """From verl's command line. An engine that publishes as verl does takes no notice."""
-    monkeypatch.setattr(plugin_engine, "get_device_name", lambda: device)
-    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *args: pytest.fail("loads") if refused else None)
+def test_a_bad_time_limit_is_refused_before_the_model_is_loaded(monkeypatch):
+    """From verl's command line."""
+    monkeypatch.setattr(plugin_engine, "get_device_name", lambda: "cpu")
     monkeypatch.setenv("QARL_PUBLISH_TIMEOUT", "soon")
-    with pytest.raises(UserError, match="QARL_PUBLISH_TIMEOUT='soon'") if refused else nullcontext():
+    with pytest.raises(UserError, match="QARL_PUBLISH_TIMEOUT='soon'"):
         QaRLFSDPEngine(None, None, None, None)

@@ -51,12 +51,6 @@ UNQUANTIZED = {"quant": None, "steps": 1, "lr": 0.0}
 """verl's own forward, and an update that changes nothing."""
 
 
-def test_every_pair_is_there():
-    for i in range(5):
-        for j in range(i):
-            assert {(one[i], one[j]) for one in PAIRS} == {(one[i], one[j]) for one in ALL}
-
-
 def job(wanted: Row) -> dict[str, Any]:
     _, scheme, masters, optimizer, packed = wanted
     engine = {"model_dtype": masters, "use_no_sync_for_gradient_accumulation": False}

@@ -18,6 +18,7 @@ from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from random_models import save_random_model
 
 from qarl.checkpoint.compressed_tensors import linears_of, packed, read_tensors
+from qarl.metrics.mismatch_limit import resolve_limit
 from qarl.metrics.tracker import read_metrics
 from qarl.quant import get_scheme
 
@@ -43,6 +44,11 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     rows = [
         {
@@ -57,16 +63,6 @@ def data(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("data") / "train.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """The plugin's entry point, as an installation would declare it."""
-    info = tmp_path_factory.mktemp("site") / "qarl_under_test-0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qarl-under-test\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text("[verl.plugins]\nqarl = qarl.verl.plugin.plugin\n")
-    return info.parent
 
 
 def start(command: list[str], site: Path, **variables: str) -> str:
@@ -153,6 +149,31 @@ def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
     assert first["publish/delta"] == 0 and "publish/changed_words" not in first
     assert second["publish/delta"] == 1 and second["publish/changed_words"] == 0
     assert 0 < second["publish/mbytes"] < first["publish/mbytes"] / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_experts_on_two_ranks_of_one_engine(tmp_path, experts, data, site, scheme):
+    """Two workers share the engine, so `model` falls back to `linears`, and the actor replays the experts."""
+    changes = {
+        "rollout.n": 2,
+        "actor.ppo_micro_batch_size_per_gpu": 2,
+        "actor.log_prob_micro_batch_size_per_gpu": 4,
+        "quant.scheme": scheme,
+        "trainer.n_gpus_per_node": 2,
+        "rollout.tensor_model_parallel_size": 2,
+        "trainer.val_before_train": "false",
+        "optim.lr": 1e-3,
+    }
+    run_dir = run_quickstart(tmp_path, experts, data, site, changes)
+    first, second = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
+    for entry in (first, second):
+        limit = resolve_limit(None, "linears", response_length=entry["response_length/mean"])
+        assert 0 < entry["mismatch/abs_mean"] <= limit and entry["mismatch/over_limit"] == 0
+        assert 0 <= entry["mismatch/other_experts_frac"] < 0.5
+    assert second["publish/delta"] == 1 and second["publish/changed_words"] > 0
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["finished"] and Path(summary["checkpoint"]).is_dir()
 
 
 @pytest.mark.slow

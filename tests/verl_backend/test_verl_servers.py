@@ -6,6 +6,7 @@ import logging
 import threading
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,16 +98,6 @@ def test_a_good_answer_from_before_says_nothing_of_now(actors):
     assert watch.dead(1.0)["agent_loop_worker_0_ab"] == "RuntimeError: gone"  # a bad one is kept until it is read
 
 
-def test_one_that_is_busy_is_asked_once_and_not_called_dead(actors):
-    answers, asked = actors
-    answers["agent_loop_worker_0_ab"] = ...
-    watch = Watch()
-    for _ in range(3):
-        watch.ask()
-        assert watch.dead(0.01) == {}
-    assert asked.count("agent_loop_worker_0_ab") == 1 and asked.count("reward_loop_worker_0") == 3
-
-
 def prompts(**statuses: str) -> dict[str, dict[str, dict]]:
     found = {uid: {"is_prompt": True, "global_steps": 1, "status": status} for uid, status in statuses.items()}
     return {"train": found | {f"{uid}_0_0": {"status": "success"} for uid in statuses}}
@@ -121,13 +112,6 @@ def sampler(monkeypatch, actors):
     return PromptReplayBuffer(**KWARGS), state
 
 
-def test_whole_groups_are_sampled(sampler):
-    buffer, state = sampler
-    state |= prompts(a="finished", b="finished")
-    batch, _ = buffer.sample(1, "train", 2)
-    assert sorted(batch.keys) == ["a_0_0", "b_0_0"]
-
-
 @pytest.mark.parametrize("others", [{"b": "finished"}, {"b": "running"}, {}])
 @pytest.mark.parametrize("partition", ["train", "val"])
 def test_a_failed_group_is_an_error_although_it_has_responses(sampler, others, partition):
@@ -137,15 +121,6 @@ def test_a_failed_group_is_an_error_although_it_has_responses(sampler, others, p
     with pytest.raises(UserError, match="responses to 1 of the prompts could not be generated") as caught:
         buffer.sample(1, partition, 1 + len(others))
     assert caught.value.where == "a"
-
-
-def test_the_engine_that_died_is_named(sampler, actors):
-    buffer, state = sampler
-    actors[0]["vllm_server_0_0"] = RuntimeError("EngineCore encountered an issue")
-    state |= prompts(a="failure", b="running")
-    with pytest.raises(UserError, match="has stopped, and 1 prompts lack responses") as caught:
-        buffer.sample(1, "train", 2)
-    assert "vllm_server_0_0: RuntimeError: EngineCore" in caught.value.where
 
 
 @pytest.mark.parametrize("before", [None, ...])
@@ -182,7 +157,7 @@ def test_a_process_that_dies_with_its_requests_is_noticed(sampler, actors, monke
 def test_what_the_sampler_would_ignore_is_refused_by_name(changes, key):
     with pytest.raises(UserError) as caught:
         PromptReplayBuffer(**KWARGS | changes)
-    assert key in caught.value.what and "custom_sampler.path=null" in caught.value.fix
+    assert key in caught.value.what and "custom_sampler.path" in caught.value.fix
 
 
 def task_error(cause: Exception) -> ray.exceptions.RayTaskError:
@@ -218,13 +193,6 @@ def test_a_dead_process_is_named(tmp_path):
     for error in (died, task_error(died)):
         found = as_user_error(error, tmp_path)
         assert found.what == "a process of the verl run died" and "pid: 42" in found.where
-
-
-@pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("NaN"), KeyboardInterrupt()])
-def test_bugs_stay_what_they_are(tmp_path, error):
-    assert as_user_error(error, tmp_path) is None
-    if isinstance(error, Exception):
-        assert as_user_error(task_error(error), tmp_path) is None
 
 
 OTHERS = """# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.
@@ -305,54 +273,26 @@ def test_a_server_that_does_not_say_is_a_warning_once(counter, servers, caplog, 
 
 
 def test_the_counter_is_that_of_vllm():
-    """Its name, as Prometheus writes it."""
     pytest.importorskip("vllm")
-    import prometheus_client
     from vllm.v1.metrics import loggers
 
-    registry = prometheus_client.CollectorRegistry()
-    with open(loggers.__file__, encoding="utf-8") as file:
-        assert 'name="vllm:num_preemptions",' in file.read()
-    counter = prometheus_client.Counter("vllm:num_preemptions", "", ["engine"], registry=registry)
-    for engine in ("0", "1"):
-        counter.labels(engine).inc(3)
-    assert preemptions_in(prometheus_client.generate_latest(registry).decode()) == 6
-
-
-class Server:
-    """A handle of Ray's: `answer` is what `ray.get` makes of the question."""
-
-    def __init__(self, answer: Any) -> None:
-        self.asked: list[Any] = []
-        self.collective_rpc = SimpleNamespace(remote=lambda method, args: self.asked.append((method, args)) or answer)
+    assert 'name="vllm:num_preemptions",' in Path(loggers.__file__).read_text()
+    assert preemptions_in(counters(3.0, 3.0)) == 6  # as Prometheus writes it
 
 
 @pytest.mark.parametrize(
     ("answers", "expected"),
-    [([], False), ([None], True), ([None, None], True), ([None, RuntimeError("it holds others")], False)],
+    [([], False), ([None, None], True), ([None, RuntimeError("other tensors")], False), ([OSError("gone")], False)],
 )
 def test_all_servers_must_say_yes(monkeypatch, answers, expected):
-    servers = [Server(answer) for answer in answers]
+    def server(answer: Any) -> SimpleNamespace:
+        def remote(method: str, args: Any) -> None:
+            assert (method, args) == ("qarl_compare", ("abc",))
+            if isinstance(answer, Exception):
+                raise answer
 
-    def get(questions: list[Any], timeout: float) -> list[Any]:
-        assert timeout == 7
-        for question in questions:
-            if isinstance(question, Exception):
-                raise question
-        return questions
+        return SimpleNamespace(collective_rpc=SimpleNamespace(remote=remote))
 
-    monkeypatch.setattr("ray.get", get)
-    monkeypatch.setattr(servers_module, "engine_servers", lambda: {str(i): server for i, server in enumerate(servers)})
+    monkeypatch.setattr("ray.get", lambda questions, timeout: questions)
+    monkeypatch.setattr(servers_module, "engine_servers", lambda: {str(i): server(a) for i, a in enumerate(answers)})
     assert servers_module.all_have("abc", 7) is expected
-    assert all(server.asked == [("qarl_compare", ("abc",))] for server in servers)
-
-
-def test_a_server_that_is_gone_is_a_no(monkeypatch):
-    def engines() -> dict[str, Any]:
-        def gone(method: str, args: Any) -> None:
-            raise ConnectionError("the actor died")
-
-        return {"a": SimpleNamespace(collective_rpc=SimpleNamespace(remote=gone))}
-
-    monkeypatch.setattr(servers_module, "engine_servers", engines)
-    assert servers_module.all_have("abc", 1) is False

@@ -1,26 +1,37 @@
-"""verl's single-turn loop for models whose tokenizer does not come from their model family.
+"""What verl's workers of a rollout call: QaRL's single-turn agent loop, and the reward of a response.
 
-verl joins the turns of a conversation with a builder, which it chooses by model type. The builder for Qwen refuses a
-tokenizer without `<|im_end|>` (verl/utils/tokenizer/continuous_token_wiring.py), but a small model of Qwen's
-architecture may lack that token. In that case this loop uses verl's builder for unknown models. The result is the same,
-because a single turn needs no joining.
+The loop is for models whose tokenizer does not come from their model family. verl joins the turns of a conversation
+with a builder, which it chooses by model type. The builder for Qwen refuses a tokenizer without `<|im_end|>`
+(verl/utils/tokenizer/continuous_token_wiring.py), but a small model of Qwen's architecture may lack that token. In that
+case this loop uses verl's builder for unknown models. The result is the same, because a single turn needs no joining.
 
 The loop also checks that the tokens that it returns for training are those that the engine sampled.
 
 The key `actor_rollout_ref.rollout.agent.default_agent_loop=qarl_single_turn` chooses this loop. `plugin.py`
 registers it as soon as verl has imported its own loops.
+
+`score` is the custom reward of verl's config. verl calls a custom reward in a thread of a Ray worker, without a time
+limit, and accepts any result. It trains on NaN, and `SystemExit` ends the worker. `score` makes the checks of the local
+backend, with its time limit. `reward_kwargs` contain the name of the user's function and the limit. If `score` raises,
+verl logs the error and counts the prompt as failed. Built-in rewards have no limit here, because they have their own.
+`math_verify` uses a pool of processes, and a limit here would also count its time in the queue.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
+from qarl.data.rewards import BUILTIN, RewardFn, call_reward, get_reward_fn, score_of
 from qarl.rollout.response_fingerprint import refuse_other_tokens
 
 TURN_END = "<|im_end|>"
+_LOADING = threading.Lock()
 
 
 @register("qarl_single_turn")
@@ -60,3 +71,36 @@ class Recorder:
         found = await self._client.generate(*args, **kwargs)
         self.tokens += list(found.token_ids)
         return found
+
+
+def score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    *,
+    function: str,
+    timeout_s: float | None,
+    **more: Any,
+) -> float | dict[str, Any]:
+    """Score one response with the reward function `function`. Return the score, or the function's dict with `score`.
+
+    `more`: other arguments that verl passes to a reward function. Raise the same UserErrors as
+    `qarl.data.rewards.score_responses`.
+    """
+    with _LOADING:
+        fn = _load(function)
+    arguments = {
+        "data_source": data_source,
+        "solution_str": solution_str,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+    } | more
+    result = call_reward(fn, arguments, timeout_s=None if function in BUILTIN else timeout_s)
+    number = score_of(fn, result, arguments)
+    return {**result, "score": number} if isinstance(result, Mapping) else number
+
+
+@cache
+def _load(function: str) -> RewardFn:
+    return get_reward_fn(function)

@@ -31,7 +31,6 @@ from typing import Any
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from qarl.errors import UserError
 from qarl.rollout.publish.sockets import Address, WeightClient, WeightServer, own_address
 from qarl.rollout.publish.wire import BEGIN, COMMIT, NamedTensor, read_record, record
 from qarl.verl.plugin.publish import Publication, publish_timeout, run_identity
@@ -50,7 +49,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
     def __init__(self, bucket_size: int = 0, is_master: bool = False, host: str | None = None) -> None:
         self.is_master, self.host = is_master, host
         self.token = ""
-        self.address: Address | None = None
+        self.address: Address = ("", 0)
         self.server: WeightServer | None = None
         self._held: str | None = None
         self._arrived: str | None = None
@@ -93,14 +92,12 @@ class QaRLCheckpointEngine(CheckpointEngine):
         Raises:
             PeerLost: a rollout worker was killed or did not answer within QARL_PUBLISH_TIMEOUT.
             TransferFailed: a rollout worker refused the publish.
-            UserError: `weights` are not from QaRL's engine.
         """
         try:
             if self.server is not None:
-                _check_ours(weights)
 
-                def stream(held: Sequence[str | None]) -> Iterator[NamedTensor]:
-                    weights.tell(held)
+                def stream(known: Sequence[str | None]) -> Iterator[NamedTensor]:
+                    weights.tell(known)
                     return iter(weights)
 
                 self.server.publish(stream)
@@ -117,12 +114,11 @@ class QaRLCheckpointEngine(CheckpointEngine):
             PeerLost: the actor was lost. This is raised in the middle of the stream.
             TransferFailed: a different rollout worker did not get the publish. This is raised at the end of the stream.
         """
-        assert self.address is not None, "init_process_group was not called"
-        return Publication(self._received(self.address)).reserve()
+        return Publication(self._received()).reserve()
 
-    def _received(self, address: Address) -> Iterator[NamedTensor]:
+    def _received(self) -> Iterator[NamedTensor]:
         held, self._held, self._arrived = self._held, None, None
-        with WeightClient(address, self.token, held=held, seconds=publish_timeout()) as client:
+        with WeightClient(self.address, self.token, held=held, seconds=publish_timeout()) as client:
             for name, tensor in client.stream():
                 plain = name.partition("#")[0]
                 if plain == BEGIN:
@@ -149,15 +145,3 @@ def _read_all(weights: Any) -> None:
     """Read the rest of `weights`, because all ranks of the actor must take part in the gather of each tensor."""
     for _ in weights:
         pass
-
-
-def _check_ours(weights: Any) -> None:
-    if not isinstance(weights, Publication):
-        raise UserError(
-            "the checkpoint engine `qarl` was given weights that QaRL's engine did not make",
-            where="actor_rollout_ref.rollout.checkpoint_engine.backend",
-            why="verl's own engine yields BF16 tensors without the records of a publish, and the rollout workers would "
-            "wait for the last record",
-            fix="set actor_rollout_ref.actor.fsdp_config._target_=qarl.verl.plugin.config.QuantFSDPEngineConfig, or "
-            "choose one of verl's backends",
-        )

@@ -24,25 +24,8 @@ from qarl.config.types import Section
 from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
 from qarl.tbpo.config import KEYS, TBPOConfig
-from qarl.verl.engine_keys import engine_fields
-
-PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
-"""The keys of `fsdp_config.mixed_precision` that QaRL's engine follows."""
-_WRAPS = "replaces or wraps layers that QaRL computes as vLLM does"
-_REASONS = {
-    "strategy": "QaRL sends low-bit weights through hooks of FSDP2",
-    "param_dtype": "the engine computes in BF16",
-    "mixed_precision": "QaRL sets up FSDP2 itself and would ignore the other keys of mixed_precision",
-    "offload_policy": "shards are quantized on the GPU",
-    "_target_": "a reference model computes without quantization",
-    "enable": "qat would quantize the weights a second time",
-    "lora_rank": "QaRL trains and publishes whole weights, no adapters",
-    "use_fused_kernels": "fused kernels replace the forward in which QaRL computes log-probs",
-    "enable_activation_offload": f"activation offload {_WRAPS}",
-    "use_liger": f"Liger {_WRAPS}",
-}
-"""Maps the last part of a verl key to the reason why QaRL's engine supports only one value of this key."""
-
+from qarl.verl.checks import refuse
+from qarl.verl.keys import engine_fields
 
 _LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
 _LossKeys: Any = make_dataclass(
@@ -71,26 +54,27 @@ class TBPOPolicyLossConfig(_LossKeys):
     def __post_init__(self) -> None:
         """Raise UserError if the objective is unknown, or if `loss_mode` would ignore it."""
         where = "actor_rollout_ref.actor.policy_loss"
-        if self.objective not in LOSSES:
-            raise UserError(
-                f"there is no objective {self.objective!r}",
-                where=f"{where}.objective",
-                fix=f"choose one of {', '.join(LOSSES)}",
-            )
-        if self.loss_mode == "tbpo" and self.objective != "tbpo":
-            raise UserError(
-                f"objective={self.objective} would be ignored with loss_mode=tbpo",
-                where=f"{where}.loss_mode",
-                why="+qarl=SCHEME sets tbpo, and a +qarl_loss=NAME before it is overridden",
-                fix=f"write +qarl_loss={self.objective} after +qarl=SCHEME, or set loss_mode=qarl",
-            )
+        late = "+qarl=SCHEME sets tbpo, so write +qarl_loss=NAME after it"
+        names, ignored = ", ".join(LOSSES), self.loss_mode == "tbpo" and self.objective != "tbpo"
+        refuse(
+            [
+                (
+                    self.objective not in LOSSES,
+                    f"{where}.objective",
+                    self.objective,
+                    f"one of {names}",
+                    "it is unknown",
+                ),
+                (ignored, f"{where}.objective", self.objective, "tbpo, or loss_mode to qarl", f"it is ignored: {late}"),
+            ]
+        )
 
 
 _QuantKeys: Any = create_model("_QuantKeys", __base__=Section, **engine_fields())
 
 
 class QuantSettings(_QuantKeys):
-    """The keys of QaRL's config that the actor needs (`qarl.verl.engine_keys`).
+    """The keys of QaRL's config that the actor needs (`qarl.verl.keys`).
 
     `old_log_probs*` require `trainer.v1.trainer_mode=qarl_sync`. The engine's `hf_overrides` must have the same value
     of `head_dtype`."""
@@ -103,23 +87,20 @@ class QuantFSDPEngineConfig(FSDPEngineConfig):
     quant: Any = field(default_factory=QuantSettings)
 
     def __post_init__(self) -> None:
+        """Make `quant` a `QuantSettings`. Raise UserError for unknown keys and bad values."""
         super().__post_init__()
-        if not isinstance(self.quant, QuantSettings):
-            object.__setattr__(self, "quant", quant_settings(self.quant))
-
-
-def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
-    """Return `QuantSettings` from a mapping. Raise UserError for unknown keys and bad values."""
-    where = "actor_rollout_ref.actor.fsdp_config.quant"
-    values = {key: value for key, value in _plain(given).items() if key != "_target_"}
-    if values.get("scheme") == "w4a8":
-        raise UserError(
-            "QaRL's actor for verl does not support w4a8",
-            where=f"{where}.scheme",
-            why="vLLM would compute W4A16. QaRL gives its own W4A8 kernel only to the engine of backend=local",
-            fix="set it to w4a16 or w8a8, or run backend=local with quant.kernels=qarl",
-        )
-    return checked(QuantSettings, values, where)
+        where = "actor_rollout_ref.actor.fsdp_config.quant"
+        if isinstance(self.quant, QuantSettings):
+            return
+        values = {key: value for key, value in _plain(self.quant).items() if key != "_target_"}
+        if values.get("scheme") == "w4a8":
+            raise UserError(
+                "QaRL's actor for verl does not support w4a8",
+                where=f"{where}.scheme",
+                why="vLLM would compute W4A16. QaRL gives its own W4A8 kernel only to the engine of backend=local",
+                fix="set it to w4a16 or w8a8, or run backend=local with quant.kernels=qarl",
+            )
+        object.__setattr__(self, "quant", checked(QuantSettings, values, where))
 
 
 def checked(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
@@ -166,64 +147,64 @@ def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
     correction = checked(RolloutCorrectionConfig, given, f"{where}.policy_loss.correction")
     if policy_loss.loss_mode == "tbpo" or policy_loss.objective == "tbpo":
         return Settings(correction=correction, tbpo=tbpo_config(policy_loss, loss_agg_mode))
-    if loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
-        raise UserError(
-            "seq-mean-token-sum-norm needs the number that it divides by",
-            where=f"{where}.loss_scale_factor",
-            why="the loss sees only one micro-batch, whose width need not be that of the others",
-            fix="set it to data.max_response_length, as +qarl=SCHEME does",
-        )
+    factor = actor.loss_scale_factor
+    lacks = loss_agg_mode == "seq-mean-token-sum-norm" and not factor
+    why = "seq-mean-token-sum-norm divides by it, and the loss sees only one micro-batch, whose width may differ"
+    refuse([(lacks, f"{where}.loss_scale_factor", factor, "data.max_response_length, as +qarl=SCHEME does", why)])
     keys = {name: getattr(actor, name) for name in SAME_IN_VERL} | {
         "loss": policy_loss.objective,
         "loss_agg_mode": loss_agg_mode,
         "mis_imp_ratio_cap": policy_loss.mis_imp_ratio_cap,
-        "loss_scale_factor": actor.loss_scale_factor or 1,
+        "loss_scale_factor": factor or 1,
         "correction": correction,
     }
     settings: Settings = checked(Settings, keys, where)
     return settings
 
 
-def check_engine_config(model_config: Any, engine_config: Any) -> None:
-    """Raise UserError for verl settings that the quantized forward does not support."""
-    if get_device_name() == "cuda":
-        from qarl.checks.machine import check_this_gpu
+def check_engine_config(model: Any, engine: Any) -> None:
+    """Raise UserError for verl settings that QaRL's forward does not support.
 
-        check_this_gpu(engine_config.quant.scheme, "engine")
-    where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"
-    precision = engine_config.mixed_precision or {}
-    param_dtype = precision.get("param_dtype", "bf16")
-    unknown = set(precision) - PRECISION_KEYS
+    `engine`: the actor's `fsdp_config`. If it is not quantized, only attention is QaRL's."""
+    where, shards = "actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config"
+    precision = engine.mixed_precision or {}
+    known = {"param_dtype", "reduce_dtype", "buffer_dtype"}  # the keys that QaRL's engine follows
+    # verl exchanges heads between ranks only in Flash Attention.
+    rows = "each rank would compute attention only within its own part of a row"
+    hooks = "low-bit weights are sent through hooks of FSDP2, and FSDP1 does not run without GPUs"
+    ranks = engine.ulysses_sequence_parallel_size
     problems = [
-        (engine_config.strategy != "fsdp2", "actor_rollout_ref.actor.strategy", "fsdp2"),
-        (str(param_dtype) not in ("bf16", "bfloat16"), f"{where}.mixed_precision.param_dtype", "bf16"),
-        (bool(unknown), f"{where}.mixed_precision", f"only keys of {', '.join(sorted(PRECISION_KEYS))}"),
-        (engine_config.offload_policy, f"{where}.offload_policy", "False (param_offload may be True)"),
-        (engine_config.forward_only, reference, "verl.workers.config.FSDPEngineConfig"),
-        (engine_config.qat.enable, f"{where}.qat.enable", "False (it is verl's own quantization)"),
-        (model_config.lora_rank > 0, "actor_rollout_ref.model.lora_rank", "0"),
-        (model_config.use_fused_kernels, "actor_rollout_ref.model.use_fused_kernels", "False"),
-        (model_config.enable_activation_offload, "actor_rollout_ref.model.enable_activation_offload", "False"),
-        (model_config.use_liger, "actor_rollout_ref.model.use_liger", "False"),
+        (ranks > 1, f"{where}.ulysses_sequence_parallel_size", ranks, 1, rows),
+        (engine.strategy != "fsdp2", f"{where}.strategy", engine.strategy, "fsdp2", hooks),
+        (set(precision) - known, f"{shards}.mixed_precision", precision, f"keys of {known}", "others would be ignored"),
     ]
-    wrong = [(key, value) for is_wrong, key, value in problems if is_wrong]
-    if wrong:
-        raise UserError(
-            "QaRL's quantized actor does not support these verl settings",
-            where=", ".join(key for key, _ in wrong),
-            why="; ".join(_REASONS[key.rpartition(".")[2]] for key, _ in wrong),
-            fix="set " + ", ".join(f"{key}={value}" for key, value in wrong),
-        )
+    if isinstance(engine, QuantFSDPEngineConfig):
+        if get_device_name() == "cuda":
+            from qarl.checks.machine import check_this_gpu
 
-
-def refuse_shared_rows(engine_config: Any) -> None:
-    """Raise UserError for Ulysses sequence parallelism. verl exchanges heads between ranks only in Flash Attention. So
-    QaRL's attention functions (`qarl.align`) would see only one rank's part of each row."""
-    ranks = engine_config.ulysses_sequence_parallel_size
-    if ranks > 1:
-        raise UserError(
-            f"QaRL's attention does not support rows that are split over {ranks} ranks",
-            where="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-            why="each rank would compute attention only within its own part of a row",
-            fix="set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
-        )
+            check_this_gpu(engine.quant.scheme, "engine")
+        dtype = str(precision.get("param_dtype", "bf16"))
+        reference, lora = "actor_rollout_ref.ref.fsdp_config._target_", model.lora_rank
+        wraps = "it replaces or wraps layers that QaRL computes as vLLM does"
+        problems += [
+            (
+                dtype not in ("bf16", "bfloat16"),
+                f"{shards}.mixed_precision.param_dtype",
+                dtype,
+                "bf16",
+                "vLLM uses BF16",
+            ),
+            (engine.offload_policy, f"{shards}.offload_policy", True, False, "shards are quantized on the GPU"),
+            (
+                engine.forward_only,
+                reference,
+                "it",
+                "verl.workers.config.FSDPEngineConfig",
+                "a reference is not quantized",
+            ),
+            (engine.qat.enable, f"{shards}.qat.enable", True, False, "qat would quantize the weights a second time"),
+            (lora > 0, "actor_rollout_ref.model.lora_rank", lora, 0, "QaRL publishes whole weights, no adapters"),
+        ]
+        for name in ("use_fused_kernels", "enable_activation_offload", "use_liger"):
+            problems.append((getattr(model, name), f"actor_rollout_ref.model.{name}", True, False, wraps))
+    refuse(problems)

@@ -10,7 +10,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every metho
     infer_batch            remembers that verl has asked for old log-probs
     train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, collect
                            statistics, and compare with the engine before the first update (`qarl.verl.plugin.mismatch`)
-    optimizer_step, lr_scheduler_step   do nothing if the old log-probs turn out not to be the trainer's
+    lr_scheduler_step      does nothing if the step was dropped: its old log-probs turned out not to be the trainer's
     save_checkpoint, load_checkpoint   also write, and compare the loaded state with, a record of the state
     get_per_tensor_param   publishes the tensors that the next forward multiplies by, on CPU also of an unquantized
                            actor, because verl's receiver cannot load weights into vLLM's linears there
@@ -46,7 +46,7 @@ from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.send import DeltaSender
 from qarl.verl.checkpoint import check_files, check_record, save_record
 from qarl.verl.plugin import log_probs, mismatch
-from qarl.verl.plugin.config import PRECISION_KEYS, QuantFSDPEngineConfig, check_engine_config, refuse_shared_rows
+from qarl.verl.plugin.config import QuantFSDPEngineConfig, check_engine_config
 from qarl.verl.plugin.loss import DIFFERING, MICRO_BATCH, OURS, MicroBatch, loss_mode, refuse_hidden_mismatch
 from qarl.verl.plugin.publish import publication, publish_timeout
 from qarl.verl.plugin.servers import Watch, ask_before_publish
@@ -90,10 +90,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             self.quant = engine_config.quant
             self.scheme = get_scheme(self.quant.scheme, group_size=self.quant.group_size)
             self.ignore = tuple(self.quant.ignore)
-            check_engine_config(model_config, engine_config)
         if self.quant is not None or get_device_name() == "cpu":
             publish_timeout()  # raises for a bad value before the model is loaded
-            refuse_shared_rows(engine_config)
+            check_engine_config(model_config, engine_config)
         self.routing = log_probs.RouterReplay()
         self._servers = Watch(only_servers=True)
         self._outbox = DeltaSender() if self.quant is not None and self.quant.publish_delta == "auto" else None
@@ -123,31 +122,20 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is None and get_device_name() != "cpu":
             return super()._build_fsdp_module(module)
         # verl's own, but a quantized actor's block inputs stay FP32. On CPU no memory is pinned and nothing offloaded.
-        config = self.engine_config
-        precision = config.mixed_precision or {}
-        if get_device_name() == "cpu" and config.strategy != "fsdp2":
-            raise UserError(
-                f"strategy={config.strategy} does not run without GPUs",
-                where="actor_rollout_ref.actor.strategy, critic.strategy",
-                why="FSDP1 has no device `cpu`",
-                fix="set actor_rollout_ref.actor.strategy=fsdp2 (the group +qarl_machine=cpu does)",
-            )
-        if config.strategy != "fsdp2" or set(precision) - PRECISION_KEYS:
-            return super()._build_fsdp_module(module)
         from verl.utils.torch_dtypes import PrecisionType
 
+        precision = self.engine_config.mixed_precision or {}
         param_dtype = PrecisionType.to_dtype(precision.get("param_dtype", "bf16"))
         reduce_dtype = PrecisionType.to_dtype(precision.get("reduce_dtype", "fp32"))
+        casts = self.quant is None
         fsdp_kwargs = {
             "mesh": self.device_mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=self.quant is None
-            ),
+            "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=casts),
             "offload_policy": None,
-            "reshard_after_forward": config.reshard_after_forward,
+            "reshard_after_forward": self.engine_config.reshard_after_forward,
         }
         full_state = module.state_dict()
-        apply_fsdp2(module, fsdp_kwargs, config)
+        apply_fsdp2(module, fsdp_kwargs, self.engine_config)
         fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
         check_buffers(module)
         # Parameters arrive in BF16, so autocast to BF16 would change only what alignment computes in FP32.
@@ -183,42 +171,57 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
         self.routing.end()
-        outputs = log_probs.take_log_probs(self._head, output, micro_batch, output_args, self._gather_and_unpad_packed)
+        gather = self._gather_and_unpad_packed
+        outputs = log_probs.take_log_probs(self._head, output, micro_batch, output_args, gather)
         if outputs is not None:
             return outputs
+        chosen: dict[str, torch.Tensor] = {}
         if self.quant is not None and getattr(output, "logits", None) is not None:
+            flash = log_probs.flash_cross_entropy()
             # verl divides by the temperature, if it is not 1, in the logits' own dtype.
-            in_fp32 = log_probs.flash_cross_entropy() and output_args.get("temperature_is_one", False)
+            in_fp32 = flash and output_args.get("temperature_is_one", False)
             logits = output.logits if in_fp32 else output.logits.float()
             # verl masks these logits in the rollout, too (monkey_patch_compute_logits in vllm_rollout/utils.py).
             logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
             output.logits = logits
-            if not log_probs.flash_cross_entropy():
-                return self._outputs_by_log_softmax(output, output_args, micro_batch, logits_processor_func)
-        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-
-    def _outputs_by_log_softmax(self, output: Any, output_args: Any, micro_batch: Any, processor: Any) -> Any:
-        """Return verl's outputs, but with log-probs from `log_softmax_of_chosen`."""
-        if tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
-            return super().prepare_model_outputs(output, output_args, micro_batch, processor)
-        chosen = log_probs.log_softmax_of_chosen(output.logits, output_args, micro_batch, self._gather_and_unpad_packed)
-        # With `distillation_only` verl does not compute log-probs.
-        others = micro_batch.copy()
-        tu.assign_non_tensor(others, distillation_only=True)
-        outputs = super().prepare_model_outputs(output, output_args, others, processor)
-        return outputs | {"log_probs": chosen}
+            if not flash and not tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
+                chosen["log_probs"] = log_probs.log_softmax_of_chosen(logits, output_args, micro_batch, gather)
+                micro_batch = micro_batch.copy()
+                tu.assign_non_tensor(micro_batch, distillation_only=True)  # verl then computes no log-probs
+        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func) | chosen
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
         self._asked_for_log_probs = True
         return super().infer_batch(data, loss_function)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        """Update the weights by the mini-batch `data`, and return verl's outputs."""
         if self.quant is None and loss_mode(loss_function) not in OURS:
             return super().train_batch(data, loss_function)
+        tu.maybe_fix_3d_position_ids(data)
         step = self._step = self._step or mismatch.TrainingStep.of(data)
-        outputs = {} if step.dropped else self._train_mini_batch(step, data, loss_function)
+        group = self.get_data_parallel_group()
+        if not step.dropped:
+            step.begin_mini_batch(data, group)
+            all_equal = step.mini_batch.tokens > 0 and step.mini_batch.differing == 0
+            refuse_hidden_mismatch(loss_function, step.relies, all_equal=all_equal, asked=self._asked_for_log_probs)
+            if not self._updated and not step.relies:
+                self._check_limit(step, step.mini_batch.mismatch, step.mini_batch.response_length)
+            number = step.statistics.begin_mini_batch()
+
+            self.optimizer_zero_grad()
+            outputs = self.forward_backward_batch(data, loss_function)
+            compared = step.close(group)  # may drop the update
+            if compared and not step.dropped and not self._updated:
+                self._check_limit(step, step.compared.mismatch, step.compared.response_length)
         if step.dropped:  # by this mini-batch or an earlier one
+            self.optimizer_zero_grad()
             outputs = {"model_output": {}, "loss": [0.0], "metrics": {DIFFERING: [float(step.compared.differing)]}}
+        else:
+            self._updated = True
+            outputs["metrics"]["grad_norm"] = self.optimizer_step()
+            if number == 1 and step.relies != "rollout":  # with `rollout`, nobody knows δ of each token
+                mismatch.log_samples(self, data)
         # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
         if tu.get(data, key="update_lr_scheduler", default=True):
             routing = self.routing.take()
@@ -229,29 +232,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             self._step, self._last_dropped = None, step.dropped
         return outputs
 
-    def _train_mini_batch(self, step: mismatch.TrainingStep, data: Any, loss_function: Callable[..., Any]) -> Any:
-        """Check a mini-batch, update the weights by it, and return verl's outputs."""
-        step.begin_mini_batch(data, self.get_data_parallel_group())
-        all_equal = step.mini_batch.tokens > 0 and step.mini_batch.differing == 0
-        refuse_hidden_mismatch(loss_function, step.relies, all_equal=all_equal, asked=self._asked_for_log_probs)
-        if not self._updated and not step.relies:
-            self._check_limit(step, step.mini_batch.mismatch, step.mini_batch.response_length)
-        number = step.statistics.begin_mini_batch()
-        outputs = super().train_batch(data, loss_function)
-        # With `rollout`, nobody knows δ of each token.
-        if number == 1 and not step.dropped and step.relies != "rollout":
-            mismatch.log_samples(self, data)
-        return outputs
-
     def _metrics_of(self, step: mismatch.TrainingStep, routing: tuple[int, int]) -> dict[str, float]:
         """Return the metrics of a whole step. Only the first rank has those over all ranks."""
         metrics = step.statistics.metrics(self.get_data_parallel_group(), routing)
         if "mismatch/abs_mean" in metrics:
             over = self._check_limit(step, metrics["mismatch/abs_mean"], step.statistics.mean_length)
             metrics["mismatch/over_limit"] = float(over)
-        rates = [group["lr"] for group in self.optimizer.param_groups if group.get("use_muon")]
-        if rates:
-            metrics["muon_lr"] = rates[0]  # in the unit of `qarl.optim.muon`
+        for group in self.optimizer.param_groups:
+            if group.get("use_muon"):
+                metrics["muon_lr"] = group["lr"]  # in the unit of `qarl.optim.muon`
         return metrics | (self._outbox.metrics() if self._outbox else {})
 
     def _check_limit(self, step: mismatch.TrainingStep, abs_mean: float | None, response_length: float) -> bool:
@@ -292,17 +281,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if rollout is not None:
             step.see(output, rows, micro_batch)
         return loss, output
-
-    def optimizer_step(self) -> float:
-        step = self._step
-        if step is not None and step.close(self.get_data_parallel_group()):
-            if step.dropped:
-                self.optimizer_zero_grad()
-                return 0.0
-            if not self._updated:
-                self._check_limit(step, step.compared.mismatch, step.compared.response_length)
-        self._updated = True
-        return float(super().optimizer_step())
 
     def lr_scheduler_step(self) -> float:
         if self._last_dropped:
@@ -353,7 +331,7 @@ def build_optimizer(module: torch.nn.Module, config: Any) -> MuonAdamW:
     decide which parameters Muon updates. verl's own code saves, loads and offloads the state.
 
     `config`: verl's FSDPOptimizerConfig, with MuonAdamW's other arguments in `override_optimizer_config`. Raise
-    UserError if one of these does not exist, or if a parameter is sharded twice.
+    UserError if a parameter is sharded twice.
     """
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     for _, parameter in named:
@@ -361,15 +339,7 @@ def build_optimizer(module: torch.nn.Module, config: Any) -> MuonAdamW:
         if parameter.dtype != torch.float32:
             parameter.register_post_accumulate_grad_hook(_sum_in_fp32)
     settings = {"lr": config.lr, "betas": tuple(config.betas), "weight_decay": config.weight_decay}
-    try:
-        return MuonAdamW(named, **settings, **(config.override_optimizer_config or {}))
-    except TypeError as error:
-        raise UserError(
-            "QaRL's optimizer does not have these arguments",
-            where="actor_rollout_ref.actor.optim.override_optimizer_config",
-            why=str(error),
-            fix="use eps, muon_lr, muon_momentum and seed",
-        ) from error
+    return MuonAdamW(named, **settings, **(config.override_optimizer_config or {}))
 
 
 @torch.no_grad()

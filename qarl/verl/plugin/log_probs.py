@@ -40,13 +40,8 @@ from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional
 
-from qarl.align.router_replay import (
-    RecordedRouting,
-    differing_tokens,
-    known_routing,
-    recorded_routing,
-    replayed_routing,
-)
+from qarl.align.router_replay import RecordedRouting, known_routing, recorded_routing, replayed_routing
+from qarl.align.router_replay import differing_tokens as differing
 from qarl.checks.model import PLAIN_HEADS, no_fp32_head
 from qarl.kernels.logprob import chosen_log_probs, log_probs_and_entropies
 
@@ -174,14 +169,12 @@ def flash_cross_entropy() -> bool:
 def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool) -> dict[str, Any]:
     """Return the changes to `inputs`, the model's keyword arguments from verl's `prepare_model_inputs`.
 
-    Args:
-        exact: whether the engine's attention operator is used, which needs the lengths of the prompts.
+    `exact`: whether the engine's attention operator is used, which needs the lengths of the prompts.
     """
     lengths = micro_batch["input_ids"].offsets().diff()
-    padded = inputs.get("attention_mask") is not None
     changes: dict[str, Any] = {}
     rows = lengths.tolist()
-    if padded:
+    if inputs.get("attention_mask") is not None:  # padded
         changes |= {"attention_mask": None, "position_ids": None}
     elif (filler := inputs["input_ids"].shape[1] - sum(rows)) > 0:  # verl's pad_to_length adds a row
         rows.append(filler)
@@ -220,7 +213,7 @@ class RouterReplay:
         """Call after a forward. If it ran without gradients (to compute log-probs), update the counts for `take`."""
         if self._record is None or self._given is None:
             return
-        self.other += int(differing_tokens(self._record.experts(), self._given).sum())
+        self.other += int(differing(self._record.experts(), self._given).sum())
         self.known += int(known_routing(self._given).any(-1).sum())
         self._record = None
 

@@ -22,6 +22,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 
 from qarl.errors import UserError
 from qarl.objectives.loss import objective_loss
+from qarl.verl.checks import refuse
 from qarl.verl.plugin.config import objective_settings
 
 OURS = ("tbpo", "qarl")
@@ -57,10 +58,8 @@ def loss_mode(loss_function: Any) -> str | None:
     return getattr(_policy_loss(loss_function), "loss_mode", None)
 
 
-def weights_mismatch(loss_function: Any) -> bool:
-    """Return whether the objective weights each response by its mismatch."""
-    mode, objective = loss_mode(loss_function), getattr(_policy_loss(loss_function), "objective", None)
-    return mode == "tbpo" or (mode == "qarl" and objective == "mis_gspo")
+def _policy_loss(loss_function: Any) -> Any:
+    return getattr(getattr(loss_function, "keywords", {}).get("config"), "policy_loss", None)
 
 
 def refuse_hidden_mismatch(loss_function: Any, relies: str | None, *, all_equal: bool, asked: bool) -> None:
@@ -68,25 +67,23 @@ def refuse_hidden_mismatch(loss_function: Any, relies: str | None, *, all_equal:
 
     `relies`: the value of `RELIES`. `all_equal`: whether both are equal on every token. `asked`: whether verl has asked
     for the trainer's log-probs since the last step."""
-    if relies == "rollout" and weights_mismatch(loss_function):
-        raise UserError(
-            "the objective weights the mismatch, but old_log_probs=rollout hides it",
-            where="actor_rollout_ref.actor.fsdp_config.quant.old_log_probs",
-            why="the weight of every response would be 1",
-            fix="set it to auto or recompute, or choose an objective without such a weight",
-        )
-    if loss_mode(loss_function) == "tbpo" and all_equal and not asked and relies is None:
-        raise UserError(
-            "loss_mode=tbpo was given the rollout's log-probs as old_log_probs",
-            where="algorithm.rollout_correction.bypass_mode",
-            why="the two are equal on every token, and verl has not asked this engine for its own log-probs since "
-            "the last step; TBPO's weight for the mismatch would always be 1",
-            fix="set algorithm.rollout_correction.bypass_mode=False",
-        )
-
-
-def _policy_loss(loss_function: Any) -> Any:
-    return getattr(getattr(loss_function, "keywords", {}).get("config"), "policy_loss", None)
+    tbpo = loss_mode(loss_function) == "tbpo"
+    weights = tbpo or getattr(_policy_loss(loss_function), "objective", None) == "mis_gspo"
+    source, bypass = (
+        "actor_rollout_ref.actor.fsdp_config.quant.old_log_probs",
+        "algorithm.rollout_correction.bypass_mode",
+    )
+    hidden = "the objective weights the mismatch, and the weight of every response would be 1"
+    unasked = (
+        "old and rollout log-probs are equal on every token, and verl has not asked the actor for its own since the "
+    )
+    unasked += "last step; TBPO's weight for the mismatch would always be 1"
+    refuse(
+        [
+            (weights and relies == "rollout", source, relies, "auto or recompute, or choose another objective", hidden),
+            (tbpo and all_equal and not asked and relies is None, bypass, True, False, unasked),
+        ]
+    )
 
 
 @register_policy_loss("tbpo")

@@ -87,9 +87,8 @@ class Counts:
 
     def over_ranks(self, group: Any) -> Counts:
         """Return the counts of all ranks of `group`. All must call this, because it is a collective."""
-        responses, tokens, differing, delta = summed(
-            [self.responses, self.tokens, self.differing, self.delta or 0.0], group
-        )
+        counts = (self.responses, self.tokens, self.differing, self.delta or 0.0)
+        responses, tokens, differing, delta = summed(counts, group)
         return Counts(responses, tokens, differing, None if self.delta is None else delta)
 
     @property
@@ -184,14 +183,13 @@ class StepStatistics:
 
     def _mismatch(self, group: Any) -> dict[str, float]:
         """Return the mismatch metrics of all ranks' tokens. Each rank sums its own on its device."""
-        device = self.tokens[0][0].device if self.tokens else torch.device("cpu")
-        if torch.distributed.is_initialized():
-            device = torch.empty(0, device=get_device_id()).device
+        parallel = torch.distributed.is_initialized()
+        device = torch.device(get_device_id()) if parallel else torch.device("cpu")
         empty = (torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
         old, rollout, lengths = (torch.cat(parts).to(device) for parts in zip(*(self.tokens or [empty]), strict=True))
 
         def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
-            if torch.distributed.is_initialized():
+            if parallel:
                 torch.distributed.all_reduce(value, group=group)
             return value
 
@@ -200,13 +198,11 @@ class StepStatistics:
 
 def _gather(value: Any, group: Any) -> list[Any] | None:
     """Return `value` of each rank of `group` on its first rank, and None on the others."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1:
+    if not torch.distributed.is_initialized():
         return [value]
-    group = group or torch.distributed.group.WORLD
-    first = torch.distributed.get_global_rank(group, 0)
-    is_first = torch.distributed.get_rank() == first
-    gathered: list[Any] | None = [None] * torch.distributed.get_world_size(group) if is_first else None
-    torch.distributed.gather_object(value, gathered, dst=first, group=group)
+    is_first, ranks = torch.distributed.get_rank(group) == 0, torch.distributed.get_world_size(group)
+    gathered: list[Any] | None = [None] * ranks if is_first else None
+    torch.distributed.gather_object(value, gathered, group=group, group_dst=0)
     return gathered
 
 
@@ -292,7 +288,9 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
     routing, engine.routing = engine.routing, RouterReplay()  # so that these forwards do not enter its counts
     try:
         with ExitStack() as stack:
-            if level in ("off", "linears") and may_align(engine):
+            alone = engine.quant.tensor_model_parallel_size == 1
+            replaced = all(isinstance(experts, QuantExperts) for experts in stacked_experts(engine.module).values())
+            if level in ("off", "linears") and alone and replaced:
                 aligned = stack.enter_context(engine_arithmetic(engine.module, dtype=torch.bfloat16))
                 level = "model" if aligned else level
             if engine.align == "off" and engine.scheme.quantized:
@@ -304,13 +302,6 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
     delta, noise, tokens = summed([roots.delta, roots.noise, roots.tokens], engine.get_data_parallel_group())
     check_noise(times_noise(delta, noise, tokens), level=level, tokens=tokens)
     engine.compared = True
-
-
-def may_align(engine: Any) -> bool:
-    """Return whether the module's forward may get the arithmetic of level `model` after FSDP2 has sharded it."""
-    if engine.quant.tensor_model_parallel_size > 1:
-        return False
-    return all(isinstance(experts, QuantExperts) for experts in stacked_experts(engine.module).values())
 
 
 def log_samples(engine: Any, data: Any) -> None:
@@ -339,16 +330,11 @@ def samples_of(data: Any, step: int, tokenizer: Any) -> list[dict[str, Any]]:
         for mask, mine, theirs in zip(masks, old, rollout, strict=True)
     ]
     first = [float(row[0]) if len(row) else 0.0 for row in advantages]
-    scores = [float(row.sum()) for row in data["rm_scores"].unbind()] if "rm_scores" in data else None
-    return [
-        make_sample(
-            step,
-            tokenizer.decode(prompts[row].tolist()),
-            responses[row].tolist(),
-            deltas[row],
-            tokenizer.decode,
-            advantage=first[row],
-            reward=scores[row] if scores else None,
-        )
-        for row in choose_rows(deltas, first)
-    ]
+    scores = [float(row.sum()) for row in data["rm_scores"].unbind()] if "rm_scores" in data else [None] * len(first)
+    decode = tokenizer.decode
+    samples = []
+    for row in choose_rows(deltas, first):
+        prompt, response, given = decode(prompts[row].tolist()), responses[row].tolist(), deltas[row]
+        sample = make_sample(step, prompt, response, given, decode, advantage=first[row], reward=scores[row])
+        samples.append(sample)
+    return samples

@@ -14,7 +14,7 @@ import contextlib
 import importlib.metadata
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +25,22 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 from qarl.process import package_versions
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _returns(value: Any) -> Callable[..., Any]:
+    """Return a function that takes any arguments and returns `value`."""
+    return lambda *args, **kwargs: value
+
+
+def _resident(*args: Any) -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _peak(*args: Any) -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _free_and_total(*args: Any) -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
 
 
 def _device_module() -> ModuleType:
@@ -36,23 +50,15 @@ def _device_module() -> ModuleType:
         *("empty_cache", "synchronize", "ipc_collect", "set_device", "set_per_process_memory_fraction"),
         *("reset_peak_memory_stats", "manual_seed", "manual_seed_all"),
     )
-    members: dict[str, Any] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_name": lambda *args: "cpu",
-        "memory_allocated": lambda *args: psutil.Process().memory_info().rss,
-        "memory_reserved": lambda *args: psutil.Process().memory_info().rss,
-        "max_memory_allocated": lambda *args: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "max_memory_reserved": lambda *args: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "mem_get_info": lambda *args: (psutil.virtual_memory().available, psutil.virtual_memory().total),
-        "get_rng_state": torch.get_rng_state,
-        "set_rng_state": torch.set_rng_state,
-        "Stream": torch.cpu.Stream,
-        "stream": torch.cpu.stream,
-        "current_stream": torch.cpu.current_stream,
-    }
-    vars(module).update(dict.fromkeys(without_effect, _nothing) | members)
+    vars(module).update(
+        **dict.fromkeys(without_effect, _returns(None)),
+        **{"is_available": _returns(True), "device_count": _returns(1), "current_device": _returns(0)},
+        **{"get_device_name": _returns("cpu"), "mem_get_info": _free_and_total},
+        **dict.fromkeys(("memory_allocated", "memory_reserved"), _resident),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak),
+        **{"get_rng_state": torch.get_rng_state, "set_rng_state": torch.set_rng_state},
+        **{name: getattr(torch.cpu, name) for name in ("Stream", "stream", "current_stream")},
+    )
     return module
 
 
@@ -60,63 +66,24 @@ def _device_module() -> ModuleType:
 class CPUPlatform(PlatformBase):
     """One logical device per process, named `cpu`."""
 
-    _module = _device_module()
-    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
-    profiler_start = profiler_stop = cudart = _nothing
-
-    @property
-    def device_name(self) -> str:
-        return "cpu"
-
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
-
-    @property
-    def device_module(self) -> ModuleType:
-        return self._module
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Return False. Otherwise verl would choose this platform on machines where the GPUs are hidden."""
-        return False
-
-    def current_device(self) -> Any:
-        """Return a device name, not an index as on CUDA, because verl passes the result to `Tensor.to`."""
-        return "cpu"
-
-    def device_count(self) -> int:
-        return 1
+    device_name = vendor_name = "cpu"
+    device_module = _device_module()
+    is_available, device_count = _returns(True), _returns(1)
+    # Otherwise verl would choose this platform on machines where the GPUs are hidden.
+    is_platform_available = is_ipc_supported = _returns(False)
+    # A device name, not an index as on CUDA, because verl passes the result to `Tensor.to`.
+    current_device = _returns("cpu")
+    set_device = synchronize = set_allocator_settings = empty_cache = _returns(None)
+    profiler_start = profiler_stop = cudart = _returns(None)
+    get_device_capability, communication_backend_name = _returns((None, None)), _returns("gloo")
+    visible_devices_envvar, ray_resource_name = _returns("CUDA_VISIBLE_DEVICES"), _returns("GPU")
+    ray_noset_envvars = _returns(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
+    nvtx_range = _returns(contextlib.nullcontext())
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextlib.contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    def is_ipc_supported(self) -> bool:
-        return False
+    manual_seed_all = manual_seed
 
 
 class _VllmCpuAsVllm(importlib.metadata.Distribution):

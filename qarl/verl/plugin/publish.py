@@ -18,7 +18,6 @@ is sent (`numbered`).
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import socket
 import time
@@ -43,9 +42,7 @@ RUN_VARIABLES = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 SOCKET_FOLDER = Path("/tmp")
 """The folder of verl's sockets. verl ignores TMPDIR."""
 _POLL_SECONDS = 0.02
-_REPORT_SECONDS = 60.0
 
-_log = logging.getLogger("qarl.verl.plugin")
 _numbers = count()
 
 
@@ -92,36 +89,27 @@ def publish_timeout(text: str | None = None) -> float:
 def socket_timeouts(seconds: float) -> Iterator[None]:
     """Inside this block, new sockets of zmq's global context raise `zmq.Again` after waiting `seconds`."""
     context: zmq.Context[Any] = zmq.Context.instance()
-    before = {option: context.sockopts.get(option) for option in (zmq.RCVTIMEO, zmq.SNDTIMEO)}
-    for option in before:
+    before = dict(context.sockopts)
+    for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
         context.setsockopt(option, round(seconds * 1000))
     try:
         yield
     finally:
-        for option, value in before.items():
-            if value is None:
-                context.sockopts.pop(option, None)
-            else:
-                context.setsockopt(option, value)
+        context.sockopts.clear()
+        context.sockopts.update(before)
 
 
 @contextmanager
 def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
     """Reserve verl's sockets on this host for `run`. Processes of one run share them. Processes of other runs wait.
 
-    Each process that holds the sockets locks a file. The system frees the lock if the process dies. If the folder of
-    these files cannot be used, nothing is reserved, but comparing `run_identity` still detects another run's weights.
+    Each process that uses the sockets locks a file. The system frees the lock if the process dies.
 
     Raise UserError if the turn does not come within `seconds`, because a process of another run is stopped or stuck.
     """
     folder = SOCKET_FOLDER / f"qarl-publish-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        mine = _wait_for_turn(folder, run.replace("/", "_"), seconds)
-    except OSError as error:
-        _log.warning("publishes of several runs on this host are not kept apart: %s: %s", folder, error)
-        yield
-        return
+    folder.mkdir(mode=0o700, exist_ok=True)
+    mine = _wait_for_turn(folder, run.replace("/", "_"), seconds)
     try:
         yield
     finally:
@@ -131,7 +119,7 @@ def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
 
 def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
     """Wait until no process of another run has a locked file in `folder`. Then lock and return this process's file."""
-    start = reported = time.monotonic()
+    start = time.monotonic()
     while True:
         # Locks are only tried, never waited for, because their holder may be a stopped process.
         with (folder / "guard").open("w") as guard:
@@ -139,33 +127,24 @@ def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
             if _lock(guard):
                 holder = next((path for path in folder.glob("*.holder") if not path.name.startswith(run + ".")), None)
                 if holder is None:
-                    # The number keeps files of one process apart: it may still hold the file of an earlier publish.
+                    # The number tells files of one process apart: a traceback may keep an earlier publish alive.
                     mine = (folder / f"{run}.{os.getpid()}.{next(_numbers)}.holder").open("w")
                     _lock(mine)
                     return mine
                 if _is_abandoned(holder):
                     continue
                 in_the_way = holder
-        now = time.monotonic()
-        if now - start > seconds:
-            raise _no_turn(in_the_way, seconds)
-        if now - reported > _REPORT_SECONDS:
-            reported = now
-            _log.warning("this publish has waited %.0f s for the publish of another run: %s", now - start, in_the_way)
+        if time.monotonic() - start > seconds:
+            parts = in_the_way.name.split(".")
+            who = f"process {parts[-3]} of that run" if in_the_way.suffix == ".holder" else "a process of that run"
+            raise UserError(
+                f"another run has blocked publishing on this host for {seconds:g} s",
+                where=str(in_the_way),
+                why=f"{who} is stopped or stuck in a publish; runs on one host publish one after the other",
+                fix="continue or end that process, then run the same command again: it resumes from the last "
+                f"checkpoint; the limit is {TURN_LIMITS} times {TIMEOUT_VARIABLE}",
+            )
         time.sleep(_POLL_SECONDS)
-
-
-def _no_turn(in_the_way: Path, seconds: float) -> UserError:
-    """Return the error for a turn that did not come in time."""
-    parts = in_the_way.name.split(".")
-    who = f"process {parts[-3]} of that run" if in_the_way.suffix == ".holder" else "a process of that run"
-    return UserError(
-        f"another run has blocked publishing on this host for {seconds:g} s",
-        where=str(in_the_way),
-        why=f"{who} is stopped or stuck in a publish; runs on one host publish one after the other",
-        fix="continue or end that process, then run the same command again: it resumes from the last checkpoint; "
-        f"the limit is {TURN_LIMITS} times {TIMEOUT_VARIABLE}",
-    )
 
 
 def _lock(file: IO[str]) -> bool:
@@ -262,6 +241,6 @@ def decode(tensors: Iterable[NamedTensor], *, run: str) -> Iterator[NamedTensor]
                 why="two runs on this host use one socket: verl names it by Ray's job id, which is the same in every "
                 "Ray that a run starts for itself",
                 fix="run the same command again: it resumes from the last checkpoint. Runs of QaRL wait for each "
-                "other, so the other run is not one of QaRL, or uses another version, or /tmp is not writable",
+                "other, so the other run is not one of QaRL, or uses another version",
             )
         yield name, tensor

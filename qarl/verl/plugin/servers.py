@@ -21,6 +21,7 @@ from qarl.errors import UserError
 
 RESUME = "run the same command again"
 """The end of a worker's `fix`. A worker does not know the checkpoints, so the driver adds what the command will do."""
+KILLED = "something killed it, for example lack of memory (see the kernel's log and Ray's log of the worker)"
 SERVER = "vllm_server_"
 OTHERS = ("agent_loop_worker_", "reward_loop_worker_")
 ANSWER_SECONDS = 10.0
@@ -98,7 +99,7 @@ def all_have(fingerprint: str, seconds: float) -> bool:
 
 def ask_before_publish(watch: Watch, fingerprint: str | None, *, is_first: bool, seconds: float) -> str | None:
     """Return `fingerprint`, that of the tensors that the first rank sent last, or None if any engine does not have
-    them. Raise UserError on all ranks if a rollout server is dead.
+    them. Raise UserError on all ranks if a rollout server is dead, because verl would wait for it forever.
 
     Only the first rank (`is_first`) asks the servers, and the others wait for the result. If one published early, it
     would wait for the first rank, because all ranks gather each tensor together, and the first rank for that rank's
@@ -113,26 +114,17 @@ def ask_before_publish(watch: Watch, fingerprint: str | None, *, is_first: bool,
         answer = [dead, fingerprint if fingerprint and not dead and all_have(fingerprint, seconds) else None]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(answer, src=0)
-    refuse_dead(answer[0])
-    agreed: str | None = answer[1]
-    return agreed
+    dead, agreed = answer
+    if dead:
+        names = ", ".join(sorted(dead)[:8])
+        raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", dead)
+    return agreed if agreed is None else str(agreed)
 
 
 def has_stopped(what: str, dead: dict[str, str]) -> UserError:
     """Return the error for stopped processes. `what`: the error's first line. `dead`: process name -> reason."""
-    return UserError(
-        what,
-        where="; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4]),
-        why="something killed them, for example lack of memory (see the kernel's log and Ray's log of the worker)",
-        fix=RESUME,
-    )
-
-
-def refuse_dead(servers: dict[str, str]) -> None:
-    """Raise UserError if a rollout server is dead, because verl would wait for it forever."""
-    if servers:
-        names = ", ".join(sorted(servers)[:8])
-        raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", servers)
+    where = "; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4])
+    return UserError(what, where=where, why=KILLED, fix=RESUME)
 
 
 def _has_engine(name: str) -> bool:
@@ -164,13 +156,9 @@ class Preemptions:
             total = self._total()
         except Exception as error:  # a missing metric must not end the run, whether Ray, urllib or the server failed
             if not self._complained:
-                self._complained = True
-                _log.warning(
-                    "rollout/preemptions is not known (%s: %s); it needs "
-                    "actor_rollout_ref.rollout.disable_log_stats=False",
-                    type(error).__name__,
-                    error,
-                )
+                needs = "actor_rollout_ref.rollout.disable_log_stats=False"
+                _log.warning("rollout/preemptions is not known (%r); it needs %s", error, needs)
+            self._complained = True
             return None
         new, self._before = total - self._before, total
         return new
@@ -182,8 +170,6 @@ class Preemptions:
             if name not in self._urls:
                 address, port = ray.get(actor.get_server_address.remote(), timeout=ANSWER_SECONDS)
                 self._urls[name] = f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics"
-        if not self._urls:
-            raise LookupError("there is no server")
         # Without a proxy, because the servers are in the run's own network.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         total = 0

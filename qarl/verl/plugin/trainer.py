@@ -46,6 +46,7 @@ from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.trainer.old_log_probs import Skipping, differing_tokens, sample_size
 from qarl.verl.checkpoint import Saving
+from qarl.verl.checks import refuse
 from qarl.verl.plugin.loss import DIFFERING, RELIES
 from qarl.verl.plugin.servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped
 
@@ -132,26 +133,16 @@ class QaRLTrainerSync(PPOTrainerSync):
         self._skipping.fell_back()
         metrics |= dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 1.0)
         metrics |= {"old_log_probs/checked_frac": 1.0, "old_log_probs/from_rollout": 0.0}
-        _log.warning(
-            "step %d: the trainer's log-probs differ from the rollout's, so this step recomputes the old log-probs "
-            "(actor.old_log_probs=auto); the next %d steps do so, too",
-            self.global_steps,
-            self._skipping.patience,
+        what = (
+            "step %d: the trainer's log-probs differ from the rollout's, so this and the next %d steps recompute the "
         )
+        _log.warning(what + "old log-probs (actor.old_log_probs=auto)", self.global_steps, self._skipping.patience)
         self._relies = None
         return self._recompute(batch, metrics)
 
     def _recompute(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_old_log_prob(batch, metrics)
-        found = self._columns(batch, "old_log_probs")
-        before = self._skipping.skips
-        self._skipping.recomputed(differing_tokens(*found))
-        if self._mode == "auto" and self._skipping.skips and not before:
-            _log.info(
-                "step %d: the trainer's log-probs equal the rollout's on every token, so the next step does not "
-                "recompute the old log-probs (actor.old_log_probs=auto)",
-                self.global_steps,
-            )
+        self._skipping.recomputed(differing_tokens(*self._columns(batch, "old_log_probs")))
         return self._take_rollouts(batch) if self._mode == "rollout" else batch
 
     def _take_rollouts(self, batch: Any) -> Any:
@@ -201,33 +192,24 @@ class QaRLTrainerSync(PPOTrainerSync):
         """Return the entropy of sampled rows, averaged as verl averages that of all rows."""
         actor = self.config.actor_rollout_ref.actor
         entropies, _, mask = self._columns(sample, "entropy")
-        found = agg_loss(
-            loss_mat=entropies,
-            loss_mask=mask.float(),
-            loss_agg_mode=actor.loss_agg_mode,
-            loss_scale_factor=actor.loss_scale_factor,
-        )
-        return float(found)
+        scale = actor.loss_scale_factor
+        return float(agg_loss(entropies, mask.float(), actor.loss_agg_mode, loss_scale_factor=scale))
 
-    def _save_checkpoint(self) -> Any:
+    def _save_checkpoint(self) -> None:
         # verl declares the checkpoint complete at the end of its own method.
         folder = self._saving.folder(self.global_steps)
         write_json(folder / COUNTS, self._skipping.state_dict())
-        found = super()._save_checkpoint()
+        super()._save_checkpoint()
         self._saving.saved(folder)
-        return found
 
     def _load_checkpoint(self) -> Any:
-        found = super()._load_checkpoint()
-        path = self._resumed_from() / COUNTS
+        loaded = super()._load_checkpoint()
+        trainer = self.config.trainer
+        folder = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+        path = Path(folder or f"{trainer.default_local_dir}/global_step_{self.global_steps}") / COUNTS
         if self._mode == "auto" and self.global_steps and path.is_file():
             self._skipping.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-        return found
-
-    def _resumed_from(self) -> Path:
-        trainer = self.config.trainer
-        given = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
-        return Path(given or Path(trainer.default_local_dir) / f"global_step_{self.global_steps}")
+        return loaded
 
     def _ranks(self) -> int:
         """Return the number of data-parallel ranks, which have different rows."""
@@ -257,8 +239,17 @@ class PromptReplayBuffer(ReplayBuffer):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        asked = kwargs.get("sampler_kwargs") or {}
-        refuse_ignored(kwargs.get("trainer_mode", "sync"), asked)
+        asked, mode = kwargs.get("sampler_kwargs") or {}, kwargs.get("trainer_mode", "sync")
+        fix = "it, or null to trainer.v1.sampler.custom_sampler.path and .name, which chooses verl's own sampler"
+        why = "QaRL's sampler would ignore it, and only verl's own samplers implement it"
+        refill = "sync_refill_failed_groups"
+        refuse(
+            [
+                (mode != "sync", "trainer.v1.trainer_mode", mode, f"sync; {fix}", why),
+                (asked.get("filter_groups"), "algorithm.filter_groups.enable", True, f"False; {fix}", why),
+                (asked.get(refill), f"trainer.v1.sampler.{refill}", True, f"False; {fix}", why),
+            ]
+        )
         super().__init__(**{"poll_interval": POLL_SECONDS, **kwargs})
         self._watch = Watch()
         self._watched = time.monotonic()
@@ -271,12 +262,13 @@ class PromptReplayBuffer(ReplayBuffer):
         if partition_id == "val" or preemptions is None:
             return batch, metrics
         if preemptions:
-            _log.warning(
+            what = (
                 "%d times vLLM interrupted a response and computed it again, because the KV cache is too small: raise "
-                "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU engine_kwargs.vllm.kv_cache_memory_bytes) "
-                "or lower max_num_seqs",
-                preemptions,
             )
+            raised = (
+                "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU engine_kwargs.vllm.kv_cache_memory_bytes) "
+            )
+            _log.warning(what + raised + "or lower max_num_seqs", preemptions)
         return batch, metrics | {"rollout/preemptions": float(preemptions)}
 
     def _sync_metadata_from_transfer_queue(self) -> None:
@@ -284,44 +276,20 @@ class PromptReplayBuffer(ReplayBuffer):
         failed = sorted(uid for uids in self.failure_keys.values() for uid in uids)
         if failed:
             self._watch.ask(again=True)
-            refuse_failed(failed, self._watch.dead(ANSWER_SECONDS))
+            if dead := self._watch.dead(ANSWER_SECONDS):
+                raise has_stopped(
+                    f"a process that generates has stopped, and {len(failed)} prompts lack responses", dead
+                )
+            raise UserError(
+                f"responses to {len(failed)} of the prompts could not be generated",
+                where=", ".join(failed[:4]),
+                why="the engine, the agent loop or the reward raised an error (Error in _run_prompt in the log); an "
+                "update from the remaining responses would favour short ones",
+                fix=f"fix the cause and {RESUME}",
+            )
         if time.monotonic() - self._watched > WATCH_SECONDS:
             self._watched = time.monotonic()
             self._watch.ask()
             if dead := self._watch.dead():
-                raise _stopped(dead, "while the sampler waited for its responses")
-
-
-def refuse_ignored(trainer_mode: str, asked: Any) -> None:
-    """Raise UserError if the config sets something that only verl's own samplers support."""
-    ignored = {
-        f"trainer.v1.trainer_mode={trainer_mode}": trainer_mode != "sync",
-        "algorithm.filter_groups.enable=True": bool(asked.get("filter_groups")),
-        "trainer.v1.sampler.sync_refill_failed_groups=True": bool(asked.get("sync_refill_failed_groups")),
-    }
-    if wrong := [key for key, is_wrong in ignored.items() if is_wrong]:
-        raise UserError(
-            "QaRL's sampler would ignore " + ", ".join(wrong),
-            where="trainer.v1.sampler.custom_sampler",
-            why="only verl's own samplers implement them",
-            fix="leave them out, or set trainer.v1.sampler.custom_sampler.path=null and .name=null, which chooses "
-            "verl's own sampler",
-        )
-
-
-def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
-    """Raise UserError for prompts without all responses. `dead`: name of each dead process -> reason."""
-    if dead:
-        raise _stopped(dead, f"and {len(failed)} prompts lack responses")
-    raise UserError(
-        f"responses to {len(failed)} of the prompts could not be generated",
-        where=", ".join(failed[:4]),
-        why="the engine, the agent loop or the reward function raised an error (see Error in _run_prompt in the log "
-        "above); an update from the remaining responses would favour short ones",
-        fix=f"fix the cause and {RESUME}",
-    )
-
-
-def _stopped(dead: dict[str, str], when: str) -> UserError:
-    who = "a process that generates has" if len(dead) == 1 else f"{len(dead)} processes that generate have"
-    return has_stopped(f"{who} stopped, {when}", dead)
+                what = "a process that generates has stopped, while the sampler waited for its responses"
+                raise has_stopped(what, dead)

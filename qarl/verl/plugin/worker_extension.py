@@ -69,8 +69,6 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
                 failure.append(error)
 
         def prepare() -> None:
-            if peft_config:
-                raise RuntimeError("QaRL publishes whole models: actor_rollout_ref.model.lora_rank must be 0")
             if not hasattr(self, "_qarl_receiver"):
                 self._qarl_receiver = make_receiver(self.model_runner)
             if not self._qarl_receiver.stale:  # otherwise an empty publish would leave the last version in use

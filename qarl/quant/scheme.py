@@ -131,7 +131,7 @@ class Scheme:
             quantization_status=QuantizationStatus.COMPRESSED,
             ignore=list(ignore),
         )
-        return config.model_dump(mode="json", exclude_none=True)
+        return _without_none(config.model_dump(mode="json"))  # exclude_none leaves zp_dtype
 
     @classmethod
     def from_quantization_config(cls, config: Mapping[str, Any]) -> Scheme:
@@ -192,6 +192,14 @@ def _per_channel(type: str) -> QuantArgs:
 
 def _per_token(type: str) -> QuantArgs:
     return QuantArgs(num_bits=8, type=type, strategy="token", dynamic=True)
+
+
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in fields.items()
+        if value is not None
+    }
 
 
 def _from_parsed(config: QuantizationConfig) -> Scheme:

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -142,7 +141,7 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
         tracker.problem,
         step=trainer.step,
         total=total,
-        save=partial(trainer.policy.save, tokenizer=trainer.tokenizer)
+        save=(lambda folder: trainer.policy.save(folder, trainer.tokenizer))
         if config.trainer.save_final and not interrupted
         else None,
         plots=config.trainer.plots and not interrupted,

@@ -45,7 +45,7 @@ SOME = Arguments(device="cpu", group_size=32)
         ("steps", "device=tpu", "no device 'tpu'"),
         ("steps", "levels=modle", "nearest: model"),
         ("steps", "layers=31", "SmolLM2-135M has only 30"),
-        ("steps", "n=1", "must be at least 2"),
+        ("steps", "n=1", "must be greater than or equal to 2"),
         ("steps", "response_length=1", "greater than or equal to 2"),
         ("steps", "response_length=9000", "9008, but the model has only 8192 positions"),
         ("steps", "response_length=8,16", "only rollout"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,14 @@ class Timed(Trainer):
     def save(self, folder: Path, tokenizer: Any) -> Path:
         self.exports += 1
         return folder
+
+
+@pytest.fixture(autouse=True)
+def plain_handlers() -> Iterator[None]:
+    """Ray, which another test may have started in this process, leaves a handler of SIGTERM behind."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

@@ -61,24 +61,24 @@ def _windows(value: Any, config: Any) -> bool:
     return set(value or ()) <= {"full_attention", "sliding_attention"}
 
 
-def _window(value: Any, config: Any) -> bool:
+def _is_positive(value: Any, config: Any) -> bool:
     return isinstance(value, int) and value > 0
 
 
 def _window_or_none(value: Any, config: Any) -> bool:
-    return value is None or _window(value, config)
+    return value is None or _is_positive(value, config)
 
 
 def _window_or_full(value: Any, config: Any) -> bool:
     """EXAONE 4: without a window, all layers rotate and attend to all tokens."""
-    return _window(value, config) or (value is None and set(config.layer_types or ()) == {"full_attention"})
+    return _is_positive(value, config) or (value is None and set(config.layer_types or ()) == {"full_attention"})
 
 
 _FLAG = _only(True, False)
 _NORM: dict[str, Allowed] = {"rms_norm_eps": _any, "head_dim": _any}
 _USUAL: dict[str, Allowed] = {**_NORM, "tie_word_embeddings": _FLAG}
 _BIASES: dict[str, Allowed] = {"attention_bias": _FLAG, "mlp_bias": _FLAG}
-_LAYERS: dict[str, Allowed] = {"layer_types": _windows, "sliding_window": _window, "sliding_window_pattern": _any}
+_LAYERS: dict[str, Allowed] = {"layer_types": _windows, "sliding_window": _is_positive, "sliding_window_pattern": _any}
 _GEMMA: dict[str, Allowed] = {
     "query_pre_attn_scalar": _any,
     "final_logit_softcapping": _any,
@@ -215,7 +215,7 @@ class Refusal(NamedTuple):
     """
 
     families: tuple[str, ...]
-    harmless: Callable[[Any, Any], bool]
+    harmless: Allowed
     why: str
 
 
@@ -223,7 +223,7 @@ def _unset(value: Any, config: Any) -> bool:
     return not value
 
 
-def _is(*values: Any) -> Callable[[Any, Any], bool]:
+def _is(*values: Any) -> Allowed:
     return lambda value, config: value is None or value in values
 
 
@@ -234,10 +234,6 @@ def _full_attention(value: Any, config: Any) -> bool:
 def _no_window(value: Any, config: Any) -> bool:
     covers = isinstance(value, int) and value >= config.max_position_embeddings
     return not value or bool(getattr(config, "layer_types", None)) or covers
-
-
-def _is_positive(value: Any, config: Any) -> bool:
-    return isinstance(value, int) and value > 0
 
 
 def _some_experts(value: Any, config: Any) -> bool:

@@ -8,6 +8,7 @@ on one rank and on four.
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 
@@ -35,9 +36,7 @@ class Region:
 
     def positions(self, first: int, last: int, device: torch.device) -> torch.Tensor:
         """Return the int64 positions of the region's elements `first` to `last` in the flattened whole tensor."""
-        inner = 1
-        for size in self.shape[self.dim + 1 :]:
-            inner *= size
+        inner = math.prod(self.shape[self.dim + 1 :])
         places = torch.arange(first, last, device=device)
         ours = (self.stop - self.start) * inner
         if self.dim == 0 or not ours:

@@ -15,6 +15,9 @@ import torch
 from qarl.config import Config
 from qarl.objectives import verl_losses
 
+EPSILON = 1e-6
+"""verl's addend to the standard deviation, in units of reward."""
+
 
 def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Return the advantage of each response of a step, FP32 [batch]. `rewards`: [batch], `lengths`: in tokens.
@@ -35,26 +38,21 @@ def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int
 
 
 def grpo_advantages(
-    rewards: torch.Tensor,
-    group_ids: Sequence[Hashable] | torch.Tensor,
-    *,
-    norm_adv_by_std_in_grpo: bool = True,
-    epsilon: float = 1e-6,
+    rewards: torch.Tensor, group_ids: Sequence[Hashable], *, norm_adv_by_std_in_grpo: bool = True
 ) -> torch.Tensor:
     """Return one advantage per response: (reward - mean of the group) / standard deviation of the group.
 
     Args:
         rewards: [batch], one number per response.
         group_ids: [batch], equal for responses to the same prompt. Responses may be in any order.
-        norm_adv_by_std_in_grpo: False omits the division (Dr. GRPO, arXiv 2503.20783).
-        epsilon: added to the standard deviation, in units of reward. The deviation is unbiased (over n - 1).
+        norm_adv_by_std_in_grpo: False omits the division (Dr. GRPO, arXiv 2503.20783). The deviation is unbiased (over
+            n - 1).
 
     Returns [batch] FP32 on the device of `rewards`. A group of one response has no baseline, so its advantage is the
-    reward itself (divided by 1 + epsilon), as in verl."""
-    ids = group_ids.tolist() if isinstance(group_ids, torch.Tensor) else group_ids
+    reward itself (divided by 1 + `EPSILON`), as in verl."""
     rewards = rewards.detach().float()
     members: dict[Hashable, list[int]] = {}
-    for index, group_id in zip(range(len(rewards)), ids, strict=True):
+    for index, group_id in zip(range(len(rewards)), group_ids, strict=True):
         members.setdefault(group_id, []).append(index)
     advantages = torch.empty_like(rewards)
     for indices in members.values():
@@ -65,5 +63,5 @@ def grpo_advantages(
             centred, std = torch.zeros_like(group), torch.ones_like(group)
         else:
             centred, std = group - group.mean(), group.std()
-        advantages[indices] = centred / (std + epsilon) if norm_adv_by_std_in_grpo else centred
+        advantages[indices] = centred / (std + EPSILON) if norm_adv_by_std_in_grpo else centred
     return advantages

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from engine_attention import needs_engine_attention
 from random_models import save_random_model
 from torch.nn.modules.module import register_module_forward_hook
 
-from qarl.align import AlignReport, align_model
+from qarl.align import align_model
 from qarl.align.cpu import AlignedRMSNorm, add_residual, align_module
 from qarl.align.model import resolve_level
+from qarl.align.router_replay import recorded_routing, replayed_routing
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import Choice
 from qarl.quant import QuantLinear, quantize_model
@@ -23,10 +26,8 @@ LEVELS = ["model", pytest.param("exact", marks=needs_engine_attention)]
 FAMILIES = ["qwen2", "qwen3", "llama"]
 
 
-def load(folder: Path, level: str = "linears", *, dtype: torch.dtype = torch.bfloat16) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+def load(folder: Path, level: str = "linears") -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     assert align_model(model, level).level == level
     return model
 
@@ -34,7 +35,7 @@ def load(folder: Path, level: str = "linears", *, dtype: torch.dtype = torch.bfl
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: save_random_model(root / family, family) for family in FAMILIES}
+    return {family: save_random_model(root / family, family) for family in (*FAMILIES, "qwen3_moe")}
 
 
 def vllm_layer(make: Any) -> Any:
@@ -75,7 +76,6 @@ def test_norms_and_residual_equal_the_engines_over_many_additions(size, eps):
 @pytest.mark.parametrize("head_dim", [32, 128])
 def test_rotary_embedding_equals_the_engines(rope_type, head_dim):
     """transformers' own formula with the BF16 cosines and sines in FP32, against vLLM's operator and its cache."""
-    import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
@@ -101,30 +101,39 @@ def test_rotary_embedding_equals_the_engines(rope_type, head_dim):
         assert torch.equal(mine.bfloat16()[0].transpose(0, 1).flatten(1), expected)
 
 
-def unaligned_twin(layer: Any, dtype: torch.dtype) -> Any:
-    """transformers' own unaligned layer in `dtype`, eager attention: its norms compute in FP32 whatever the dtype."""
-    twin = copy.deepcopy(layer).to(dtype)
-    twin.self_attn.config = copy.deepcopy(twin.self_attn.config)
-    twin.self_attn.config._attn_implementation = "eager"
+def unaligned_twin(layer: Any) -> Any:
+    """transformers' own unaligned layer in float64, eager: its norms compute in FP32 whatever the dtype."""
+    twin = copy.deepcopy(layer).double()
+    for module in twin.modules():
+        if hasattr(module, "config"):
+            module.config = copy.deepcopy(module.config)
+            module.config._attn_implementation = module.config._experts_implementation = "eager"
     return twin
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def of_one_layer(layer: Any) -> Any:
+    return SimpleNamespace(model=SimpleNamespace(layers=[layer]))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_of_an_aligned_layer_match_float64(folders, family, level):
-    """Relative error of each gradient, in norm, at most 2^-6: a few BF16 roundings of relative size 2^-9 each."""
+    """Relative error of each gradient, in norm, at most 2^-6: a few BF16 roundings of relative size 2^-9 each. Experts
+    are those that the aligned router chose."""
     model, plain = load(folders[family], level), load(folders[family])
-    truth = unaligned_twin(plain.model.layers[1], torch.float64)
+    layer, truth = model.model.layers[1], unaligned_twin(plain.model.layers[1])
     torch.manual_seed(3)
     hidden = torch.randn(2, 40, 128).bfloat16().float().requires_grad_()
     grad = torch.randn(2, 40, 128).bfloat16()
     cos, sin = plain.model.rotary_emb(hidden.bfloat16(), torch.arange(40)[None])
-    layer = model.model.layers[1]
-    output = layer(hidden, attention_mask=None, position_embeddings=(cos, sin))
+    with recorded_routing(of_one_layer(layer)) as record:
+        output = layer(hidden, attention_mask=None, position_embeddings=(cos, sin))
     output.backward(grad.float())
     hidden64 = hidden.detach().double().requires_grad_()
     mask = torch.full((40, 40), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-    expected = truth(hidden64, attention_mask=mask, position_embeddings=(cos.double(), sin.double()))
+    routing = record.experts() if family == "qwen3_moe" else torch.empty(0)
+    with replayed_routing(of_one_layer(truth), routing):
+        expected = truth(hidden64, attention_mask=mask, position_embeddings=(cos.double(), sin.double()))
     expected.backward(grad.double())
     found = {"output": output, "hidden": hidden.grad} | {n: p.grad for n, p in layer.named_parameters()}
     wanted = {"output": expected, "hidden": hidden64.grad} | {n: p.grad for n, p in truth.named_parameters()}
@@ -136,9 +145,7 @@ def test_gradients_of_an_aligned_layer_match_float64(folders, family, level):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_parameters_keys_and_class_names_stay(folders, family, level):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.bfloat16)
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     classes = [type(module).__name__ for module in model.modules()]
     keys = list(model.state_dict())
@@ -154,10 +161,8 @@ def test_parameters_keys_and_class_names_stay(folders, family, level):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("align_first", [True, False])
 def test_gradient_checkpointing_gives_the_same_gradients(folders, level, align_first):
-    from transformers import AutoModelForCausalLM
-
     def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
-        model = AutoModelForCausalLM.from_pretrained(folders["qwen3"], dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen3"], dtype=torch.bfloat16)
         quantize_model(model, scheme="w4a16", group_size=32)
         if align_first:
             align_model(model, level)
@@ -192,63 +197,51 @@ def test_level_exact_refuses_what_the_engines_operator_would_compute_otherwise(f
         model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
 
 
-def tiny(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+LLAMA = transformers.LlamaConfig(**SIZES, **HEADS)
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+WORKERS = "model: rollout.tensor_model_parallel_size=2: each worker"
+# Config, dtype, the asked level, workers, the level that is applied, and why.
+FALLBACKS: dict[str, tuple[Any, torch.dtype, str, int, str, str]] = {
+    "family": (transformers.MistralConfig(**SIZES, **HEADS), torch.bfloat16, "exact", 1, "linears", "not for mistral"),
+    "FP32": (LLAMA, torch.float32, "model", 1, "linears", "float32"),
+    "off": (LLAMA, torch.bfloat16, "off", 1, "off", ""),
+    "linears": (LLAMA, torch.bfloat16, "linears", 2, "linears", ""),
+    "two workers": (LLAMA, torch.bfloat16, "model", 2, "linears", WORKERS),
+    "two workers at exact": (LLAMA, torch.bfloat16, "exact", 2, "linears", WORKERS),
+}
 
 
-def test_what_is_not_built_falls_back_and_says_why():
-    import transformers
+def tiny(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
-    def report(config: Any, level: str) -> AlignReport:
-        model = tiny(config)
-        classes = [type(module) for module in model.modules()]
-        found = align_model(model, level)
-        if found.level == "linears":
-            assert [type(module) for module in model.modules()] == classes and found.replaced == {}
-        return found
 
-    found = report(transformers.MistralConfig(**SIZES, **HEADS), "exact")
-    assert (found.asked, found.level) == ("exact", "linears")
-    assert "fell back to linears" in str(found) and "not for mistral" in str(found)
-    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
-    level, why = resolve_level(
-        transformers.Qwen2Config(**SIZES, **HEADS, **windows), "model", device_type="cpu", kernels=set()
-    )
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_what_is_not_built_falls_back_and_says_why(case):
+    config, dtype, asked, workers, level, why = FALLBACKS[case]
+    model = tiny(config, dtype)
+    classes = [type(module) for module in model.modules()]
+    found = align_model(model, asked, workers=workers)
+    assert [type(module) for module in model.modules()] == classes and found.replaced == {}
+    assert (found.asked, found.level) == (asked, level) and bool(found.why_lower) == (asked != level)
+    assert why in str(found) and ("fell back to linears" in str(found)) == (asked != level)
+
+
+def test_a_level_is_resolved_without_a_model():
+    windows = transformers.Qwen2Config(**SIZES, **HEADS, **WINDOWS)
+    level, why = resolve_level(windows, "model", device_type="cpu", kernels=set())
     assert level == "linears" and "not for sliding windows" in why[0]
-    found = align_model(tiny(transformers.LlamaConfig(**SIZES, **HEADS)).float(), "model")
-    assert found.level == "linears" and "float32" in str(found)
-    for level in ("off", "linears"):
-        found = report(transformers.LlamaConfig(**SIZES, **HEADS), level)
-        assert found.level == level and found.why_lower == ()
-
-
-@pytest.mark.parametrize("asked", ["model", "exact"])
-def test_levels_fall_back_where_several_workers_share_the_engine(asked: str) -> None:
-    import transformers
-
-    config = transformers.Qwen3Config(**SIZES, **HEADS)
-    found = align_model(tiny(config), asked, workers=2)
-    assert (found.level, found.replaced) == ("linears", {})
-    assert found.why_lower[-1].startswith("model: rollout.tensor_model_parallel_size=2: each worker")
-    assert align_model(tiny(config), "linears", workers=2).why_lower == ()
-    assert align_model(tiny(config), "model", workers=1).level == "model"
-    gpu = resolve_level(config, asked, device_type="cuda", kernels=set(), workers=2)
-    assert gpu == ("linears", gpu[1]) and "each worker" in gpu[1][-1]
+    for asked in ("model", "exact"):
+        level, why = resolve_level(LLAMA, asked, device_type="cuda", kernels=set(), workers=2)
+        assert level == "linears" and "each worker" in why[-1]
 
 
 @needs_engine_attention
 def test_exact_falls_back_to_model_where_an_operator_is_not_the_engines():
-    import transformers
-
     found = align_model(tiny(transformers.LlamaConfig(**SIZES, **HEADS, head_dim=24)), "exact")
     assert found.level == "model" and "head size 24" in str(found) and "fell back to model" in str(found)
-    model = tiny(transformers.LlamaConfig(**SIZES, **HEADS))
+    model = tiny(LLAMA)
     quantize_model(model, scheme="w4a16", group_size=32)
     layer = model.model.layers[0].mlp.up_proj
     assert isinstance(layer, QuantLinear)

@@ -14,7 +14,7 @@ from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model
-from qarl.align.config_keys import REFUSED, TABLE, VERDICTS, check_config_keys, verdict
+from qarl.align.config_keys import TABLE, verdict
 from qarl.align.families import FAMILIES
 from qarl.align.model import resolve_level, rotary_unavailable
 from qarl.align.rotary import is_plain, match_rotary
@@ -31,24 +31,9 @@ from qarl.trainer.setup import prepare_run
 sys.path.insert(0, str(ROOT / "scripts"))
 import config_keys
 
-from benchmarks.proofs.families import VALUES, rows
-from qarl.align.config_keys import SIZES as SIZE_KEYS
+from benchmarks.proofs.families import rotary_rows
 
 needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
-CONFIGS: dict[str, Any] = {
-    "llama": transformers.LlamaConfig,
-    "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config,
-    "qwen3_moe": transformers.Qwen3MoeConfig,
-}
-REFUSED_VALUES = VALUES["values"] | {
-    "attention_bias": True,
-    "num_experts": 0,
-    "mlp_only_layers": [0, 1],
-    "use_sliding_window": True,
-    "output_router_logits": True,
-}
-"""Key -> a value that is refused where the key is one of `REFUSED`."""
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 128,
@@ -61,7 +46,7 @@ SIZES: dict[str, Any] = {
 
 
 def make(family: str, **keys: Any) -> Any:
-    return CONFIGS[family](**SIZES | keys)
+    return transformers.CONFIG_MAPPING[family](**SIZES | keys)
 
 
 @needs_vllm
@@ -82,31 +67,12 @@ def test_every_key_that_either_side_reads_has_a_verdict(family):
     assert [key for key in sorted(keys) if verdict(family, key) is None] == []
 
 
-@pytest.mark.parametrize(("family", "key"), [(f, k) for k, refusal in REFUSED.items() for f in refusal.families])
-def test_a_key_that_one_side_alone_honours_is_refused_by_name(family, key):
-    config = make(family)
-    check_config_keys(config)
-    setattr(config, key, REFUSED_VALUES[key])
-    with pytest.raises(UserError, match=rf"{key}=.* in a config of {family} is refused"):
-        check_config_keys(config)
-    with pytest.raises(UserError, match=key):
-        check_model(config)
+def test_a_model_that_was_built_of_a_refused_config_is_refused_too():
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(make(family), dtype=torch.bfloat16)
-    setattr(model.config, key, REFUSED_VALUES[key])
-    with pytest.raises(UserError, match=key):
+        model = transformers.AutoModelForCausalLM.from_config(make("qwen3"), dtype=torch.bfloat16)
+    model.config.attention_bias = True
+    with pytest.raises(UserError, match="attention_bias"):
         align_model(model, "linears", device=torch.device("cpu"))
-
-
-def test_every_key_that_counts_has_a_measured_row():
-    """tests/align/test_family_keys.py compares the rows with what was measured."""
-    table = json.loads(TABLE.read_text())["families"]
-    for family in FAMILIES:
-        read = set.intersection(*map(set, table[family].values()))
-        counting = {key for key in read if VERDICTS.get(key) == "both"} - SIZE_KEYS
-        rowed = {key for changes in rows(family).values() for key in changes}
-        refused = {key for key, refusal in REFUSED.items() if family in refusal.families}
-        assert counting <= rowed | refused, family
 
 
 def test_sliding_windows_of_a_llama_are_refused():
@@ -119,42 +85,18 @@ def test_sliding_windows_of_a_llama_are_refused():
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-SERVED = {
-    "default": {"rope_type": "default"},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 128,
-    },
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "yarn": YARN,
-    "yarn, other betas": YARN | {"beta_fast": 16.0, "beta_slow": 2.0},
-    "yarn, not truncated": YARN | {"truncate": False},
-    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
-}
+SERVED = [
+    "default, rope_theta", "llama3", "linear", "dynamic", "yarn", "yarn, betas", "yarn, truncate",
+    "proportional, partial_rotary_factor",
+]  # fmt: skip
 UNLIKE = {
-    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
-    "partial linear": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
     "rope_dim": {"rope_type": "default", "rope_dim": 16},
-    "dynamic alpha": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0},
-    "yarn, the trainer's factor": YARN | {"attention_factor": 1.0},
-    "yarn, the engine's factor": YARN | {"attn_factor": 1.3},
-    "yarn, deepseek's scales": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
     "yarn, a table that is too short": YARN | {"factor": 2.0},
-    "longrope": {
-        "rope_type": "longrope",
-        "factor": 4.0,
-        "original_max_position_embeddings": 128,
-        "short_factor": [1.0] * 16,
-        "long_factor": [2.0] * 16,
-    },
     "mrope": {"rope_type": "default", "mrope_section": [4, 6, 6]},
     "fope": {"rope_type": "default", "use_fope": True},
     "ntk": {"rope_type": "ntk", "factor": 2.0},
 }
+"""Beside those that were measured (test_family_keys.py)."""
 
 
 def rotary(family: str, parameters: dict[str, Any]) -> Any:
@@ -165,10 +107,9 @@ def rotary(family: str, parameters: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", SERVED)
 def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family, name):
-    config = rotary(family, SERVED[name])
-    check_model(config)
+    config = make(family, **rotary_rows()[f"rotary {name}"])
     assert match_rotary(config).equal and match_rotary(config).near
-    assert is_plain(config) == (name in ("default", "llama3"))
+    assert is_plain(config) == name.startswith(("default", "llama3"))
     assert resolve_level(config, "model", device_type="cpu", kernels=set()) == ("model", ())
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -146,27 +146,22 @@ def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
     assert why in str(report) and "no GPU has confirmed" not in str(report)
 
 
-def built() -> Any:
-    return transformers.AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
-
-
 @pytest.mark.parametrize(
-    ("capability", "level", "why"),
-    [((9, 0), "model", ""), (None, "model", ""), ((8, 0), "linears", "not for 8.0"), ((10, 0), "linears", "10.0")],
+    ("config", "device", "capability", "level", "why"),
+    [
+        (CONFIG, "cuda", (9, 0), "model", ""),
+        (CONFIG, "cuda", None, "model", ""),
+        (CONFIG, "cuda", (8, 0), "linears", "not for 8.0"),
+        (CONFIG, "npu", None, "linears", "not for npu"),
+        (transformers.Qwen3MoeConfig(num_hidden_layers=1), "cuda", None, "linears", "mixtures of experts"),
+    ],
+    ids=["hopper", "unknown", "ampere", "npu", "experts"],
 )
-def test_where_the_level_is_built(capability: tuple[int, int] | None, level: str, why: str) -> None:
-    found, reasons = resolve_level(CONFIG, "model", device_type="cuda", kernels=set(), capability=capability)
+def test_where_the_level_is_built(config: Any, device: str, capability: Any, level: str, why: str) -> None:
+    found, reasons = resolve_level(config, "model", device_type=device, kernels=set(), capability=capability)
     assert found == level and why in "".join(reasons)
-    found, reasons = resolve_level(CONFIG, "exact", device_type="cuda", kernels=set(), capability=capability)
+    found, reasons = resolve_level(config, "exact", device_type=device, kernels=set(), capability=capability)
     assert found == level and reasons
-
-
-def test_mixtures_of_experts_and_other_devices_fall_back() -> None:
-    moe = transformers.Qwen3MoeConfig(num_hidden_layers=1)
-    found, reasons = resolve_level(moe, "model", device_type="cuda", kernels=set())
-    assert found == "linears" and "mixtures of experts" in reasons[0]
-    found, reasons = resolve_level(CONFIG, "model", device_type="npu", kernels=set())
-    assert found == "linears" and "not for npu" in reasons[0]
 
 
 def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +194,8 @@ def test_the_engine_follows_the_level_that_applies(
 
     started: list[EngineConfig] = []
     monkeypatch.setattr(local, "RolloutEngine", started.append)
-    policy = Policy(built(), get_scheme("bf16"), (), align="model")
+    model = transformers.AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
+    policy = Policy(model, get_scheme("bf16"), (), align="model")
     policy.align = applied
     parts: Any = RunParts(policy, *[None] * 6)
     local.LocalTrainer(load_config(["config=quickstart.yaml"]), parts)

@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import LENGTHS, random_model
 from torch import nn
 
 from qarl.align import packed_attention
 from qarl.align.cpu import engine_attention, fp32_attention
 from qarl.align.cuda import cuda_attention
-from qarl.align.packed_attention import (
-    rows_attention,
-    scored_attention,
-    use_rows_attention,
-)
+from qarl.align.packed_attention import rows_attention, scored_attention
 
 ROWS = (5, 12, 1, 9)
 HEADS, KEY_HEADS, SIZE = 4, 2, 16
@@ -56,12 +51,9 @@ def run(form: str, attend: Any, tensors: list[torch.Tensor], given: dict[str, An
     parts = list(zip(*(tensor.split(ROWS, 2) for tensor in tensors), strict=True))
     if form == "alone":
         window = given.get("sliding_window")
-        masks = [
-            packed_attention._window_mask(part[0], window) for part in parts
-        ]  # transformers makes it, as the row is not packed
-        return torch.cat(
-            [attend(module(), *part, mask, **given)[0] for part, mask in zip(parts, masks, strict=True)], 1
-        )[0]
+        # transformers makes the mask of a row that is not packed.
+        alone = [attend(module(), *part, packed_attention._window_mask(part[0], window), **given)[0] for part in parts]
+        return torch.cat(alone, 1)[0]
     if form == "packed":
         return attend(module(), *tensors, None, row_lengths=ROWS, **given)[0][0]
     if form == "packed, told by positions":
@@ -78,11 +70,7 @@ def run(form: str, attend: Any, tensors: list[torch.Tensor], given: dict[str, An
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "scaling": [{"scaling": 1.0}, {"scaling": 0.05}],
-    "softcap": [
-        {"softcap": 5.0, "scaling": 2.0},
-        {"softcap": 50.0, "scaling": 20.0},
-        {"softcap": 2.0, "sliding_window": 3},
-    ],
+    "softcap": [{"softcap": 5.0, "scaling": 2.0}, {"softcap": 2.0, "sliding_window": 3}],
     "sliding_window": [{"sliding_window": 3}, {"sliding_window": 1}],
     "is_causal": [{"is_causal": False}, {"is_causal": False, "softcap": 2.0}],
 }
@@ -141,33 +129,3 @@ def test_blocks_of_queries_give_the_same_values_and_gradients(monkeypatch):
             results.append([found.detach(), *(tensor.grad for tensor in tensors)])
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])
-
-
-def sharpened(family: str, cap: float) -> Any:
-    model = random_model(family)
-    model.config.attn_logit_softcapping = cap
-    for layer in model.model.layers:
-        layer.self_attn.attn_logit_softcapping = cap
-        layer.self_attn.scaling *= 20
-    return model
-
-
-@pytest.mark.parametrize("cap", [5.0, 50.0])
-@torch.no_grad()
-def test_gemma_2_is_its_eager_self(cap):
-    model = sharpened("gemma2", cap)
-    ids = torch.randint(1, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
-    model.set_attn_implementation("eager")
-    alone = torch.cat([model(input_ids=row, use_cache=False).logits for row in ids.split(LENGTHS, 1)], 1)
-    model.set_attn_implementation("sdpa")
-    assert use_rows_attention(model)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
-    longest = max(LENGTHS)
-    padded = torch.cat([nn.functional.pad(row, (0, longest - row.shape[1])) for row in ids.split(LENGTHS, 1)])
-    how: dict[str, Any] = {"attention_mask": (padded > 0).long()}
-    for given in (how, how | {"row_lengths": LENGTHS}):
-        found = model(input_ids=padded, use_cache=False, **given).logits
-        rows_found = torch.cat([row[:length] for row, length in zip(found, LENGTHS, strict=True)])[None]
-        torch.testing.assert_close(rows_found, alone, rtol=1e-4, atol=1e-4)

@@ -8,19 +8,12 @@ from accelerate import init_empty_weights
 from random_models import save_random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.proofs.families import rotary_rows
 from qarl.align.families import FAMILIES, SHOWN
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.quant.meta_model import check_buffers, restore_buffers, wrong_buffers
 from qarl.trainer.policy import Policy
-
-ROPES = {
-    "default": {},
-    "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
-}
 
 SIZES = {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64, "moe_intermediate_size": 32}
 
@@ -55,11 +48,9 @@ def test_each_family_after_a_cast(family):
     check_buffers(model)
 
 
-@pytest.mark.parametrize("kind", ROPES)
-def test_each_kind_of_rotary_embedding(tmp_path, kind):
-    folder = save_random_model(
-        tmp_path / "model", "qwen3", rope_parameters={"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
-    )
+@pytest.mark.parametrize("rotary", ["default, rope_theta", "linear", "dynamic", "yarn", "llama3"])
+def test_each_kind_of_rotary_embedding(tmp_path, rotary):
+    folder = save_random_model(tmp_path / "model", "qwen3", **rotary_rows()[f"rotary {rotary}"])
     expected = dict(load(folder).named_buffers())
     for dtype in (torch.float32, torch.bfloat16):
         model = load(folder, torch.float32).to(dtype)

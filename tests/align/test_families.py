@@ -11,7 +11,7 @@ from engine_helpers import config
 
 from qarl.align import families
 from qarl.align.families import FAMILIES, SHOWN, check_family, shown_mismatch
-from qarl.checks.model import check_model, level_notes
+from qarl.checks.model import level_notes
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS
 
@@ -54,16 +54,6 @@ def test_what_is_neither_aligned_nor_measured_is_refused_by_name():
         hf_config = named("mistral")
         hf_config.model_type = family
         check_family(hf_config)
-
-
-@pytest.mark.vllm
-def test_check_model_asks_for_the_family_last():
-    """More precise reasons come first: no class in vLLM, fused layers."""
-    check_model(named("mistral"))
-    with pytest.raises(UserError, match="models of the family bloom are refused, because trainer and rollout"):
-        check_model(named("bloom"))
-    with pytest.raises(UserError, match=r"vLLM serves \w+ only through transformers"):
-        check_model(named("olmo2"))
 
 
 @pytest.mark.parametrize("asked", ["model", "linears"])

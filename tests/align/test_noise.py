@@ -71,23 +71,17 @@ def test_the_published_forward_is_that_of_the_quantized_model(family):
             assert torch.equal(log_probs(quantized), wanted)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_the_engines_arithmetic_is_taken_back(family):
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mistral"])
+def test_the_engines_arithmetic_is_taken_back_where_the_family_has_it(family):
     model = random_model(family).bfloat16()
-    model.config.layer_types = ["full_attention"] * 2
+    if family != "mistral":
+        model.config.layer_types = ["full_attention"] * 2
     classes = {name: type(module) for name, module in model.named_modules()}
     attention = model.config._attn_implementation
     with torch.no_grad():
         before = log_probs(model)
         with engine_arithmetic(model) as exists:
-            assert exists and not torch.equal(log_probs(model), before)
+            assert exists == (family != "mistral") != torch.equal(log_probs(model), before)
         assert torch.equal(log_probs(model), before)
     assert {name: type(module) for name, module in model.named_modules()} == classes
     assert model.config._attn_implementation == attention
-
-
-def test_a_family_without_level_model_keeps_its_arithmetic():
-    model = random_model("mistral").bfloat16()
-    before = log_probs(model)
-    with engine_arithmetic(model) as exists:
-        assert not exists and torch.equal(log_probs(model), before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from family_models import LENGTHS, random_model
@@ -22,11 +24,21 @@ from qarl.quant import get_scheme
 from qarl.trainer.policy import Policy
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *SHOWN])
+def sharpened(model: Any, cap: float) -> None:
+    """Let Gemma 2's soft-cap count: scores are 20 times as large."""
+    model.config.attn_logit_softcapping = cap
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = cap
+        layer.self_attn.scaling *= 20
+
+
+@pytest.mark.parametrize(("family", "cap"), [*((family, None) for family in (*FAMILIES, *SHOWN)), ("gemma2", 5.0)])
 @torch.no_grad()
-def test_a_packed_row_is_the_row_alone(family):
+def test_a_packed_or_padded_row_is_the_row_alone(family, cap):
     """Told by positions alone, as verl does, and by `row_lengths`; FP32, so that only leaks and positions count."""
     model = random_model(family)
+    if cap is not None:
+        sharpened(model, cap)
     ids = torch.randint(1, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     if family not in PADDED:
         model.set_attn_implementation("eager")  # transformers' sdpa drops Gemma 2's soft-cap
@@ -39,9 +51,13 @@ def test_a_packed_row_is_the_row_alone(family):
     if family in PADDED:
         return
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    padded = torch.cat([nn.functional.pad(row, (0, max(LENGTHS) - row.shape[1])) for row in ids.split(LENGTHS, 1)])
     for given in ({}, {"row_lengths": LENGTHS}):
         packed = model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits
         torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+        rows = model(input_ids=padded, attention_mask=(padded > 0).long(), use_cache=False, **given).logits
+        found = torch.cat([row[:length] for row, length in zip(rows, LENGTHS, strict=True)])[None]
+        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_that_attention_cannot_tell_apart_are_not_packed():

@@ -1,15 +1,14 @@
-"""The router against vLLM's own rule and float64; replay and record of the routing; an aligned layer of experts."""
+"""The router against vLLM's own rule; replay and record of the routing."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from engine_attention import needs_engine_attention
 from random_models import save_random_model
 
 from qarl.align import align_model
@@ -25,10 +24,7 @@ from qarl.align.router_replay import (
 from qarl.kernels.cpu import layer_ops
 from qarl.quant import QuantExperts, packed_state_dict, quantize_model
 
-needs_vllm = pytest.mark.skipif(
-    layer_ops.attention_unavailable("cpu", 32) is not None, reason=str(layer_ops.attention_unavailable("cpu", 32))
-)
-LEVELS = ["model", pytest.param("exact", marks=needs_vllm)]
+LEVELS = ["model", pytest.param("exact", marks=needs_engine_attention)]
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
 
 
@@ -60,7 +56,7 @@ def make_router(experts: int, top_k: int, *, renormalize: bool) -> Any:
     return router
 
 
-@needs_vllm
+@needs_engine_attention
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (128, 8), (4, 1), (3, 3)])
 def test_the_router_is_vllms_select_experts_in_bits_and_order(experts: int, top_k: int, renormalize: bool) -> None:
@@ -178,32 +174,3 @@ def test_the_model_keeps_its_parameters_and_its_published_tensors(folder: Path, 
     assert "reference" not in kernels or layer_ops.attention_unavailable("cpu", 32)
     after = dict(packed_state_dict(plain))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_of_an_aligned_layer_match_float64(folder: Path, level: str) -> None:
-    """Relative error of each gradient, in norm, at most 2^-6, on the same experts: as of a dense layer."""
-    model, plain = load(folder, level), load(folder)
-    truth: Any = copy.deepcopy(plain.model.layers[1]).double()
-    truth.self_attn.config = copy.deepcopy(truth.self_attn.config)
-    truth.self_attn.config._attn_implementation = "eager"
-    truth.mlp.experts.config = copy.deepcopy(truth.mlp.experts.config)
-    truth.mlp.experts.config._experts_implementation = "eager"
-    torch.manual_seed(3)
-    hidden = torch.randn(2, 40, 128).bfloat16().float().requires_grad_()
-    grad = torch.randn(2, 40, 128).bfloat16()
-    cos, sin = plain.model.rotary_emb(hidden.bfloat16(), torch.arange(40)[None])
-    layer = model.model.layers[1]
-    with recorded_routing(SimpleNamespace(model=SimpleNamespace(layers=[layer]))) as record:
-        output = layer(hidden, attention_mask=None, position_embeddings=(cos, sin))
-    output.backward(grad.float())
-    hidden64 = hidden.detach().double().requires_grad_()
-    mask = torch.full((40, 40), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-    with replayed_routing(SimpleNamespace(model=SimpleNamespace(layers=[truth])), record.experts()):
-        expected = truth(hidden64, attention_mask=mask, position_embeddings=(cos.double(), sin.double()))
-    expected.backward(grad.double())
-    found = {"output": output, "hidden": hidden.grad} | {n: p.grad for n, p in layer.named_parameters()}
-    wanted = {"output": expected, "hidden": hidden64.grad} | {n: p.grad for n, p in truth.named_parameters()}
-    assert found.keys() == wanted.keys() and len(found) > 10
-    for name, value in wanted.items():
-        assert (found[name].double() - value).norm() <= 2**-6 * value.norm(), name

@@ -104,17 +104,6 @@ def test_the_old_log_probs_are_the_rollouts_and_r_is_1_for_the_whole_update(trai
     assert torch.equal(again.detach(), old)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "temperature"])
-def test_without_the_kept_set_they_would_differ(trainer, sampled, kind):
-    batch, _ = sampled(**KINDS[kind])
-    temperature = trainer.config.rollout.temperature
-    with torch.no_grad():
-        plain = trainer.policy.response_log_probs(batch, slice(0, 32), temperature=temperature)
-    metrics = mismatch_metrics(plain, batch.rollout_log_probs, batch.response_mask)
-    assert metrics["mismatch/abs_max"] > 0
-    assert kind != "top_p 0.5" or metrics["mismatch/abs_mean"] > 1e-2
-
-
 def test_a_kept_set_stays_when_the_weights_move(trainer, sampled):
     """Every sampled token stays finite and gets a gradient though the nucleus of the new weights may lack it."""
     batch, _ = sampled(top_p=0.3)
@@ -218,23 +207,12 @@ def test_what_vllm_changes_or_refuses_is_our_error(sampling, words):
         sampling_params(sampling)
 
 
-@pytest.mark.parametrize(
-    ("level", "vocabulary", "words"),
-    [
-        ("linears", 100, "fell back to linears"),
-        ("model", 20_000_000, "GiB; the limit is 4 GiB"),
-        ("model", 100, None),
-    ],
-)
-def test_truncation_that_the_trainer_cannot_hold_is_refused(level, vocabulary, words, tmp_path):
-    for overrides in (["rollout.top_p=0.9"], ["rollout.top_k=20"]):
-        run = config(tmp_path, *OVERRIDES, *overrides)
-        if words is None:
-            check_sampling(run, level=level, vocabulary=vocabulary)
-            continue
-        with pytest.raises(UserError, match=words):
-            check_sampling(run, level=level, vocabulary=vocabulary)
-    check_sampling(config(tmp_path, *OVERRIDES), level=level, vocabulary=vocabulary)
+def test_sets_that_the_memory_cannot_hold_are_refused(tmp_path):
+    run = config(tmp_path, *OVERRIDES, "rollout.top_p=0.9")
+    check_sampling(run, level="model", vocabulary=100)
+    with pytest.raises(UserError, match="GiB; the limit is 4 GiB"):
+        check_sampling(run, level="model", vocabulary=20_000_000)
+    check_sampling(config(tmp_path, *OVERRIDES), level="linears", vocabulary=20_000_000)
 
 
 @pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=20"])

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("vllm")
 
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
-from expert_cases import exact_weight, make, stacked
+from expert_cases import make, stacked
 
 from qarl.kernels.cpu.vllm_ops import cpu_ops_missing
 from qarl.kernels.experts import cpu
@@ -38,27 +38,16 @@ def kernel_of(scheme: str) -> Any:
     return VllmCpuBf16Experts if scheme == "bf16" else VllmCpuExperts
 
 
-def prepared(scheme: str, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """The arguments of `forward`, and both weights in float64."""
-    if scheme == "bf16":
-        made = VllmCpuBf16Experts.prepare({"weight": gate_up}, {"weight": down})
-        return made, gate_up.double(), down.double()
-    wire = stacked(gate_up, scheme), stacked(down, scheme)
-    return VllmCpuExperts.prepare(*wire), exact_weight(wire[0]), exact_weight(wire[1])
-
-
-def all_to(expert: int, ids: torch.Tensor) -> torch.Tensor:
-    """Every token to `expert` first, and then to the next ones."""
-    count = int(ids.max()) + 1
-    return ((torch.arange(ids.shape[1], dtype=torch.int32) + expert) % count).expand_as(ids).contiguous()
+def wire(scheme: str, *stacks: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    return [{"weight": stack} if scheme == "bf16" else stacked(stack, scheme) for stack in stacks]
 
 
 @pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])
 @pytest.mark.parametrize("shape", [SHAPE, WIDE])
 def test_a_token_does_not_depend_on_the_others(scheme: str, shape: ExpertsShape) -> None:
     x, weights, ids, gate_up, down = make(shape, 150)
-    made, _, _ = prepared(scheme, gate_up, down)
     kernel = kernel_of(scheme)
+    made = kernel.prepare(*wire(scheme, gate_up, down))
     whole = kernel.forward(x, weights, ids, made)
     for size in (1, 2, 7, 64):
         for start in range(0, 150 if size > 1 else 30, size):
@@ -76,15 +65,15 @@ def test_each_expert_is_the_dense_kernel_of_its_scheme(scheme: str) -> None:
     from qarl.kernels.registry import choose_linear_kernel
 
     x, _, ids, gate_up, down = make(SHAPE._replace(top_k=1), 40)
-    wire = stacked(gate_up, scheme), stacked(down, scheme)
-    y = VllmCpuExperts.forward(x, torch.ones(40, 1), all_to(3, ids), VllmCpuExperts.prepare(*wire))
+    stacks = wire(scheme, gate_up, down)
+    y = VllmCpuExperts.forward(x, torch.ones(40, 1), torch.full_like(ids, 3), VllmCpuExperts.prepare(*stacks))
 
     def dense(rows: torch.Tensor, part: dict[str, torch.Tensor]) -> torch.Tensor:
         tensors = {name: tensor[3] for name, tensor in part.items()}
         kernel = choose_linear_kernel(scheme, CPU, (tensors["weight_scale"].shape[0], rows.shape[1])).kernel
         return kernel.linear(rows, kernel.prepare(tensors), None)
 
-    assert torch.equal(y, dense(silu_mul(*dense(x, wire[0]).chunk(2, 1)), wire[1]))
+    assert torch.equal(y, dense(silu_mul(*dense(x, stacks[0]).chunk(2, 1)), stacks[1]))
 
 
 def test_the_sum_follows_the_routers_order() -> None:
@@ -99,15 +88,12 @@ def test_the_sum_follows_the_routers_order() -> None:
 
 @pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])
 def test_preparing_under_vllms_default_dtype_changes_nothing(scheme: str) -> None:
-    x, weights, ids, gate_up, down = make(SHAPE, 23)
-    made, _, _ = prepared(scheme, gate_up, down)
-    expected = kernel_of(scheme).forward(x, weights, ids, made)
-    wire = ({"weight": gate_up}, {"weight": down})
-    if scheme != "bf16":
-        wire = stacked(gate_up, scheme), stacked(down, scheme)
+    x, weights, ids, *stacks = make(SHAPE, 23)
+    kernel, tensors = kernel_of(scheme), wire(scheme, *stacks)
+    expected = kernel.forward(x, weights, ids, kernel.prepare(*tensors))
     torch.set_default_dtype(torch.bfloat16)
     try:
-        y = kernel_of(scheme).forward(x, weights, ids, kernel_of(scheme).prepare(*wire))
+        y = kernel.forward(x, weights, ids, kernel.prepare(*tensors))
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(y, expected)

@@ -1,9 +1,11 @@
-"""vLLM's CUDA kernels without a GPU: which of them vLLM's own chooser gives. On a GPU tests/gpu runs them."""
+"""vLLM's CUDA kernels for linears and experts without a GPU: which of them vLLM's own chooser gives.
+
+On a GPU tests/gpu runs them.
+"""
 
 from __future__ import annotations
 
 import importlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,106 +15,138 @@ pytest.importorskip("vllm")
 
 from qarl.errors import UserError
 from qarl.kernels.cuda import vllm_ops as vllm_cuda
+from qarl.kernels.experts import cuda as vllm_experts
+from qarl.kernels.experts.autograd import choose_experts_kernel
+from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.registry import choose_linear_kernel
 from qarl.process import configure_vllm_process
 
 configure_vllm_process()
+MOE = "vllm.model_executor.layers.fused_moe"
 LINEAR = "vllm.model_executor.kernels.linear"
-MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
+IMPORTED = (
+    *(f"{MOE}.{name}" for name in ("config", "experts.triton_moe", "experts.marlin_moe", "oracle.fp8")),
+    *(f"{LINEAR}.mixed_precision.{name}" for name in ("machete", "marlin")),
+    f"{vllm_experts._COMPRESSED_TENSORS}.compressed_tensors",
+)
+"""Modules of vLLM that a CPU build must import before it is told of a GPU."""
+QWEN3_30B = ExpertsShape(experts=128, top_k=8, hidden=2048, intermediate=768)
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's chooser on a GPU of a given capability, as it would see it."""
+    """A function that makes vLLM's platform that of a GPU of a given capability."""
+    caches = (vllm_cuda._not_the_engines, vllm_experts.engines_choice)
 
     def pretend(major: int, minor: int) -> None:
-        linear = importlib.import_module(LINEAR)
+        for name in IMPORTED:
+            importlib.import_module(name)
+        from vllm.platforms import PlatformEnum, current_platform
         from vllm.platforms.interface import DeviceCapability
 
         capability = DeviceCapability(major, minor)
-        platform = SimpleNamespace(
-            _enum=importlib.import_module("vllm.platforms").PlatformEnum.CUDA,
-            get_device_capability=lambda *args: capability,
-            is_device_capability=lambda number: number == major * 10 + minor,
-            has_device_capability=lambda number: major * 10 + minor >= number,
-            is_cuda=lambda: True,
-            is_cuda_alike=lambda: True,
-            is_cpu=lambda: False,
-            is_rocm=lambda: False,
-            is_xpu=lambda: False,
-        )
-        modules = [linear, importlib.import_module(MARLIN)]
-        modules += [importlib.import_module(f"{LINEAR}.mixed_precision.{name}") for name in ("machete", "marlin")]
-        for module in modules:
-            monkeypatch.setattr(module, "current_platform", platform)
+        platform = type(current_platform)
+        monkeypatch.setattr(platform, "_enum", PlatformEnum.CUDA)
+        monkeypatch.setattr(platform, "get_device_capability", classmethod(lambda cls, device_id=0: capability))
+        monkeypatch.setattr(platform, "supports_fp8", classmethod(lambda cls: (major, minor) >= (8, 9)))
+        cutlass = importlib.import_module(f"{MOE}.experts.cutlass_moe")
+        monkeypatch.setattr(cutlass, "cutlass_group_gemm_supported", lambda: major in (9, 10))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
         monkeypatch.setattr(vllm_cuda, "_unusable", lambda operator: None)
-        vllm_cuda._not_the_engines.cache_clear()
+        monkeypatch.setattr(vllm_experts, "_unusable", lambda: None)
+        for cache in caches:
+            cache.cache_clear()
 
     yield pretend
-    vllm_cuda._not_the_engines.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
-CHOICES = [
-    ((9, 0), (2048, 1536), 128, "vllm_machete"),
-    ((9, 0), (2048, 1536), 64, "vllm_machete"),
-    ((9, 0), (2048, 1536), 32, "vllm_marlin"),
-    ((9, 0), (64, 1536), 128, "vllm_marlin"),
-    ((9, 0), (192, 96), 32, "vllm_marlin"),
-    ((8, 0), (2048, 1536), 128, "vllm_marlin"),
-    ((10, 0), (2048, 1536), 128, "vllm_marlin"),
+BIG = (2048, 1536)
+LINEARS = [
+    ("w4a16", (9, 0), BIG, 128, "vllm_machete"),
+    ("w4a16", (9, 0), BIG, 64, "vllm_machete"),
+    ("w4a16", (9, 0), BIG, 32, "vllm_marlin"),
+    ("w4a16", (9, 0), (64, 1536), 128, "vllm_marlin"),
+    ("w4a16", (9, 0), (192, 96), 32, "vllm_marlin"),
+    ("w4a16", (8, 0), BIG, 128, "vllm_marlin"),
+    ("w4a16", (10, 0), BIG, 128, "vllm_marlin"),
+    ("w8a8", (9, 0), BIG, None, "vllm_cutlass_int8"),
+    ("w8a8", (8, 0), BIG, None, "vllm_cutlass_int8"),
+    ("w8a8", (10, 0), BIG, None, "triton"),
+    ("w8a8", (9, 0), (2040, 1536), None, "triton"),
+    ("fp8", (9, 0), BIG, None, "vllm_cutlass_fp8"),
+    ("fp8", (8, 0), BIG, None, "reference"),
 ]
+MIXED = {"vllm_machete": "MacheteLinearKernel", "vllm_marlin": "MarlinLinearKernel"}
 
 
-@pytest.mark.parametrize(("capability", "shape", "group_size", "expected"), CHOICES)
-def test_w4a16_is_what_vllm_would_choose(
-    pretend_cuda: Any, capability: tuple[int, int], shape: tuple[int, int], group_size: int, expected: str
+@pytest.mark.parametrize(("scheme", "capability", "shape", "group_size", "expected"), LINEARS)
+def test_linears_are_what_vllm_would_choose(
+    pretend_cuda: Any, scheme: str, capability: tuple[int, int], shape: tuple[int, int], group_size: Any, expected: str
 ) -> None:
     pretend_cuda(*capability)
-    device = torch.device("cuda", 0)
-    assert choose_linear_kernel("w4a16", device, shape, group_size=group_size).kernel.name == expected
-    linear = importlib.import_module(LINEAR)
-    layer = linear.MPLinearLayerConfig(
-        shape[::-1], shape[::-1], vllm_cuda.uint4b8(), torch.bfloat16, group_size, False, False
-    )
-    theirs = {"vllm_machete": "MacheteLinearKernel", "vllm_marlin": "MarlinLinearKernel"}[expected]
-    assert linear.choose_mp_linear_kernel(layer).__name__ == theirs
+    assert choose_linear_kernel(scheme, GPU, shape, group_size=group_size).kernel.name == expected
+    if scheme == "w4a16":
+        linear = importlib.import_module(LINEAR)
+        sizes = shape[::-1], shape[::-1]
+        layer = linear.MPLinearLayerConfig(*sizes, vllm_cuda.uint4b8(), torch.bfloat16, group_size, False, False)
+        assert linear.choose_mp_linear_kernel(layer).__name__ == MIXED[expected]
 
 
 def test_what_vllm_disables_is_not_chosen(pretend_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(9, 0)
-    device, shape = torch.device("cuda", 0), (2048, 1536)
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "MacheteLinearKernel,CutlassFP8ScaledMMLinearKernel")
-    choice = choose_linear_kernel("w4a16", device, shape, group_size=128)
+    choice = choose_linear_kernel("w4a16", GPU, BIG, group_size=128)
     assert choice.kernel.name == "vllm_marlin"
     assert choice.passed_over[-1] == "vllm_machete: here vLLM itself runs MarlinLinearKernel"
-    assert "VLLM_DISABLED_KERNELS" in (vllm_cuda.VllmCutlassFP8Linear.unavailable("fp8", device, shape) or "")
-
-
-@pytest.mark.parametrize(
-    ("scheme", "capability", "shape", "expected"),
-    [
-        ("w8a8", (9, 0), (2048, 1536), "vllm_cutlass_int8"),
-        ("w8a8", (8, 0), (2048, 1536), "vllm_cutlass_int8"),
-        ("w8a8", (10, 0), (2048, 1536), None),
-        ("w8a8", (9, 0), (2040, 1536), None),
-        ("fp8", (9, 0), (2048, 1536), "vllm_cutlass_fp8"),
-        ("fp8", (8, 0), (2048, 1536), None),
-    ],
-)
-def test_eight_bits(
-    pretend_cuda: Any, scheme: str, capability: tuple[int, int], shape: tuple[int, int], expected: str | None
-) -> None:
-    pretend_cuda(*capability)
-    chosen = choose_linear_kernel(scheme, torch.device("cuda", 0), shape).kernel.name
-    assert chosen == expected if expected else not chosen.startswith("vllm")
+    assert "VLLM_DISABLED_KERNELS" in (vllm_cuda.VllmCutlassFP8Linear.unavailable("fp8", GPU, BIG) or "")
 
 
 def test_groups_that_vllm_cannot_multiply_go_to_others(pretend_cuda: Any) -> None:
     pretend_cuda(9, 0)
-    choice = choose_linear_kernel("w4a16", torch.device("cuda", 0), (2048, 1536), group_size=256)
+    choice = choose_linear_kernel("w4a16", GPU, BIG, group_size=256)
     assert not choice.kernel.name.startswith("vllm")
     assert "vllm_marlin: supports group sizes 32, 64, 128, not 256" in choice.passed_over
     with pytest.raises(UserError, match="not 256"):
-        choose_linear_kernel("w4a16", torch.device("cuda", 0), (2048, 1536), group_size=256, force="vllm_machete")
+        choose_linear_kernel("w4a16", GPU, BIG, group_size=256, force="vllm_machete")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "capability", "group_size", "expected"),
+    [
+        ("w4a16", (9, 0), 128, "vllm_marlin_experts"),
+        ("w4a16", (8, 0), 32, "vllm_marlin_experts"),
+        ("w8a8", (9, 0), None, "vllm_triton_experts"),
+        ("w8a8", (8, 0), None, "vllm_triton_experts"),
+        ("fp8", (9, 0), None, "vllm_cutlass_experts"),
+        ("fp8", (8, 9), None, "vllm_triton_experts"),
+    ],
+)
+def test_the_choice_is_vllms(
+    pretend_cuda: Any, scheme: str, capability: tuple[int, int], group_size: int | None, expected: str
+) -> None:
+    pretend_cuda(*capability)
+    choice = choose_experts_kernel(scheme, GPU, QWEN3_30B, group_size=group_size)
+    assert choice.kernel.name == expected
+
+
+def test_what_vllm_does_otherwise_is_said(pretend_cuda: Any) -> None:
+    pretend_cuda(9, 0)
+    marlin, cutlass = vllm_experts.VllmMarlinExperts, vllm_experts.VllmCutlassExperts
+    why_not = marlin.unavailable("w4a16", GPU, QWEN3_30B._replace(intermediate=96), 32)
+    assert why_not in (
+        "vLLM pads an intermediate size of 96 to a multiple of 64",
+        "here vLLM itself runs CompressedTensorsWNA16MoEMethod",  # vLLM 0.24 does not pad
+    )
+    for one_group in ({"intermediate": 128}, {"hidden": 128}):
+        assert "one group per row" in (marlin.unavailable("w4a16", GPU, QWEN3_30B._replace(**one_group), 128) or "")
+    both = QWEN3_30B._replace(hidden=128, intermediate=128)
+    assert marlin.unavailable("w4a16", GPU, both, 128) is None
+    why_not = marlin.unavailable("w4a16", GPU, QWEN3_30B._replace(hidden=2048 + 64), 32)
+    assert why_not and why_not.startswith("here vLLM itself runs ") and "MarlinExperts" not in why_not
+    assert "multiples of 16" in (cutlass.unavailable("fp8", GPU, QWEN3_30B._replace(hidden=2040), None) or "")
+    pretend_cuda(10, 0)
+    assert cutlass.unavailable("fp8", GPU, QWEN3_30B, None)

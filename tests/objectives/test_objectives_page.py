@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -94,24 +94,19 @@ def test_what_contradicts_itself_is_refused(loss: str, correction: dict[str, obj
     assert all(problem.reason and problem.fix for problem in caught.value.problems)
 
 
-def test_a_veto_needs_the_trainers_log_probs() -> None:
-    veto = {"veto_threshold": 1e-4}
-    with pytest.raises(ConfigError, match="veto_threshold"):
-        run_config("grpo", veto, old_log_probs="rollout")
-    assert run_config("grpo", veto, old_log_probs="auto")
+VETO, BYPASS, WEIGHT = {"veto_threshold": 1e-4}, {"bypass_mode": True}, {"rollout_is": "token"}
+REJECTION = {"rollout_rs": "seq_sum_k3", "rollout_rs_threshold": 1.0}
 
 
-def test_the_rollouts_log_probs_are_bypassed_only_once() -> None:
-    bypass = {"bypass_mode": True}
-    with pytest.raises(ConfigError, match="bypass_mode"):
-        run_config("grpo", bypass, old_log_probs="rollout")
-    assert run_config("grpo", bypass, old_log_probs="auto")
+OTHERS = "because the old log-probs are the rollout's"
 
 
-def test_a_mismatch_that_is_not_seen_is_not_corrected() -> None:
-    rejection = {"rollout_rs": "seq_sum_k3", "rollout_rs_threshold": 1.0}
-    for correction in ({"rollout_is": "token"}, rejection):
-        with pytest.raises(ConfigError, match="the old log-probs are the rollout's"):
-            run_config("grpo", correction, old_log_probs="rollout")
-        assert run_config("grpo", correction, old_log_probs="auto")
-    assert run_config("grpo", rejection | {"rollout_rs_ratio": "ppo"}, old_log_probs="rollout")
+@pytest.mark.parametrize(
+    ("correction", "words"),
+    [(VETO, "veto_threshold"), (BYPASS, "bypass_mode"), (WEIGHT, OTHERS), (REJECTION, OTHERS)],
+)
+def test_what_needs_the_trainers_old_log_probs_is_refused_with_the_rollouts(correction: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run_config("grpo", correction, old_log_probs="rollout")
+    assert run_config("grpo", correction, old_log_probs="auto")
+    assert run_config("grpo", REJECTION | {"rollout_rs_ratio": "ppo"}, old_log_probs="rollout")

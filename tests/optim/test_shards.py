@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import optim_ranks
 import pytest
 import torch
-from checkout import ROOT
+from ranks import run_ranks
 from same_bytes import same_bytes
 from torch.distributed.tensor import Shard
 
@@ -24,23 +19,7 @@ MESHES = ["1", "2", "3", "4", "2 x 2"]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     output = tmp_path_factory.mktemp("ranks") / "found.pt"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", str(Path(optim_ranks.__file__))]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), port, str(output)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(optim_ranks.RANKS)
-    ]
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), said[0][-4000:]
+    run_ranks("optim_ranks.py", optim_ranks.RANKS, str(output))
     return torch.load(output, weights_only=False)
 
 

@@ -9,21 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from compressed_tensors_rule import PRESETS, assert_same_bytes, compressed_tensors_compress
+from compressed_tensors_rule import PRESETS, compressed_tensors_compress
 from expert_cases import exact, off
 from random_models import save_random_model
+from same_bytes import same_bytes
 from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.experts.autograd import BF16_KERNELS, EXPERTS_KERNELS, ReferenceExperts
-from qarl.quant import (
-    QuantExperts,
-    Scheme,
-    get_scheme,
-    invalidate_quantized,
-    packed_state_dict,
-    quantize_model,
-)
+from qarl.quant import QuantExperts, Scheme, get_scheme, invalidate_quantized, packed_state_dict, quantize_model
 from qarl.quant.convert import linear_shapes, select_linears
 from qarl.quant.expert_names import STACKS, unstacked, unstacked_shapes
 
@@ -126,7 +120,7 @@ def test_bytes_are_those_of_each_matrix_compressed_alone_by_compressed_tensors(s
             theirs = compressed_tensors_compress(weight.contiguous(), scheme, GROUP)[0]
             for leaf, tensor in theirs.items():
                 tensor = tensor.float() if leaf == "weight_scale" and scheme != "w4a16" else tensor
-                assert_same_bytes(found.pop(f"mlp.experts.{expert}.{matrix}.{leaf}"), tensor)
+                assert same_bytes(found.pop(f"mlp.experts.{expert}.{matrix}.{leaf}"), tensor)
     assert not found
 
 
@@ -194,7 +188,7 @@ def test_the_model_is_converted_and_published_matrix_by_matrix(folder: Any, sche
     unaligned = dict(packed_state_dict(plain, scheme=get_scheme(scheme, GROUP)))
     assert published.keys() == unaligned.keys()
     for name, tensor in published.items():
-        assert_same_bytes(tensor, unaligned[name])
+        assert same_bytes(tensor, unaligned[name])
     quantized = {name.removesuffix(".weight_scale") for name in published if name.endswith("_scale")}
     assert len(quantized) == 2 * (4 + 3 * 4) and "model.layers.1.mlp.experts.3.down_proj" in quantized
     assert published["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16

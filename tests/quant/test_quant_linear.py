@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from qarl.kernels.cpu.vllm_ops import VllmCpuInt8TilesLinear
 from qarl.kernels.reference import quantize_fp8, quantize_int8
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant import (
-    QuantizedTensor,
     QuantLinear,
     get_scheme,
     invalidate_quantized,
@@ -103,8 +103,9 @@ def test_forward_and_gradients_match_float64_autograd_on_the_dequantized_operand
         torch.testing.assert_close(layer.bias.grad.double(), grad.double().sum(0), rtol=2**-7, atol=1e-2)
 
 
-def same(first: QuantizedTensor, second: QuantizedTensor) -> bool:
-    return all(same_bytes(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
+def is_current(layer: QuantLinear) -> bool:
+    expected = quantize(layer.weight.detach(), layer.scheme).tensors
+    return all(same_bytes(tensor, expected[name]) for name, tensor in layer.quantized().tensors.items())
 
 
 def test_quantized_once_per_update_and_again_after_it():
@@ -116,20 +117,24 @@ def test_quantized_once_per_update_and_again_after_it():
     assert layer.quantized() is before
     with torch.no_grad():
         layer.weight.mul_(2)
-    assert not same(layer.quantized(), before)
-    after = layer.quantized()
+    assert is_current(layer)
     layer.weight.data.mul_(2)
     invalidate_quantized(layer)
-    assert not same(layer.quantized(), after)
-
-
-def test_a_replaced_parameter_is_noticed():
-    layer = make_layer()
+    assert is_current(layer)
     for _ in range(20):
-        new = torch.randn(96, 64).bfloat16()
         del layer.weight
-        layer.weight = nn.Parameter(new)
-        assert same(layer.quantized(), quantize(new, layer.scheme))
+        layer.weight = nn.Parameter(torch.randn(96, 64).bfloat16())
+        assert is_current(layer)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_a_step_of_any_optimizer_is_noticed(options):
+    """Fused optimizers change weights without advancing autograd's version counter."""
+    layer = make_layer(bias=False)
+    layer(torch.ones(1, 64).bfloat16()).sum().backward()
+    before = layer.quantized()
+    torch.optim.AdamW(layer.parameters(), lr=0.1, **options).step()
+    assert layer.quantized() is not before and is_current(layer)
 
 
 def test_other_activation_dtypes_are_refused():
@@ -174,20 +179,16 @@ def test_quantize_model_covers_the_family_and_keeps_state_dict_keys(tmp_path, fa
     assert F.cosine_similarity(ours.double().flatten(), theirs.double().flatten(), dim=0) > 0.9999
 
 
-def test_shapes_that_do_not_divide_name_every_layer():
-    model = nn.Sequential(nn.Linear(48, 64, dtype=torch.bfloat16), nn.Linear(64, 64, dtype=torch.bfloat16))
+def linears(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(*pair, dtype=dtype) for pair in pairwise(sizes)))
+
+
+def test_models_that_cannot_be_quantized_are_refused_and_ignored_names_reported():
     with pytest.raises(UserError, match=r"(?s)1 linears cannot.*0 has shape \[64, 48\].*group_size"):
-        quantize_model(model, group_size=32)
-
-
-def test_fp32_models_are_refused():
+        quantize_model(linears(48, 64, 64), group_size=32)
     with pytest.raises(UserError, match="not bfloat16"):
-        quantize_model(nn.Sequential(nn.Linear(32, 32)), group_size=32)
-
-
-def test_ignored_names_and_unmatched_entries_are_reported():
-    model = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16), nn.Linear(32, 32, dtype=torch.bfloat16))
-    report = quantize_model(model, group_size=32, ignore=["re:^1$", "gate"])
+        quantize_model(linears(32, 32, dtype=torch.float32), group_size=32)
+    report = quantize_model(linears(32, 32, 32), group_size=32, ignore=["re:^1$", "gate"])
     assert list(report.quantized) == ["0"] and list(report.skipped) == ["1"]
     assert report.unmatched_ignore == ("gate",)
 
@@ -205,18 +206,6 @@ def test_a_copy_makes_its_own_quantized_tensors(scheme, kernel):
     assert other.prepared is None and torch.equal(other(x), before)
     del layer
     assert torch.equal(other(x), before)
-
-
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
-def test_a_step_of_any_optimizer_is_noticed(options: dict[str, bool]) -> None:
-    """Fused optimizers change weights without advancing autograd's version counter."""
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
-    quantize_model(model, scheme="w4a16", group_size=32, ignore=())
-    before = dict(packed_state_dict(model))["0.weight_packed"].clone()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-    model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    assert not torch.equal(dict(packed_state_dict(model))["0.weight_packed"], before)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import pack_to_int32
-from compressed_tensors_rule import BIT_VIEW, PRESETS, assert_same_bytes, compressed_tensors_compress
+from compressed_tensors_rule import PRESETS, compressed_tensors_compress
+from same_bytes import same_bytes
 from torch import Tensor
 
 from qarl.errors import UserError
@@ -19,7 +20,8 @@ from qarl.quant.scheme import QuantArgs, get_scheme
 
 quantize_module: Any = importlib.import_module("qarl.quant.quantize")  # qarl.quant has a function of that name
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BIT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+DTYPES = list(BIT_VIEW)
 EIGHT_BIT = ["w8a8", "fp8"]
 
 
@@ -33,10 +35,10 @@ def assert_equals_compressed_tensors(weight: Tensor, group_size: int = 128, name
         theirs["weight_scale"] = theirs["weight_scale"].float()
         restored.append(decompress(theirs, scheme)["weight"])
     for tensor_name, tensor in theirs.items():
-        assert_same_bytes(mine.tensors[tensor_name], tensor)
+        assert same_bytes(mine.tensors[tensor_name], tensor)
     for weight_hat in restored:
-        assert_same_bytes(mine.dequantize(weight_hat.dtype), weight_hat)
-        assert_same_bytes(mine.dequantize(), weight_hat.to(torch.bfloat16))
+        assert same_bytes(mine.dequantize(weight_hat.dtype), weight_hat)
+        assert same_bytes(mine.dequantize(), weight_hat.to(torch.bfloat16))
 
 
 def random_finite_bits(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from checkout import ROOT
+from ranks import run_ranks
 from same_bytes import same_bytes
 from sharded_layers import GROUP, IGNORE, SCHEMES, WORLDS, Model, loss_of, make_input, make_model
 
@@ -20,30 +16,15 @@ from qarl.quant import get_scheme, packed_state_dict, quantize_model
 
 pytestmark = pytest.mark.long
 
-CASES = [(world, scheme) for world in WORLDS for scheme in SCHEMES]
+CASES = pytest.mark.parametrize(("world", "scheme"), list(product(WORLDS, SCHEMES)))
 Results = Callable[[int, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "sharded_layers.py")]
-    ranks = []
-    for rank in range(4):
-        log = (folder / f"log{rank}").open("w")
-        command = [*program, str(rank), str(port), str(folder / "output")]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    try:
-        codes = [rank.wait(timeout=280) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0] * 4, "\n".join(Path(folder / f"log{rank}").read_text()[-1500:] for rank in range(4))
-    found = [torch.load(folder / f"output.{rank}", weights_only=False) for rank in range(4)]
+    output = tmp_path_factory.mktemp("ranks") / "output"
+    run_ranks("sharded_layers.py", 4, str(output))
+    found = [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(4)]
     return lambda world, scheme: [found[rank][world, scheme] for rank in range(world)]
 
 
@@ -67,7 +48,7 @@ def local_gradients(scheme: str, inputs: list[int]) -> list[dict[str, torch.Tens
     return found
 
 
-@pytest.mark.parametrize(("world", "scheme"), CASES)
+@CASES
 def test_the_forward_is_bit_equal_to_one_process(results: Results, world: int, scheme: str) -> None:
     with torch.no_grad():
         expected = local_model(scheme)(make_input(0))
@@ -76,7 +57,7 @@ def test_the_forward_is_bit_equal_to_one_process(results: Results, world: int, s
         assert torch.equal(rank["moved_output"], rank["second_output"])
 
 
-@pytest.mark.parametrize(("world", "scheme"), CASES)
+@CASES
 def test_gradients_are_the_mean_of_the_ranks(results: Results, world: int, scheme: str) -> None:
     """Each rank's BF16 gradient has the bits of one process. The ranks' gradients are added in FP32, whose order is the
     backend's: 3 roundings of at most half a unit of 2^-23 for each of the at most 3 additions and the division."""
@@ -91,7 +72,7 @@ def test_gradients_are_the_mean_of_the_ranks(results: Results, world: int, schem
                 assert torch.equal(rank["gradients"][name], each[0].float()), name
 
 
-@pytest.mark.parametrize(("world", "scheme"), CASES)
+@CASES
 def test_micro_batches_accumulate(results: Results, world: int, scheme: str) -> None:
     """FSDP2 adds FP32 sums of the ranks, or without synchronisation each rank adds its BF16 gradients first."""
     parts = local_gradients(scheme, [*range(world), *range(4, 4 + world)])
@@ -103,7 +84,7 @@ def test_micro_batches_accumulate(results: Results, world: int, scheme: str) -> 
                 assert bool((error <= bound * 2 * each.abs().mean(0)).all()), name
 
 
-@pytest.mark.parametrize(("world", "scheme"), CASES)
+@CASES
 def test_what_is_published_is_what_one_process_publishes(results: Results, world: int, scheme: str) -> None:
     expected = dict(packed_state_dict(local_model(scheme), stacks=True))
     for rank in results(world, scheme):
@@ -113,7 +94,7 @@ def test_what_is_published_is_what_one_process_publishes(results: Results, world
                 assert same_bytes(published[name], tensor), name
 
 
-@pytest.mark.parametrize(("world", "scheme"), CASES)
+@CASES
 def test_an_update_changes_forward_and_publish(results: Results, world: int, scheme: str) -> None:
     for rank in results(world, scheme):
         model = local_model(scheme, rank["masters"])
@@ -126,24 +107,16 @@ def test_an_update_changes_forward_and_publish(results: Results, world: int, sch
             assert all(same_bytes(found[name], tensor) for name, tensor in published.items())
 
 
-@pytest.mark.parametrize(("world", "scheme"), CASES)
-def test_each_rank_quantizes_once_per_update(results: Results, world: int, scheme: str) -> None:
+@CASES
+def test_each_rank_quantizes_once_per_update_and_clips_by_the_whole_norm(
+    results: Results, world: int, scheme: str
+) -> None:
+    """Gathered tensors are freed after the forward."""
     for rank in results(world, scheme):
         assert set(rank["before"]) == {1} and set(rank["after"]) == {2} and set(rank["third"]) == {3}
-        assert all(rank["moved"])
-
-
-@pytest.mark.parametrize(("world", "scheme"), CASES)
-def test_the_norm_of_all_gradients_is_clipped_by(results: Results, world: int, scheme: str) -> None:
-    for rank in results(world, scheme):
+        assert all(rank["moved"]) and len(rank["held"]) == 8 and set(rank["held"]) == {0}
         expected = torch.stack([tensor.double().norm() for tensor in rank["gradients"].values()]).norm()
         assert float(rank["norm"]) == pytest.approx(float(expected), rel=1e-6)
-
-
-@pytest.mark.parametrize(("world", "scheme"), CASES)
-def test_gathered_tensors_are_freed_after_the_forward(results: Results, world: int, scheme: str) -> None:
-    for rank in results(world, scheme):
-        assert len(rank["held"]) == 8 and set(rank["held"]) == {0}
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -164,7 +137,7 @@ def padded(shape: torch.Size, world: int) -> int:
     return -(-shape[0] // world) * shape[1:].numel()
 
 
-@pytest.mark.parametrize(("world", "scheme"), [case for case in CASES if case[0] > 1])
+@pytest.mark.parametrize(("world", "scheme"), list(product(WORLDS[1:], SCHEMES)))
 def test_the_bytes_of_quantized_weights_on_the_wire(results: Results, world: int, scheme: str) -> None:
     """Codes and scales, and for all other parameters BF16. FSDP2 pads every shard to the first one's rows."""
     expected = 0
@@ -179,7 +152,7 @@ def test_the_bytes_of_quantized_weights_on_the_wire(results: Results, world: int
     assert [rank["sent"] for rank in results(world, scheme)] == [expected] * world
 
 
-@pytest.mark.parametrize(("world", "scheme"), CASES)
+@CASES
 def test_a_bad_weight_on_one_rank_is_an_error_on_all(results: Results, world: int, scheme: str) -> None:
     first, *others = (rank["nan"] for rank in results(world, scheme))
     assert all("values of blocks.0.experts.down_proj are NaN or Inf" in text for text in first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from compressed_tensors.compressors import (
     FloatQuantizationCompressor,
     IntQuantizationCompressor,
@@ -15,12 +14,6 @@ from compressed_tensors.quantization import QuantizationScheme, preset_name_to_s
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
-BIT_VIEW = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float8_e4m3fn: torch.uint8,
-}
 PRESETS: dict[str, tuple[str, type[BaseCompressor]]] = {
     "w4a16": ("W4A16", PackedQuantizationCompressor),
     "w4a8": ("W4A8", PackedQuantizationCompressor),
@@ -41,10 +34,3 @@ def compressed_tensors_compress(weight: Tensor, name: str, group_size: int) -> t
         scale, zero_point = calculate_qparams(weight.amin(-1, True), weight.amax(-1, True), scheme.weights)
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
     return PRESETS[name][1].compress(state, scheme), scheme
-
-
-def assert_same_bytes(mine: Tensor, theirs: Tensor) -> None:
-    assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-    if mine.dtype in BIT_VIEW:
-        mine, theirs = mine.view(BIT_VIEW[mine.dtype]), theirs.view(BIT_VIEW[theirs.dtype])
-    assert torch.equal(mine, theirs), f"{int((mine != theirs).sum())} of {mine.numel()} differ"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,31 +14,39 @@ from qarl.rollout.publish.wire import PublishReport
 
 
 class Trainer:
-    """A trainer whose steps only count; Ctrl-C comes during the evaluation of step 2 if `interrupted` is set."""
+    """`on_step` runs in every step. `exports`: how often it was exported. `full`: an export finds no room."""
 
-    def __init__(self, settings: Any, *, published: int = 1000) -> None:
-        self.config, self.step = settings, 0
-        self.interrupted = False
+    def __init__(
+        self,
+        settings: Any,
+        *,
+        published: int = 1000,
+        full: bool = False,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.config, self.step, self.exports = settings, 0, 0
         self.warnings = ["the mismatch is over its limit"]
-        self.timer, self.published = PhaseTimer(None), published
+        self.timer, self.published, self.full, self.on_step = PhaseTimer(None), published, full, on_step
         self.parts = SimpleNamespace(val_prompts=[1])
-        self.policy = SimpleNamespace(report="", align="off", save=self.save)
-        self.tokenizer = None
+        self.policy = SimpleNamespace(report="", align="off", save=self.save, model=SimpleNamespace(config=None))
+        self.optimizer, self.tokenizer = SimpleNamespace(state_dict=dict), None
 
     def publish(self) -> PublishReport:
         return PublishReport(0, 1, self.published, 0, 0, {})
 
     def train_step(self) -> dict[str, float]:
         self.step += 1
-        return {"actor/skipped_steps": 0}
+        self.on_step(self.step)
+        return {"actor/skipped_steps": 0, "timing_s/step": 1.0}
 
     def evaluate(self) -> dict[str, float]:
-        if self.step == 2 and self.interrupted:
-            signal.raise_signal(signal.SIGINT)
         return {"val/accuracy": 0.5}
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
-        raise StorageError(f"{folder} could not be written", why="File too large", fix="free some space")
+        if self.full:
+            raise StorageError(f"{folder} could not be written", why="File too large", fix="free some space")
+        self.exports += 1
+        return folder
 
 
 class Checkpoints:

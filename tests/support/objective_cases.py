@@ -42,79 +42,49 @@ LOSS_KEYS: dict[str, list[dict[str, Any]]] = {
 }
 """Keys of the section actor to compare each loss with."""
 
+REJECTIONS = {
+    "token_k1": 0.2, "token_k2": 0.03, "token_k3": 0.03,
+    "seq_sum_k1": 0.2, "seq_sum_k2": 0.2, "seq_sum_k3": 0.2,
+    "seq_mean_k1": 0.05, "seq_mean_k2": 0.04, "seq_mean_k3": 0.04,
+    "seq_max_k2": 0.15, "seq_max_k3": 0.15,
+}  # fmt: skip
+
+
+def weighted(level: str, mode: str = "truncate", **more: Any) -> dict[str, Any]:
+    return {"rollout_is": level, "rollout_is_mode": mode} | more
+
+
+def rejected(*options: str, bound: float | list[float], **more: Any) -> dict[str, Any]:
+    bounds = bound if isinstance(bound, list) else [bound]
+    return {"rollout_rs": list(options), "rollout_rs_threshold": bounds} | more
+
+
+SRS_CORR = rejected("seq_sum_k3", bound=0.2)
+SRS_PPO = rejected("seq_sum_k3", bound=0.6, rollout_rs_ratio="ppo")
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "bypass": {"bypass_mode": True},
     **{
-        f"weight_{level}_{mode}": {"rollout_is": level, "rollout_is_mode": mode, "rollout_is_threshold": 1.3}
+        f"weight_{level}_{mode}": weighted(level, mode, rollout_is_threshold=1.3)
         for level in ("token", "sequence", "geometric")
         for mode in ("truncate", "clip", "mask", "icepop")
     },
-    "weight_token_icepop_bounds": {
-        "rollout_is": "token",
-        "rollout_is_mode": "icepop",
-        "rollout_is_threshold": 1.5,
-        "rollout_is_threshold_lower": 0.9,
-    },
+    "weight_token_icepop_bounds": weighted("token", "icepop", rollout_is_threshold=1.5, rollout_is_threshold_lower=0.9),
     **{
-        f"weight_{level}_{mode}_normalised": {
-            "rollout_is": level,
-            "rollout_is_mode": mode,
-            "rollout_is_batch_normalize": True,
-        }
-        for level, mode in (
-            ("token", "truncate"),
-            ("token", "clip"),
-            ("sequence", "truncate"),
-            ("sequence", "icepop"),
-            ("geometric", "truncate"),
-        )
+        f"weight_{level}_{mode}_normalised": weighted(level, mode, rollout_is_batch_normalize=True)
+        for level, modes in {"token": "truncate clip", "sequence": "truncate icepop", "geometric": "truncate"}.items()
+        for mode in modes.split()
     },
-    **{
-        f"rs_{option}": {"rollout_rs": [option], "rollout_rs_threshold": [bound]}
-        for option, bound in {
-            "token_k1": 0.2,
-            "token_k2": 0.03,
-            "token_k3": 0.03,
-            "seq_sum_k1": 0.2,
-            "seq_sum_k2": 0.2,
-            "seq_sum_k3": 0.2,
-            "seq_mean_k1": 0.05,
-            "seq_mean_k2": 0.04,
-            "seq_mean_k3": 0.04,
-            "seq_max_k2": 0.15,
-            "seq_max_k3": 0.15,
-        }.items()
-    },
-    "rs_seq_mean_k1_two_sided": {
-        "rollout_rs": ["seq_mean_k1"],
-        "rollout_rs_threshold": [0.1],
-        "rollout_rs_threshold_lower": -0.05,
-    },
-    "rs_seq_two": {"rollout_rs": ["seq_mean_k1", "seq_max_k3"], "rollout_rs_threshold": [0.1, 0.15]},
-    "rs_seq_one_bound_for_two": {"rollout_rs": ["seq_mean_k2", "seq_max_k3"], "rollout_rs_threshold": [0.15]},
-    "rs_seq_sum_k3_ppo": {
-        "rollout_rs": ["seq_sum_k3"],
-        "rollout_rs_threshold": [0.6],
-        "rollout_rs_ratio": "ppo",
-    },
+    **{f"rs_{option}": rejected(option, bound=bound) for option, bound in REJECTIONS.items()},
+    "rs_seq_mean_k1_two_sided": rejected("seq_mean_k1", bound=0.1, rollout_rs_threshold_lower=-0.05),
+    "rs_seq_two": rejected("seq_mean_k1", "seq_max_k3", bound=[0.1, 0.15]),
+    "rs_seq_one_bound_for_two": rejected("seq_mean_k2", "seq_max_k3", bound=0.15),
+    "rs_seq_sum_k3_ppo": SRS_PPO,
     "veto": {"veto_threshold": 0.06},
     # arXiv 2605.14220, equations 8 to 11.
-    "bypass_srs_k3_corr": {"bypass_mode": True, "rollout_rs": ["seq_sum_k3"], "rollout_rs_threshold": [0.2]},
-    "bypass_srs_k3_ppo": {
-        "bypass_mode": True,
-        "rollout_rs": ["seq_sum_k3"],
-        "rollout_rs_threshold": [0.6],
-        "rollout_rs_ratio": "ppo",
-    },
-    **{
-        f"weight_tis_srs_{k}_corr": {
-            "rollout_is": "token",
-            "rollout_rs": [f"seq_sum_{k}"],
-            "rollout_rs_threshold": [0.2],
-        }
-        for k in ("k1", "k3")
-    },
+    "bypass_srs_k3_corr": SRS_CORR | {"bypass_mode": True},
+    "bypass_srs_k3_ppo": SRS_PPO | {"bypass_mode": True},
+    **{f"weight_tis_srs_{k}_corr": rejected(f"seq_sum_{k}", bound=0.2, rollout_is="token") for k in ("k1", "k3")},
 }
 
 
@@ -126,25 +96,16 @@ def run_config(
     **actor: Any,
 ) -> Config:
     """The config of a run with these keys; `actor`: of the section actor."""
+    batch = {"ppo_mini_batch_size": 6, "ppo_micro_batch_size_per_gpu": 1, "log_prob_micro_batch_size_per_gpu": 1}
+    lengths = {"max_prompt_length": 4, "max_response_length": T + 3}  # the longest response of a batch may be shorter
     return build_config(
         {
             "name": "objectives",
             "backend": backend,
             "model": {"path": "model"},
-            "data": {
-                "train_files": "train.parquet",
-                "train_batch_size": 6,
-                "max_prompt_length": 4,
-                "max_response_length": T + 3,  # the longest response of a batch may be shorter
-            },
+            "data": {"train_files": "train.parquet", "train_batch_size": 6, **lengths},
             "rollout": {"n": 2},
-            "actor": {
-                "loss": loss,
-                "ppo_mini_batch_size": 6,
-                "ppo_micro_batch_size_per_gpu": 1,
-                "log_prob_micro_batch_size_per_gpu": 1,
-                **actor,
-            },
+            "actor": {"loss": loss, **batch, **actor},
             "algorithm": algorithm or {},
             "rollout_correction": correction,
             "trainer": {"total_training_steps": 1, "val_before_train": False},

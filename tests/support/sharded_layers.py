@@ -12,13 +12,24 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.checkpoint import checkpoint
+
+from qarl.errors import UserError
+from qarl.kernels.experts import autograd
+from qarl.kernels.experts.autograd import ReferenceExperts
+from qarl.kernels.int4 import MARLIN, from_marlin, to_marlin
+from qarl.quant import get_scheme
+from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
 WORLDS = (1, 2, 3, 4)
@@ -111,28 +122,19 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-class CountingAllGather:
+class CountingAllGather(DefaultAllGather):
     """FSDP2's own all-gather, which also notes how many bytes each rank sends."""
 
-    def __init__(self) -> None:
-        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-
-        self.inner, self.sent = DefaultAllGather(), [0]
-
-    def allocate(self, *args: Any, **options: Any) -> torch.Tensor:
-        return self.inner.allocate(*args, **options)
+    sent = 0
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        self.sent[0] += input_tensor.nbytes
-        return self.inner(output_tensor, input_tensor, group, async_op)
+        self.sent += input_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-def shard(model: Any, mesh: Any, scheme: str | None) -> CountingAllGather:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    from qarl.quant import get_scheme
-    from qarl.quant.fsdp import quantize_before_sharding
-
+def sharded(mesh: Any, scheme: str | None, model: Any = None) -> tuple[Any, CountingAllGather]:
+    """`model`, by default a new one, quantized and sharded, and its all-gather."""
+    model = make_model() if model is None else model
     if scheme:
         quantize_before_sharding(model, scheme=get_scheme(scheme, GROUP), ignore=IGNORE, device=torch.device("cpu"))
     counting = CountingAllGather()
@@ -140,7 +142,7 @@ def shard(model: Any, mesh: Any, scheme: str | None) -> CountingAllGather:
     for module in (*model.blocks, model.head, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_custom_all_gather(counting)
-    return counting
+    return model, counting
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -148,9 +150,6 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def publish(model: Any, scheme: str) -> dict[str, torch.Tensor]:
-    from qarl.quant import get_scheme
-    from qarl.quant.fsdp import sharded_wire_tensors
-
     with torch.no_grad():
         stream = sharded_wire_tensors(
             model, lambda entry: whole(entry).bfloat16(), scheme=get_scheme(scheme, GROUP), ignore=IGNORE
@@ -175,12 +174,8 @@ def refusal(action: Callable[[], Any], kind: type[Exception]) -> str:
 
 
 def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
-    from qarl.errors import UserError
-    from qarl.quant.fsdp import quantize_shards
-
-    model: Any = make_model()
     found: dict[str, Any] = {}
-    counting = shard(model, mesh, scheme)
+    model, counting = sharded(mesh, scheme)
     held: list[dict[str, torch.Tensor]] = []
     for block in model.blocks:
         for layer in (block.wide, block.odd):
@@ -188,30 +183,26 @@ def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
     quantize_shards(model)
     with torch.no_grad():
         found["output"] = model(make_input(0))
-    found["sent"] = counting.sent[0]
+    found["sent"] = counting.sent
     found["held"] = [tensor.untyped_storage().nbytes() for tensors in held for tensor in tensors.values()]
     found["published"] = publish(model, scheme)
     found["changed"] = ""
     if mesh.size() == 1:
-        other: Any = make_model()
-        shard(other, mesh, scheme)
+        other, _ = sharded(mesh, scheme)
         quantize_shards(other)
         loss = loss_of(other(make_input(0)), 0)
         with torch.no_grad():
             other.blocks[0].wide.weight.mul_(2)
         found["changed"] = refusal(loss.backward, RuntimeError)
-    step(model, [rank], found)
+    found["gradients"] = step(model, [rank])
     found |= further_steps(model, scheme, rank)
     found["checkpointed"] = through_checkpoints(model, mesh, scheme)
     found["accumulated"] = accumulated(mesh, scheme, rank)
-    halved = make_model().bfloat16()
-    shard(halved, mesh, scheme)
+    halved, _ = sharded(mesh, scheme, make_model().bfloat16())
     quantize_shards(halved)
     with torch.no_grad():
         found["bf16_masters"] = halved(make_input(0))
-    plain = make_model()
-    shard(plain, mesh, None)
-    found["unconverted"] = publish(plain, scheme)
+    found["unconverted"] = publish(sharded(mesh, None)[0], scheme)
     with torch.no_grad():
         if rank == 0:
             model.blocks[0].experts.down_proj._local_tensor.fill_(torch.nan)
@@ -221,10 +212,6 @@ def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
 
 def experts_kernels() -> tuple[Any, Any]:
     """Experts in PyTorch, which read the wire tensors; and the same behind Marlin's layout, which counts."""
-    from dataclasses import replace
-
-    from qarl.kernels.experts.autograd import ReferenceExperts
-    from qarl.kernels.int4 import MARLIN, from_marlin, to_marlin
 
     def convert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         Marlin.converted.append(1)
@@ -249,14 +236,10 @@ def experts_kernels() -> tuple[Any, Any]:
 
 def with_kernel(mesh: Any, kernel: Any, rank: int, recompute: bool = False) -> dict[str, Any]:
     """A step with `kernel` for the W4A16 experts, and what is published after it."""
-    from qarl.kernels.experts import autograd
-    from qarl.quant.fsdp import quantize_shards
-
     found: dict[str, Any] = {}
     before = autograd.EXPERTS_KERNELS["w4a16"]
     autograd.EXPERTS_KERNELS["w4a16"] = (kernel,)
-    model: Any = make_model(recompute)
-    shard(model, mesh, "w4a16")
+    model, _ = sharded(mesh, "w4a16", make_model(recompute))
     autograd.EXPERTS_KERNELS["w4a16"] = before
     counts = [getattr(kernel, name, []) for name in ("converted", "runs")]
     for count in counts:
@@ -270,14 +253,12 @@ def with_kernel(mesh: Any, kernel: Any, rank: int, recompute: bool = False) -> d
     return found
 
 
-def step(model: Any, inputs: list[int], found: dict[str, Any]) -> None:
-    """Forward and backward of `inputs` one by one; their gradients are added up."""
-    from qarl.quant.fsdp import quantize_shards
-
+def step(model: Any, inputs: list[int]) -> dict[str, torch.Tensor]:
+    """Forward and backward of `inputs` one by one. Return their gradients, added up."""
     quantize_shards(model)
     for number in inputs:
         loss_of(model(make_input(number)), number).backward()
-    found["gradients"] = gradients(model)
+    return gradients(model)
 
 
 def generations(model: Any) -> list[int]:
@@ -286,15 +267,13 @@ def generations(model: Any) -> list[int]:
 
 def further_steps(model: Any, scheme: str, rank: int) -> dict[str, Any]:
     """Two optimizer steps, of which the second has two forwards; then the parameters move, as when verl offloads."""
-    from qarl.quant.fsdp import quantize_shards
-
     found: dict[str, Any] = {"before": generations(model)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, **OPTIMIZERS[scheme])
     found["norm"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     optimizer.step()
     optimizer.zero_grad()
-    step(model, [rank], {})
-    step(model, [rank], {})
+    step(model, [rank])
+    step(model, [rank])
     optimizer.step()
     found["after"] = generations(model)
     quantize_shards(model)
@@ -314,41 +293,29 @@ def further_steps(model: Any, scheme: str, rank: int) -> dict[str, Any]:
 
 def accumulated(mesh: Any, scheme: str, rank: int) -> list[dict[str, torch.Tensor]]:
     """The gradients of two micro-batches: reduced after each, and only after the last."""
-    found: list[dict[str, Any]] = [{}, {}]
-    for made, sync in zip(found, (True, False), strict=True):
-        model: Any = make_model()
-        shard(model, mesh, scheme)
-        if sync:
-            step(model, [rank, rank + 4], made)
-        else:
+    found = []
+    for sync in (True, False):
+        model, _ = sharded(mesh, scheme)
+        if not sync:
             model.set_requires_gradient_sync(False)
-            step(model, [rank], {})
+            step(model, [rank])
             model.set_requires_gradient_sync(True)
-            step(model, [rank + 4], made)
-    return [made["gradients"] for made in found]
+        found.append(step(model, [rank, rank + 4] if sync else [rank + 4]))
+    return found
 
 
 def through_checkpoints(model: Any, mesh: Any, scheme: str) -> list[dict[str, torch.Tensor]]:
     """What other models publish that got this one's state: from a file for each rank, as verl's, and from PyTorch's
     whole state dict."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-
-    found = []
+    others = [sharded(mesh, scheme)[0] for _ in range(2)]
+    for other in others:
+        publish(other, scheme)
     with tempfile.TemporaryDirectory() as folder:
         torch.save(model.state_dict(), Path(folder) / "shard.pt")
-        other = make_model()
-        shard(other, mesh, scheme)
-        publish(other, scheme)
-        other.load_state_dict(torch.load(Path(folder) / "shard.pt", weights_only=True))
-        found.append(publish(other, scheme))
+        others[0].load_state_dict(torch.load(Path(folder) / "shard.pt", weights_only=True))
     options = StateDictOptions(full_state_dict=True)
-    full = get_model_state_dict(model, options=options)
-    other = make_model()
-    shard(other, mesh, scheme)
-    publish(other, scheme)
-    set_model_state_dict(other, full, options=options)
-    found.append(publish(other, scheme))
-    return found
+    set_model_state_dict(others[1], get_model_state_dict(model, options=options), options=options)
+    return [publish(other, scheme) for other in others]
 
 
 if __name__ == "__main__":

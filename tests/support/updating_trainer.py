@@ -1,16 +1,20 @@
-"""The part of a local trainer that updates, without an engine, and a batch of four responses for it."""
+"""The part of a local trainer that updates and is saved, without an engine, and a batch of four responses for it."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from qarl.checkpoint.folder import open_checkpoint
 from qarl.config import Config
+from qarl.data.prompts import PromptSampler
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.objectives.settings import objective_settings
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.checkpoints import Checkpoints, restore
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 
@@ -27,6 +31,18 @@ def updating_trainer(settings: Config, policy: Policy | None = None) -> Any:
     trainer.config, trainer.objective, trainer.timer = settings, objective_settings(settings), PhaseTimer()
     trainer.replace_policy(policy or Policy.load(settings))
     return trainer
+
+
+def through_checkpoint(trainer: Any, other: Any) -> Any:
+    """`other`, restored from a checkpoint of `trainer`, which is on disk afterwards."""
+    for one in (trainer, other):
+        one.parts = SimpleNamespace(train_prompts=[], sampler=PromptSampler(4, 2))
+    trainer.engine = SimpleNamespace(weight_version=trainer.step)
+    trainer.tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    checkpoints, no_tracker = Checkpoints(trainer), SimpleNamespace()
+    checkpoints.save({}, no_tracker)  # type: ignore[arg-type]  # it has nothing to say
+    restore(other, open_checkpoint(checkpoints.folder / f"step_{trainer.step}"))
+    return other
 
 
 def four_responses(advantages: tuple[float, ...] = (1.0, -1.0, 1.0, -1.0)) -> Batch:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,22 +11,16 @@ from checkout import ROOT
 from engine_helpers import config
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
+from updating_trainer import through_checkpoint
 
-from qarl.checkpoint.folder import Checkpoint
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.objectives.settings import objective_settings
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.publish.wire import PublishReport
-from qarl.trainer import checkpoints
 from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.checkpoints import forward_weights, restore, training_state
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.old_log_probs import (
-    OldLogProbs,
-    Skipping,
-    differing_tokens,
-)
+from qarl.trainer.old_log_probs import OldLogProbs, Skipping, differing_tokens
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
@@ -137,14 +129,9 @@ def column(metrics: list[dict[str, float]], name: str) -> list[float | None]:
 
 def same_training(one: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
     """Whether two runs logged the same numbers, but for the seconds and for what they checked."""
-    left, right = (
-        [
-            {k: v for k, v in step.items() if not k.startswith(("old_log_probs/", "mismatch/", "publish/"))}
-            for step in run
-        ]
-        for run in (one, other)
-    )
-    return left == right
+    checks = ("old_log_probs/", "mismatch/", "publish/")
+    trained = [{key: v for key, v in step.items() if not key.startswith(checks)} for step in (*one, *other)]
+    return trained[: len(one)] == trained[len(one) :]
 
 
 @pytest.fixture(scope="module")
@@ -222,33 +209,15 @@ def test_a_second_epoch_is_not_taken_for_the_old_policy(folder, tmp_path):
     assert column(metrics, "fallback") == [0, 0] and column(metrics, "recomputed") == [1, 0]
 
 
-def resumed(trainer: Steps, other: Steps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Steps:
-    """`other`, restored from a checkpoint of `trainer`."""
-    parts = SimpleNamespace(train_prompts=[], sampler=SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None))
-    trainer.parts = other.parts = parts
-    trainer.engine = SimpleNamespace(weight_version=trainer.step)
-    state = json.loads(json.dumps(training_state(trainer, {})))
-    saved = {name: tensor.clone() for name, tensor in forward_weights(trainer.policy)}
-
-    def load_weights(policy: Policy, _: Checkpoint) -> None:
-        for name, tensor in forward_weights(policy):
-            tensor.detach().copy_(saved[name])
-
-    monkeypatch.setattr(checkpoints, "_load_weights", load_weights)
-    monkeypatch.setattr(Checkpoint, "optimizer", lambda self: trainer.optimizer.state_dict())
-    restore(other, Checkpoint(tmp_path, state))
-    return other
-
-
-def test_a_resumed_run_is_as_patient_and_first_recomputes(folder, tmp_path, monkeypatch):
+def test_a_resumed_run_is_as_patient_and_first_recomputes(folder, tmp_path):
     """A fallback doubles the patience, so after the resume two steps recompute, and without the counts only one. A run
     that skipped before the resume recomputes only the first step."""
     keys = ("actor.old_log_probs=auto", "actor.old_log_probs_sample=0")
     trainer, metrics, _ = run(folder, tmp_path, *keys, steps=2, spoil={1: [0]})
     assert column(metrics, "fallback") == [0, 1] and trainer.source.skipping.patience == 2
-    other = resumed(trainer, Steps(folder, trainer.config), monkeypatch, tmp_path)
+    other = through_checkpoint(trainer, Steps(folder, trainer.config))
     assert vars(other.source.skipping) == vars(trainer.source.skipping)
     assert column([other.train_step() for _ in range(3)], "recomputed") == [1, 1, 0]
-    clean = resumed(other, Steps(folder, trainer.config), monkeypatch, tmp_path)
+    clean = through_checkpoint(other, Steps(folder, trainer.config))
     assert clean.source.skipping.skips
     assert column([clean.train_step() for _ in range(2)], "recomputed") == [1, 0]

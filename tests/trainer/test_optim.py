@@ -4,43 +4,32 @@ from __future__ import annotations
 
 import io
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from muon import SingleDeviceMuonWithAuxAdam
 from same_bytes import same_bytes
 
+from qarl.config import OptimConfig
 from qarl.trainer.optim import MasterOptimizer, lr_scale
 
 SHAPES = {
     "model.embed_tokens.weight": (20, 16),
     "model.layers.0.self_attn.q_proj.weight": (24, 16),
     "model.layers.0.mlp.down_proj.weight": (16, 24),
+    "model.layers.0.mlp.experts.down_proj": (3, 16, 24),
     "model.layers.0.input_layernorm.weight": (16,),
     "lm_head.weight": (20, 16),
 }
-MUON_NAMES = {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"}
+MUON_NAMES = {name for name, shape in SHAPES.items() if "layers" in name and len(shape) > 1}
 EVERY_KIND = pytest.mark.parametrize(
     ("name", "master_dtype"), [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "fp32"), ("muon", "bf16")]
 )
 
 
-def make_config(**changes: object) -> SimpleNamespace:
-    settings = {
-        "name": "adamw",
-        "lr": 1e-2,
-        "betas": (0.9, 0.99),
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "lr_warmup_steps": 0,
-        "lr_scheduler_type": "constant",
-        "min_lr_ratio": 0.0,
-        "muon_lr": 0.02,
-        "muon_momentum": 0.9,
-        "master_dtype": "fp32",
-    }
-    return SimpleNamespace(**{**settings, **changes})
+def make_config(**changes: object) -> OptimConfig:
+    settings = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "muon_lr": 0.02, "muon_momentum": 0.9}
+    return OptimConfig(**{**settings, **changes})
 
 
 def make_parameters(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.nn.Parameter]:

@@ -13,7 +13,8 @@ from checkout import ROOT
 from checkpoint_state import interrupted_run
 from engine_helpers import config
 
-from qarl.checkpoint.folder import STATE_FILE, CheckpointError
+from qarl.checkpoint.folder import STATE_FILE
+from qarl.config import Config
 from qarl.config.types import as_dotted
 from qarl.config.unread import RULES
 from qarl.errors import UserError
@@ -25,6 +26,12 @@ pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def refusal(settings: Config, words: str) -> str:
+    with pytest.raises(UserError, match=words) as caught, open_run(settings):
+        raise AssertionError("not reached")
+    return str(caught.value)
 
 
 def test_an_interrupted_run_goes_on_from_its_newest_checkpoint(tmp_path):
@@ -64,8 +71,7 @@ def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
     run_dir = interrupted_run(settings, 2, 4)
     for step in (2, 4):
         (run_dir / "checkpoints" / f"step_{step}" / STATE_FILE).write_text("{")
-    with pytest.raises(UserError, match="all 2 checkpoints of the run are damaged"), open_run(settings):
-        raise AssertionError("not reached")
+    refusal(settings, "all 2 checkpoints of the run are damaged")
     assert names(run_dir / "checkpoints") == ["step_2", "step_4"]
 
 
@@ -92,8 +98,7 @@ def test_resume_path_of_another_run_starts_a_folder_of_its_own(tmp_path):
     assert names(run_dir / "checkpoints") == ["step_2", "step_4"]
     assert names(tmp_path) == ["quickstart", "second"]
     overrides[-1] = f"trainer.resume_from_path={tmp_path}/nowhere"
-    with pytest.raises(CheckpointError, match="no such folder"), open_run(config(tmp_path, *overrides)):
-        raise AssertionError("not reached")
+    refusal(config(tmp_path, *overrides), "no such folder")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "second"])
@@ -112,26 +117,18 @@ def test_resume_path_again_goes_on_where_its_own_run_was_killed(tmp_path, name):
         make_newest(settings.run_dir, checkpoint)
     assert not (tmp_path / f"{name}.1").exists()
     (settings.run_dir / "summary.json").write_text('{"finished": true}')
-    with pytest.raises(CheckpointError, match="no such folder"), open_run(settings):
-        raise AssertionError("not reached")
+    refusal(settings, "no such folder")
 
 
-def test_changes_of_what_is_trained_are_refused_by_name(tmp_path):
+def test_changes_of_what_is_trained_and_an_end_in_the_past_are_refused(tmp_path):
     interrupted_run(config(tmp_path), 2)
     changed = ["optim.lr=1e-6", "seed=3", "quant.scheme=w8a8", "data.train_batch_size=6", "actor.ppo_epochs=2"]
-    with pytest.raises(UserError) as caught, open_run(config(tmp_path, *changed)):
-        raise AssertionError("not reached")
-    message = str(caught.value)
+    message = refusal(config(tmp_path, *changed), "resume_mode=disable")
     for key in ("optim.lr was 0.00015, now 1e-06", "seed was 0, now 3", "quant.scheme", "data.train_batch_size"):
         assert key in message
-    assert "actor.ppo_epochs" in message and "resume_mode=disable" in message
+    assert "actor.ppo_epochs" in message
+    refusal(config(tmp_path, "trainer.total_training_steps=1"), "past the end of the run")
     assert names(tmp_path) == ["quickstart"]
-
-
-def test_a_checkpoint_past_the_end_is_refused(tmp_path):
-    interrupted_run(config(tmp_path), 2)
-    with pytest.raises(UserError, match="past the end of the run"):
-        open_run(config(tmp_path, "trainer.total_training_steps=1")).__enter__()
 
 
 def test_only_listed_keys_may_change_on_a_resume(tmp_path):
@@ -169,8 +166,7 @@ def test_two_processes_cannot_work_on_one_run(tmp_path):
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match="another process"), open_run(config(tmp_path)):
-            raise AssertionError("not reached")
+        refusal(config(tmp_path), "another process")
         process.kill()
     with open_run(config(tmp_path)):
         pass

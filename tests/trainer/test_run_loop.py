@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 from engine_helpers import config
@@ -15,22 +16,16 @@ from qarl.trainer import loop
 from qarl.trainer.loop import Stop, run_and_keep, run_steps
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
-
-
 OVERRIDES = ["trainer.total_training_steps=3", "trainer.logger=[]", "trainer.plots=false", "trainer.test_freq=2"]
 
 
-def test_ctrl_c_during_an_evaluation_makes_that_step_the_last_and_warnings_are_shown(tmp_path, capsys):
+def test_ctrl_c_during_an_evaluation_makes_that_step_the_last_and_warnings_are_shown(tmp_path, monkeypatch, capsys):
     trainer, checkpoints = Trainer(config(tmp_path, *OVERRIDES, "trainer.val_before_train=false")), Checkpoints()
-    trainer.interrupted = True
+    monkeypatch.setattr(trainer, "evaluate", lambda: signal.raise_signal(signal.SIGINT) or {})
     with Tracker(tmp_path / "run", [], 3, {}) as tracker, Stop() as stop:
         run_steps(trainer, checkpoints, tracker, stop, 0.0)
     assert checkpoints.after == [False, True]
-    shown = capsys.readouterr().err
-    assert [line for line in shown.splitlines() if "over its limit" in line] == [
-        "step 1: the mismatch is over its limit",
-        "step 2: the mismatch is over its limit",
-    ]
+    assert capsys.readouterr().err.count(": the mismatch is over its limit") == 2
 
 
 def test_a_probe_that_fails_ends_the_run_before_its_first_step(tmp_path, monkeypatch):
@@ -59,7 +54,7 @@ def test_an_export_that_fails_says_what_there_still_is(tmp_path, saved):
     if saved:
         (settings.run_dir / "checkpoints" / "step_2").mkdir(parents=True)
     with pytest.raises(StorageError, match="after step 3 could not be exported") as caught:
-        run_and_keep(Trainer(settings), Checkpoints(), Stop(), 0.0)
+        run_and_keep(Trainer(settings, full=True), Checkpoints(), Stop(), 0.0)
     message = str(caught.value)
     assert "File too large" in message and f"metrics and summary are in {settings.run_dir}" in message
     assert ("the newest checkpoint is" in message and "step_2" in message) is saved

@@ -27,25 +27,6 @@ QUIET = ["trainer.logger=[]", "trainer.plots=false", "trainer.report=false", "tr
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
-class Timed(Trainer):
-    """A step takes `minutes` of `clock`, and `on_step` runs in each. Its files are those of an empty checkpoint."""
-
-    def __init__(self, settings: Any, minutes: float = 0, on_step: Callable[[int], None] = lambda step: None) -> None:
-        super().__init__(settings)
-        self.clock, self.minutes, self.on_step, self.exports = 0.0, minutes, on_step, 0
-        self.policy.model, self.optimizer = SimpleNamespace(config=None), SimpleNamespace(state_dict=dict)
-
-    def train_step(self) -> dict[str, float]:
-        metrics = super().train_step()
-        self.clock += 60 * self.minutes
-        self.on_step(self.step)
-        return metrics
-
-    def save(self, folder: Path, tokenizer: Any) -> Path:
-        self.exports += 1
-        return folder
-
-
 @pytest.fixture(autouse=True)
 def plain_handlers() -> Iterator[None]:
     """Ray, which another test may have started in this process, leaves a handler of SIGTERM behind."""
@@ -55,13 +36,13 @@ def plain_handlers() -> Iterator[None]:
 
 
 @pytest.fixture
-def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Timed]:
-    """Makes a trainer whose checkpoints are bare folders. `saved` of the trainer has their steps, as written."""
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes a trainer whose steps take `minutes`, and whose checkpoints are bare folders. `saved` has their steps."""
 
-    def make(*overrides: str, **keys: Any) -> Timed:
-        trainer = Timed(config(tmp_path, *QUIET, *overrides), **keys)
+    def make(*overrides: str, minutes: float = 0, **keys: Any) -> Any:
+        trainer: Any = Trainer(config(tmp_path, *QUIET, *overrides), **keys)
         trainer.saved = []
-        clock = SimpleNamespace(monotonic=lambda: trainer.clock, perf_counter=time.perf_counter)
+        clock = SimpleNamespace(monotonic=lambda: 60 * minutes * trainer.step, perf_counter=time.perf_counter)
 
         def save(folder: Path, **parts: Any) -> int:
             write_bare(folder, step=trainer.step, config=trainer.config.model_dump(mode="json"))
@@ -78,7 +59,7 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Time
     return make
 
 
-def run(trainer: Timed, start: Any = None) -> list[str]:
+def run(trainer: Any, start: Any = None) -> list[str]:
     with Tracker(trainer.config.run_dir, [], 9, {}) as tracker, Stop() as stop:
         run_steps(trainer, Checkpoints(trainer, start), tracker, stop, 0.0)
     folder = trainer.config.run_dir / "checkpoints"
@@ -167,8 +148,12 @@ def test_without_a_step_to_finish_or_at_the_second_signal_the_run_stops_at_once(
 
 def test_a_signal_while_the_last_files_are_written_lets_them_end(timed, monkeypatch, capfd):
     trainer = timed("trainer.total_training_steps=2")
-    save = trainer.save
-    monkeypatch.setattr(trainer.policy, "save", lambda *args: (signal.raise_signal(signal.SIGINT), save(*args))[1])
+
+    def save(folder: Path, tokenizer: Any) -> Path:
+        signal.raise_signal(signal.SIGINT)
+        return trainer.save(folder, tokenizer)
+
+    monkeypatch.setattr(trainer.policy, "save", save)
     with Stop() as stop:
         summary = run_and_keep(trainer, Checkpoints(trainer), stop, 0.0)
     assert summary["finished"] and trainer.exports == 1

@@ -12,19 +12,16 @@ On GPUs the host never reads how many rows an expert has, so it does not wait fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.base import Kernel, dequantize, is_gpu
+from qarl.kernels.base import Kernel, Tensors, dequantize, is_gpu
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.reference import grouped_linear
 from qarl.kernels.triton.linears import unavailable
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 class Routing(NamedTuple):

@@ -19,7 +19,7 @@ from qarl.process import configure_vllm_process
 from qarl.quant import QuantLinear, get_scheme
 from qarl.rollout.engine_config import engine_arguments, kernel_request
 
-pytest.importorskip("vllm")
+load_general_plugins = pytest.importorskip("vllm.plugins").load_general_plugins
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
 K, PARTS = 64, (48, 16)
@@ -62,13 +62,8 @@ def engines_kernel(scheme: str) -> Any:
             return kernels.init_int8_linear_kernel(True, False, True, "test")
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
-        return kernels.init_fp8_linear_kernel(
-            activation_quant_key=quant_utils.kFp8DynamicTokenSym,
-            weight_quant_key=quant_utils.kFp8StaticChannelSym,
-            input_dtype=torch.bfloat16,
-            out_dtype=torch.bfloat16,
-            weight_shape=(n, K),
-        )
+        keys = quant_utils.kFp8DynamicTokenSym, quant_utils.kFp8StaticChannelSym
+        return kernels.init_fp8_linear_kernel(*keys, torch.bfloat16, torch.bfloat16, (n, K))
 
 
 def engines_layer(scheme: str, layers: list[QuantLinear], kernel: Any) -> nn.Module:
@@ -84,15 +79,9 @@ def engines_layer(scheme: str, layers: list[QuantLinear], kernel: Any) -> nn.Mod
     return module
 
 
-def registered() -> None:
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-
-
 @pytest.mark.parametrize("scheme", SCHEMES, indirect=True)
 def test_rows_cut_in_any_way_have_the_same_bits_on_both_sides(scheme: str) -> None:
-    registered()
+    load_general_plugins()
     layers, kernel = trainers_layers(scheme), engines_kernel(scheme)
     assert type(kernel).__name__.startswith("QaRL")
     assert {layer.kernel.name for layer in layers} == {"triton_batch_invariant"}
@@ -113,22 +102,15 @@ def test_rows_cut_in_any_way_have_the_same_bits_on_both_sides(scheme: str) -> No
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, indirect=True)
-def test_parameters_stay_where_they_are(scheme: str) -> None:
-    """A CUDA graph may have captured their addresses: the kernel reads the wire tensors, and processing moves none."""
-    registered()
-    layers, kernel = trainers_layers(scheme), engines_kernel(scheme)
-    module = engines_layer(scheme, layers, kernel)
+def test_the_engine_calls_one_operator_on_the_wire_tensors(scheme: str) -> None:
+    """torch.compile sees shapes alone: the operator's fake result has those of the real one. A CUDA graph may have
+    captured addresses: processing moves no parameter."""
+    load_general_plugins()
+    kernel = engines_kernel(scheme)
+    module = engines_layer(scheme, trainers_layers(scheme), kernel)
     before = {name: (p.data_ptr(), p.shape, p.dtype) for name, p in module.named_parameters()}
     kernel.process_weights_after_loading(module)
     assert {name: (p.data_ptr(), p.shape, p.dtype) for name, p in module.named_parameters()} == before
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, indirect=True)
-def test_the_engine_calls_one_operator(scheme: str) -> None:
-    """torch.compile sees shapes alone: the operator's fake result has those of the real one."""
-    registered()
-    layers, kernel = trainers_layers(scheme), engines_kernel(scheme)
-    module = engines_layer(scheme, layers, kernel)
     weight, scale = (p.detach() for p in module.parameters())
     operands = (weight.t() if scheme == "fp8" else weight, scale, None, "qarl", scheme, sum(PARTS))
     x = torch.randn(5, K).bfloat16().to(DEVICE)

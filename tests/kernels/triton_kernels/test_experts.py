@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton_rig import DEVICE, INTERPRETED
+from triton_checks import SCHEMES
+from triton_rig import DEVICE
 
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.autograd import LowBitExperts, ReferenceExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import grouped_linear
-from qarl.kernels.triton.common import architecture
 from qarl.kernels.triton.experts import grouped_scaled_backward_input
 from qarl.quant import get_scheme, quantize
 
-E4M3_HERE = INTERPRETED or architecture(torch.device(DEVICE)) != "ampere"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 96, 64
 
 
@@ -25,10 +24,8 @@ def wire(weights: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
     return {name: torch.stack([t[name] for t in each]).to(DEVICE) for name in each[0] if name != "weight_shape"}
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_forward_and_gradients(scheme: str) -> None:
-    if scheme == "fp8" and not E4M3_HERE:
-        pytest.skip("no e4m3 products on this GPU")
     torch.manual_seed(0)
     gate_up = (torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5).bfloat16()
     down = (torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5).bfloat16()
@@ -49,10 +46,8 @@ def test_forward_and_gradients(scheme: str) -> None:
         assert error < (5e-3 if scheme == "w4a16" else 2e-2)
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
 def test_the_input_gradient_of_8_bit_experts(scheme: str) -> None:
-    if scheme == "fp8" and not E4M3_HERE:
-        pytest.skip("no e4m3 products on this GPU")
     torch.manual_seed(0)
     tensors = wire(torch.randn(3, 40, 64).bfloat16(), scheme)
     ends = torch.tensor([5, 5, 21], dtype=torch.int32, device=DEVICE)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton_checks import assert_one_rounding, needs_e4m3
 from triton_rig import DEVICE, INTERPRETED
 
 from qarl.kernels import int4
 from qarl.kernels.reference import grouped_linear, quantize_fp8, quantize_int8
-from qarl.kernels.triton.common import Tile, architecture, choose
+from qarl.kernels.triton.common import Tile, choose
 from qarl.kernels.triton.experts import (
     grouped_scaled_mm,
     grouped_w4a16_backward_input,
@@ -17,7 +18,6 @@ from qarl.kernels.triton.experts import (
 )
 
 COUNTS = [[3, 0, 1, 17, 0], [0, 0, 5], [40], [1] * 6]
-E4M3_HERE = INTERPRETED or architecture(torch.device(DEVICE)) != "ampere"
 
 
 def ends_of(counts: list[int]) -> torch.Tensor:
@@ -32,11 +32,9 @@ def make(counts: list[int], n: int, k: int, group: int) -> tuple[torch.Tensor, t
     return packed, scale, weight
 
 
-def assert_one_rounding(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
-    exact = grouped_linear(x.double(), weight.double(), ends)
-    size = grouped_linear(x.double().abs(), weight.double().abs(), ends)
-    assert found.dtype == torch.bfloat16 and found.shape == exact.shape
-    assert ((found.cpu().double() - exact).abs() <= exact.abs() * 2**-8 + size * 1e-6).all()
+def assert_products(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
+    x, weight = x.double(), weight.double()
+    assert_one_rounding(found, grouped_linear(x, weight, ends), grouped_linear(x.abs(), weight.abs(), ends))
 
 
 @pytest.mark.parametrize("tile", [None, Tile(16, 32, 64)], ids=str)
@@ -46,10 +44,10 @@ def test_w4a16(counts: list[int], tile: Tile | None) -> None:
     ends, rows = ends_of(counts), sum(counts)
     x, grad = torch.randn(rows, 96).bfloat16(), torch.randn(rows, 33).bfloat16()
     arguments = [tensor.to(DEVICE) for tensor in (packed, scale, ends)]
-    assert_one_rounding(grouped_w4a16_linear(x.to(DEVICE), *arguments, tile=tile), x, weight, ends)
+    assert_products(grouped_w4a16_linear(x.to(DEVICE), *arguments, tile=tile), x, weight, ends)
     tile = tile and Tile(16, 16, 128)
     dx = grouped_w4a16_backward_input(grad.to(DEVICE), *arguments, tile=tile)
-    assert_one_rounding(dx, grad, weight.mT, ends)
+    assert_products(dx, grad, weight.mT, ends)
 
 
 @pytest.mark.parametrize("tile", [None, Tile(16, 32, 64)], ids=str)
@@ -67,7 +65,7 @@ def test_int8_is_exact(k: int, counts: list[int], tile: Tile | None) -> None:
     assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.skipif(not E4M3_HERE, reason="no e4m3 products on this GPU")
+@needs_e4m3
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("counts", COUNTS[:2], ids=str)
 def test_fp8(counts: list[int], fast: bool) -> None:
@@ -78,8 +76,7 @@ def test_fp8(counts: list[int], fast: bool) -> None:
     a, b = x.double() * x_scale.double(), weight.double() * weight_scale.double()
     exact, size = grouped_linear(a, b, ends), grouped_linear(a.abs(), b.abs(), ends)
     found = grouped_scaled_mm(*(t.to(DEVICE) for t in (x, x_scale, weight, weight_scale, ends)), fast_accumulation=fast)
-    error = 1e-6 if INTERPRETED else 2**-11
-    assert ((found.cpu().double() - exact).abs() <= exact.abs() * 2**-8 + size * error).all()
+    assert_one_rounding(found, exact, size, 1e-6 if INTERPRETED else 2**-11)
 
 
 def test_past_the_ridge_experts_are_dequantized() -> None:
@@ -89,8 +86,8 @@ def test_past_the_ridge_experts_are_dequantized() -> None:
     ends = ends_of(counts)
     arguments = [tensor.to(DEVICE) for tensor in (packed, scale, ends)]
     x, grad = torch.randn(2100, 64).bfloat16(), torch.randn(2100, 32).bfloat16()
-    assert_one_rounding(grouped_w4a16_linear(x.to(DEVICE), *arguments), x, weight, ends)
-    assert_one_rounding(grouped_w4a16_backward_input(grad.to(DEVICE), *arguments), grad, weight.mT, ends)
+    assert_products(grouped_w4a16_linear(x.to(DEVICE), *arguments), x, weight, ends)
+    assert_products(grouped_w4a16_backward_input(grad.to(DEVICE), *arguments), grad, weight.mT, ends)
 
 
 def test_the_grid_covers_every_routing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from triton_checks import SCHEMES, assert_one_rounding
 from triton_rig import DEVICE, INTERPRETED
 
 from qarl.kernels.int4 import dequantize_int4
@@ -16,8 +17,6 @@ NAMES = ["triton", "triton_batch_invariant"]
 
 
 def make_layer(scheme: str, kernel: str) -> QuantLinear:
-    if reason := unavailable(scheme, torch.device(DEVICE)):
-        pytest.skip(reason)
     torch.manual_seed(0)
     linear = nn.Linear(128, 96, dtype=torch.bfloat16, device=DEVICE)
     return QuantLinear(linear, get_scheme(scheme, 32), qualified_name="layer", kernel=kernel)
@@ -32,14 +31,9 @@ def operands(layer: QuantLinear, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return values.cpu().double() * scale.cpu().double(), tensors["weight"].double() * tensors["weight_scale"].double()
 
 
-def assert_one_rounding(found: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, error: float = 1e-6) -> None:
-    assert found.dtype == torch.bfloat16
-    assert ((found.detach().cpu().double() - exact).abs() <= exact.abs() * 2**-8 + size * error).all()
-
-
 @pytest.mark.parametrize("rows", [1, 37])
 @pytest.mark.parametrize("kernel", NAMES)
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_forward_and_gradients_without_a_bf16_copy_of_the_weight(scheme: str, kernel: str, rows: int) -> None:
     layer = make_layer(scheme, kernel)
     x = (torch.randn(rows, 128) * torch.randn(rows, 1).exp()).bfloat16().to(DEVICE).requires_grad_()

@@ -23,7 +23,8 @@ from qarl.quant.scheme import get_scheme
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 SCHEMES = ("w4a16", "w8a8", "fp8")
-DTYPES = pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=["int8", "e4m3"])
+CODES = {"w8a8": torch.int8, "fp8": FP8}
+DTYPES = pytest.mark.parametrize("dtype", CODES.values(), ids=["int8", "e4m3"])
 Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -31,7 +32,7 @@ def run(weight: torch.Tensor, scheme: str, group_size: int = 32) -> Made:
     """Values, scales and the flag."""
     if scheme == "w4a16":
         return quantize_int4(weight, group_size)
-    return quantize_rows(weight, {"w8a8": torch.int8, "fp8": FP8}[scheme])
+    return quantize_rows(weight, CODES[scheme])
 
 
 def check(weight: torch.Tensor, scheme: str, group_size: int = 32) -> None:
@@ -59,14 +60,6 @@ def test_group_sizes(group_size: int) -> None:
     """Also those that are not powers of two, for which part of a tile is empty."""
     torch.manual_seed(1)
     check(torch.randn(11, 288 if 288 % group_size == 0 else 384, device=DEVICE).to(BF16), "w4a16", group_size)
-
-
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
-@pytest.mark.parametrize("cols", [1, 100, 8192, 8200], ids=str)
-def test_long_rows(scheme: str, cols: int) -> None:
-    """8200 columns are read twice, in blocks of which the last is almost empty."""
-    torch.manual_seed(2)
-    check(torch.randn(2, cols, device=DEVICE).to(BF16), scheme)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -118,11 +111,13 @@ def test_nonfinite_is_flagged(scheme: str, value: float, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_strided_weights(scheme: str) -> None:
+def test_strided_weights_and_tokens(scheme: str) -> None:
     torch.manual_seed(4)
     wide = torch.randn(32, 128, device=DEVICE).to(BF16)
     for view in (wide[:5, 32:], wide[::8], wide[:, :5].t(), wide[5:6]):
         check(view, scheme)
+        if scheme != "w4a16":
+            check_tokens(view, CODES[scheme])
 
 
 @pytest.mark.parametrize(("group_size", "cols"), [(32, 96), (8, 8), (24, 72), (128, 1408)], ids=str)
@@ -137,7 +132,7 @@ def test_dequantize_int4(group_size: int, cols: int, dtype: torch.dtype) -> None
     assert torch.equal(dequantize_int4(strided, scale), found)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@DTYPES
 @pytest.mark.parametrize("cols", [1, 100, 2050], ids=str)
 def test_dequantize_rows(dtype: torch.dtype, cols: int) -> None:
     torch.manual_seed(6)
@@ -157,12 +152,14 @@ def check_tokens(x: torch.Tensor, dtype: torch.dtype) -> None:
     assert torch.equal(found[0].view(torch.int8), values.view(torch.int8))
 
 
-@DTYPES
+@pytest.mark.parametrize("scheme", CODES)
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 100), (6, 1536), (2, 8192), (2, 8200)], ids=str)
-def test_tokens(dtype: torch.dtype, rows: int, cols: int) -> None:
-    torch.manual_seed(0)
+def test_rows_as_weights_and_as_tokens(scheme: str, rows: int, cols: int) -> None:
+    """8200 columns are read twice, in blocks of which the last is almost empty."""
+    torch.manual_seed(2)
     x = torch.randn(rows, cols, device=DEVICE).to(BF16)
-    check_tokens(x, dtype)
+    check(x, scheme)
+    check_tokens(x, CODES[scheme])
 
 
 @DTYPES
@@ -174,15 +171,6 @@ def test_rows_of_all_magnitudes(dtype: torch.dtype) -> None:
     rows += [torch.zeros(254), torch.full((254,), 3e38), torch.full((254,), -1e-40), halves.clamp(-127, 127)]
     x = torch.stack(rows).to(BF16).to(DEVICE)
     check_tokens(x, dtype)
-
-
-@DTYPES
-def test_rows_may_be_strided(dtype: torch.dtype) -> None:
-    torch.manual_seed(2)
-    wide = torch.randn(5, 160, device=DEVICE).to(BF16)
-    for view in (wide[:, 64:], wide[::2, :96], wide[:, :96]):
-        check_tokens(view, dtype)
-    check_tokens(wide[:, :3].t(), dtype)
 
 
 @DTYPES

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton_checks import assert_one_rounding, needs_e4m3
 from triton_rig import DEVICE, INTERPRETED
 
 from qarl.kernels.reference import quantize_fp8, quantize_int8
-from qarl.kernels.triton.common import Tile, architecture, processors
+from qarl.kernels.triton.common import Tile, processors
 from qarl.kernels.triton.scaled_mm import scaled_mm, takes_tma
 
-E4M3_HERE = INTERPRETED or architecture(torch.device(DEVICE)) != "ampere"
-KINDS = ["int8", pytest.param("fp8", marks=pytest.mark.skipif(not E4M3_HERE, reason="no e4m3 products on this GPU"))]
+KINDS = ["int8", pytest.param("fp8", marks=needs_e4m3)]
 TILES = [None, Tile(16, 32, 64), Tile(16, 32, 32, per_sm=4), Tile(16, 16, 64, per_sm=1)]
 SHAPES = [(1, 33, 256), (5, 96, 47), (17, 66, 192), (40, 35, 208)]
 
@@ -49,19 +49,16 @@ def test_int8_has_the_bits_of_the_exact_sum_scaled_in_order(m: int, n: int, k: i
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-@pytest.mark.skipif(not E4M3_HERE, reason="no e4m3 products on this GPU")
+@needs_e4m3
 def test_fp8(m: int, n: int, k: int, tile: Tile | None, fast: bool) -> None:
     x, x_scale, weight, weight_scale = tensors = make("fp8", m, n, k)
     bias = torch.randn(n).bfloat16()
     a, b = x.double() * x_scale.double(), (weight.double() * weight_scale.double()).t()
     # Hopper keeps 14 bits of a sum: of all of it if `fast`, else of a step's, at most 128 terms.
     error = 2**-11 if fast and not INTERPRETED else 1e-6 if INTERPRETED else 2**-13
-    for offset in (None, bias):
-        exact = a @ b if offset is None else a @ b + offset.double()
-        found = scaled_mm(
-            *on_device(tensors), None if offset is None else offset.to(DEVICE), fast_accumulation=fast, tile=tile
-        ).cpu()
-        assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + (a.abs() @ b.abs()) * error).all()
+    for given, added in (((), 0), ((bias.to(DEVICE),), bias.double())):
+        found = scaled_mm(*on_device(tensors), *given, fast_accumulation=fast, tile=tile)
+        assert_one_rounding(found, a @ b + added, a.abs() @ b.abs(), error)
 
 
 @pytest.mark.parametrize("kind", KINDS)

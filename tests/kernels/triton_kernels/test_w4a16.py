@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton_checks import assert_one_rounding
 from triton_rig import DEVICE
 
 from qarl.kernels import int4
@@ -29,16 +30,8 @@ def make_rows(rows: int, columns: int) -> torch.Tensor:
     return (torch.randn(rows, columns) * torch.randn(rows, 1).exp()).bfloat16()
 
 
-def assert_one_rounding(
-    found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
-) -> None:
-    """BF16 nearest to the float64 a @ b + bias, up to FP32 sums whose error is relative to the terms."""
-    exact, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    if bias is not None:
-        exact = exact + bias.double()
-    found = found.cpu()
-    assert found.dtype == torch.bfloat16 and found.shape == exact.shape
-    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + size * 1e-6).all()
+def assert_product(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | float = 0.0) -> None:
+    assert_one_rounding(found, a.double() @ b.double() + bias, a.double().abs() @ b.double().abs())
 
 
 @pytest.mark.parametrize("tile", [None, *FORWARD_TILES], ids=str)
@@ -46,8 +39,8 @@ def assert_one_rounding(
 def test_forward(m: int, n: int, k: int, group: int, tile: Tile | None) -> None:
     packed, scale, weight = make(n, k, group)
     x, bias = make_rows(m, k), torch.randn(n).bfloat16()
-    assert_one_rounding(w4a16_linear(x.to(DEVICE), packed, scale, tile=tile), x, weight.t())
-    assert_one_rounding(w4a16_linear(x.to(DEVICE), packed, scale, bias.to(DEVICE), tile=tile), x, weight.t(), bias)
+    assert_product(w4a16_linear(x.to(DEVICE), packed, scale, tile=tile), x, weight.t())
+    assert_product(w4a16_linear(x.to(DEVICE), packed, scale, bias.to(DEVICE), tile=tile), x, weight.t(), bias.double())
 
 
 @pytest.mark.parametrize("tile", [None, *BACKWARD_TILES], ids=str)
@@ -55,7 +48,7 @@ def test_forward(m: int, n: int, k: int, group: int, tile: Tile | None) -> None:
 def test_backward_input(m: int, n: int, k: int, group: int, tile: Tile | None) -> None:
     packed, scale, weight = make(n, k, group)
     grad = make_rows(m, n)
-    assert_one_rounding(w4a16_backward_input(grad.to(DEVICE), packed, scale, tile=tile), grad, weight)
+    assert_product(w4a16_backward_input(grad.to(DEVICE), packed, scale, tile=tile), grad, weight)
 
 
 @pytest.mark.parametrize("group", [32, 128])

@@ -24,7 +24,7 @@ from qarl.verl.run import verl_keys
 
 pytestmark = [pytest.mark.long, pytest.mark.verl]
 
-NO_CONSUMERS = ("config/checks.py", "config/__init__.py", "checks/memory_terms.py", "trainer/resume.py")
+NO_CONSUMERS = ("config/checks.py", "config/__init__.py", "checks/memory_terms.py")
 """Files that read keys only to check them."""
 NOT_LOCAL: dict[str, Any] = {
     "verl": {"trainer.val_only": True},

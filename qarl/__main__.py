@@ -61,9 +61,9 @@ def _command(name: str) -> ModuleType:
         raise UserError("the command is missing", where="command line", fix=f"write qarl train {name} (or {listing})")
     from qarl.config.errors import nearest
 
-    guess = nearest(name.lstrip("-"), [*COMMANDS, "help", "version"])
-    hint = f"did you mean {guess if guess in COMMANDS else f'--{guess}'}? " if guess else ""
-    raise UserError(f"there is no command {name!r}", where="command line", fix=f"{hint}the commands are {listing}")
+    guess = nearest(name, COMMANDS)
+    fix = f"{f'did you mean {guess}? ' if guess else ''}the commands are {listing}; --help describes them"
+    raise UserError(f"there is no command {name!r}", where="command line", fix=fix)
 
 
 if __name__ == "__main__":

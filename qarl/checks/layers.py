@@ -76,22 +76,16 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
     """Raise UserError if `ignore` matches only some linears of a fused layer, or only some experts of a layer."""
     names = list(names)
     for entry in ignore:
-        owner, _, leaf = entry.rpartition(".")
-        if leaf in FUSED_LAYERS and not entry.startswith("re:"):
-            raise UserError(
-                f"{entry} is vLLM's name for a fused layer, which the checkpoint does not have",
-                where="quant.ignore",
-                why="vLLM would keep this layer in BF16, but the trainer would quantize its separate layers",
-                fix=f"name {', '.join(f'{owner}.{part}' for part in FUSED_LAYERS[leaf])}",
-            )
-        ends = [name for name in names if name.endswith(f".{entry}")]
-        if ends and entry not in names:
-            together = next((parts for parts in FUSED_LAYERS.values() if entry in parts), (entry,))
-            pattern = "re:.*[.]experts[.]" if ".experts." in ends[0] else f"re:.*[.]({'|'.join(together)})$"
+        leaf = entry.rpartition(".")[2]
+        parts = FUSED_LAYERS.get(leaf) or next((parts for parts in FUSED_LAYERS.values() if leaf in parts), (leaf,))
+        alike = [name for name in names if name.rpartition(".")[2] in parts]
+        of_no_linear = leaf in FUSED_LAYERS or any(name.endswith(f".{entry}") for name in alike)
+        if not entry.startswith("re:") and entry not in names and alike and of_no_linear:
+            pattern = "re:.*[.]experts[.]" if of_expert(alike[0]) else f"re:.*[.]({'|'.join(parts)})$"
             raise UserError(
                 f"quant.ignore entry {entry} names no linear",
                 where="quant.ignore",
-                why=f"an entry is a complete name, such as {ends[0]}, or a pattern",
+                why=f"an entry is a complete name of the checkpoint, such as {alike[0]}, or a pattern",
                 fix=f'write "{pattern}" for all layers, with those that the engine treats alike',
             )
     split: dict[str, list[str]] = {"ignored": [], "quantized": []}

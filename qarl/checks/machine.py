@@ -16,11 +16,12 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 from qarl.config import Config
 from qarl.errors import UserError
@@ -86,33 +87,37 @@ def this_machine(backend: str = "local") -> Machine:
     return Machine("cuda", name, True, 10 * major + minor, properties.total_memory, count)
 
 
-def find_machine(options: Mapping[str, str], backend: str = "local") -> Machine:
-    """Return the GPU machine that the doctor's options describe. Without them, return this machine.
+class DoctorOptions(BaseModel):
+    """The doctor's own options, `doctor.NAME=VALUE`."""
 
-    Raise UserError if the device is not known, or if a number is not positive.
-    """
-    if not {"device", "gpu_memory_gib", "gpu_capability"} & set(options):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    device: Literal["cuda", *GPUS] | None = None  # type: ignore[valid-type]  # names that are not written out
+    gpu_memory_gib: PositiveFloat | None = None
+    gpu_capability: PositiveFloat | None = None
+    json_path: str | None = Field(default=None, alias="json", min_length=1)
+
+
+def read_options(given: Mapping[str, str]) -> DoctorOptions:
+    """Check the doctor's options. Raise UserError for the first one that cannot be used."""
+    try:
+        return DoctorOptions.model_validate(given)
+    except ValidationError as invalid:
+        problem = invalid.errors()[0]
+        what = f"cannot use doctor.{problem['loc'][0]}={problem['input']}: {problem['msg']}"
+        raise UserError(what, where="command line", fix="qarl doctor --help describes the options") from invalid
+
+
+def find_machine(options: DoctorOptions, backend: str = "local") -> Machine:
+    """Return the GPU machine that the doctor's options describe. Without them, return this machine."""
+    if not options.model_fields_set & {"device", "gpu_memory_gib", "gpu_capability"}:
         return this_machine(backend)
-    name = options.get("device", "cuda").lower()
-    if name != "cuda" and name not in GPUS:
-        fix = f"choose {', '.join(GPUS)}, or cuda with doctor.gpu_memory_gib and doctor.gpu_capability"
-        raise UserError(f"doctor.device={name} is not known", where="command line", fix=fix)
+    name = options.device or "cuda"
     capability, gib = GPUS.get(name, (None, None))
-    if "gpu_memory_gib" in options:
-        gib = _number(options, "gpu_memory_gib", "80")
-    if "gpu_capability" in options:
-        capability = round(10 * _number(options, "gpu_capability", "9.0"))
+    gib = options.gpu_memory_gib or gib
+    capability = round(10 * options.gpu_capability) if options.gpu_capability else capability
     memory = None if gib is None else int(gib * 2**30)
     described = name if gib is None else f"{name} with {gib:g} GiB"
     return Machine("cuda", f"another machine ({described})", False, capability, memory)
-
-
-def _number(options: Mapping[str, str], name: str, example: str) -> float:
-    with suppress(ValueError):
-        if (value := float(options[name])) > 0:
-            return value
-    fix = f"for example doctor.{name}={example}"
-    raise UserError(f"doctor.{name}={options[name]} is not a number above 0", where="command line", fix=fix)
 
 
 def cpu_flags() -> set[str]:
@@ -256,19 +261,15 @@ def check_capability(scheme: str, kernels: str, capability: int) -> None:
 
     For W8A8 vLLM chooses CUTLASS on any GPU from 8.0 on, but its int8 products end with 9.0 (vLLM 0.24.0,
     csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu and _sm120.cu)."""
-    if capability < 80:
+    needed, why = 80, "for BF16 arithmetic and vLLM's Marlin kernel"
+    if scheme == "fp8":
+        needed, why = 89, "for FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"
+    if capability < needed:
         raise UserError(
             f"compute capability {capability / 10} is too low for quant.scheme={scheme}",
-            where="quant.scheme",
-            why="8.0 is needed for BF16 arithmetic and vLLM's Marlin kernel",
-            fix="use a newer GPU",
-        )
-    if scheme == "fp8" and capability < 89:
-        raise UserError(
-            f"compute capability {capability / 10} is too low for quant.scheme=fp8",
-            where="quant.scheme=fp8",
-            why="8.9 is needed for FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning",
-            fix="set quant.scheme=w4a16, or use a newer GPU",
+            where=f"quant.scheme={scheme}",
+            why=f"{needed / 10} is needed {why}",
+            fix="use a newer GPU" if needed == 80 else "set quant.scheme=w4a16, or use a newer GPU",
         )
     disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")  # then vLLM chooses another kernel
     cutlass = kernels == "engine" and "CutlassInt8ScaledMMLinearKernel" not in disabled

@@ -132,16 +132,13 @@ def estimate(
         *(terms.kept(size, config, device) if device == "cpu" else ()),
         Part("libraries and runtime (allowance)", RUNTIME_BYTES),
     ]
-    parallel = config.rollout.tensor_model_parallel_size
-    found = tuple(part for part in parts if part.bytes)
     host = [*terms.on_host(size, config, offload), *terms.kept(size, config, device), *(reference if on_host else [])]
-    host = host if device == "cuda" else []
     return MemoryEstimate(
-        found,
+        tuple(part for part in parts if part.bytes),
         engine_weights,
         kv_cache,
-        size.kv_bytes_per_token(parallel),
-        tuple(part for part in host if part.bytes),
+        size.kv_bytes_per_token(config.rollout.tensor_model_parallel_size),
+        tuple(part for part in host if part.bytes and device == "cuda"),
         config.trainer.n_gpus_per_node if config.backend == "verl" else 1,
     )
 

@@ -163,34 +163,28 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
     if not quantized:
         return []
     scheme, group = config.quant.scheme, config.quant.group_size
-
-    def prepared(names: Mapping[str, Shape]) -> int:
-        return sum(prepared_bytes(scheme, kernels.get(shape), group, shape) for shape in names.values())
-
-    wire = sum(wire_bytes(scheme, group, shape) for shape in quantized.values())
+    wire = {name: wire_bytes(scheme, group, shape) for name, shape in quantized.items()}
+    prepared = {name: prepared_bytes(scheme, kernels.get(shape), group, shape) for name, shape in quantized.items()}
     # Experts are dequantized for each backward, one layer's stack at a time, and not kept.
     linears = [shape for name, shape in quantized.items() if ".experts." not in name]
     experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(quantized) else 0
-    own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts] * bool(experts)
+    own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts]
     # The kernel "dequantized" already holds this weight.
     other = [2 * n * k for n, k in linears if kernels.get((n, k)) not in (*OWN_INPUT_GRADIENT, "dequantized")]
     if config.backend == "verl":
-        blocks = [size.block_linears(i) for i in range(size.layers)]
-        block = max(prepared({name: s for name, s in one.items() if name in quantized}) for one in blocks)
-        restored = max(
-            sum(wire_bytes(scheme, group, s) for name, s in one.items() if name in quantized and ".experts." in name)
-            for one in blocks
-        )
+        blocks = [quantized.keys() & size.block_linears(i).keys() for i in range(size.layers)]
+        restored = max(sum(wire[name] for name in block if ".experts." in name) for block in blocks)
+        gathered = max(sum(prepared[name] for name in block) for block in blocks)
         return [
-            Part("low-bit tensors, sharded", wire // ranks(config)),
-            Part("a gathered block in the kernels' layout", block, ("old_log_prob", "update")),
+            Part("low-bit tensors, sharded", sum(wire.values()) // ranks(config)),
+            Part("a gathered block in the kernels' layout", gathered, ("old_log_prob", "update")),
             Part("experts of one layer, restored", restored if scheme == "w4a16" else 0, ("update",)),
             Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
         ]
     return [
-        Part("low-bit tensors", wire),
-        Part("low-bit tensors in the kernels' layout", prepared(quantized)),
-        Part("dequantized weights for the backward, BF16", sum(other) + max(own, default=0), ("update",)),
+        Part("low-bit tensors", sum(wire.values())),
+        Part("low-bit tensors in the kernels' layout", sum(prepared.values())),
+        Part("dequantized weights for the backward, BF16", sum(other) + max(own), ("update",)),
     ]
 
 
@@ -230,9 +224,8 @@ def expert_rows(size: ModelSize, config: Config, align: str) -> list[Part]:
     hidden, inner, tokens = size.hidden, size.moe_intermediate, micro_batch_tokens(config)
     each = 6 * hidden
     if has_own_experts(size, config, align):
-        each = 6 * hidden + 12 * inner + hidden * (config.quant.scheme in ("w8a8", "fp8"))
-    held = tokens * (size.experts_per_token * each + 2 * hidden)
-    return [Part("rows of a layer's experts", held, ("update",))]
+        each += 12 * inner + hidden * (config.quant.scheme in ("w8a8", "fp8"))
+    return [Part("rows of a layer's experts", tokens * (size.experts_per_token * each + 2 * hidden), ("update",))]
 
 
 def micro_batch_tokens(config: Config, *, log_probs: bool = False) -> int:
@@ -307,15 +300,10 @@ def reference(size: ModelSize, config: Config, align: str, kernels: Mapping[Shap
 
 def own_layout(size: ModelSize, config: Config) -> int:
     """Return how many more bytes than the published tensors the engine holds because of `quant.kernels`."""
-    quant = config.quant
-    kernel = ENGINE_KERNELS.get((quant.kernels, quant.scheme))
-    if kernel is None:
-        return 0
-    sizes = (quant.scheme, quant.group_size)
-    return sum(
-        prepared_bytes(quant.scheme, kernel, quant.group_size, shape) - wire_bytes(*sizes, shape)
-        for shape in quantized_linears(size, config).values()
-    )
+    scheme, group = config.quant.scheme, config.quant.group_size
+    kernel, shapes = ENGINE_KERNELS.get((config.quant.kernels, scheme)), quantized_linears(size, config).values()
+    each = (prepared_bytes(scheme, kernel, group, shape) - wire_bytes(scheme, group, shape) for shape in shapes)
+    return sum(each) if kernel else 0
 
 
 def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:

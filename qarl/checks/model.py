@@ -46,7 +46,7 @@ def check_served(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Modul
 def level_notes(config: Config, hf_config: Any) -> list[str]:
     """Return the measured mismatch of the model's family, and notes if the applied level is lower than `quant.align`,
     or if no device has confirmed it."""
-    level, _ = applied_level(config, hf_config)
+    level = applied_level(config, hf_config)[0]
     unsure = unconfirmed(level, run_device(config), hf_config, eager=config.rollout.enforce_eager is True)
     notes = (lower_level(config, hf_config), unsure and f"quant.align={level} is {unsure}", shown_mismatch(hf_config))
     return [text for text in notes if text]
@@ -55,9 +55,8 @@ def level_notes(config: Config, hf_config: Any) -> list[str]:
 def lower_level(config: Config, hf_config: Any) -> str | None:
     """If a lower alignment level than `quant.align` is applied, return a sentence that says why; otherwise None."""
     level, reasons = applied_level(config, hf_config)
-    if level == config.quant.align:
-        return None
-    return f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
+    falls_back = f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
+    return falls_back if level != config.quant.align else None
 
 
 def applied_level(
@@ -103,13 +102,9 @@ def check_architecture(hf_config: Any) -> None:
     module = kernel_prediction.serving_module(name)
     if module is None or "transformers" in module.split("."):
         raise UserError(
-            f"vLLM serves {name} only through transformers, so it is refused"
-            if module
-            else f"vLLM has no class for {name}",
+            f"vLLM has no class of its own for {name}",
             where=_WHERE,
-            why="vLLM's transformers backend names layers differently, and publishing to it is not tested"
-            if module
-            else "vLLM cannot make the rollouts",
+            why="vLLM's transformers backend names layers differently, and publishing to it is not tested",
             fix=f"train a model that vLLM has a class for; the tested families are {', '.join(FAMILIES)}",
         )
 

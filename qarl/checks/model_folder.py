@@ -33,6 +33,11 @@ _SAME_SIZES = {
     "Qwen/Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
 }
 """Models without a folder in `CARRIED`: name -> (folder of a similar model, the config keys that differ)."""
+NO_MODEL = {
+    "adapter_config.json": ("a LoRA adapter", "merge the adapter into its base model (merge_and_unload)"),
+    "*.gguf": ("GGUF files", "give the folder of the original model"),
+}
+"""File of a folder without a model -> what the folder has instead, and how to get a model."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -123,6 +128,14 @@ def check_model_folder(path: str) -> None:
     if not Path(path).is_dir() and looks_local:
         fix = how_to_make(path) or "give a Hugging Face folder; `qarl demo` makes a tiny model and trains it"
         raise UserError(f"there is no model folder {path!r}", where="model.path", fix=fix)
+    folder = Path(path)
+    weights = [file for end in ("safetensors", "bin") for file in folder.glob(f"*.{end}")]
+    if (folder / "config.json").is_file() and any(not file.name.startswith("adapter_") for file in weights):
+        return
+    for pattern, (content, fix) in NO_MODEL.items():
+        if any(folder.glob(pattern)):
+            what, why = f"the folder {path!r} has {content}, not a model", "training needs config.json and its weights"
+            raise UserError(what, where="model.path", why=why, fix=fix)
 
 
 def has_tokenizer(path: str) -> bool:

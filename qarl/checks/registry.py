@@ -21,8 +21,8 @@ from qarl.checks.model import applied_level, check_served
 from qarl.checks.model_size import ModelSize
 from qarl.checks.sampling import eos_warnings
 from qarl.config import Config
-from qarl.data.prompts import PromptDataset, PromptSampler, load_train_prompts, load_val_prompts, prompt_sampler
-from qarl.data.rewards import RewardFn, get_reward_fn
+from qarl.data.prompts import PromptDataset, load_train_prompts, load_val_prompts, prompt_sampler
+from qarl.data.rewards import get_reward_fn
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice, choose_linear_kernel
 from qarl.quant.convert import linear_shapes
@@ -42,8 +42,11 @@ class NotCheckedError(Exception):
 class Loaded(Generic[Value]):
     """A property that is computed once. Its value, or the error that it raised, is remembered."""
 
-    def __init__(self, load: Callable[[Any], Value]) -> None:
-        self.load, self.name = load, load.__name__
+    def __init__(self, load: Callable[[RunInputs], Value]) -> None:
+        self.load = load
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
     def __get__(self, run: RunInputs, owner: type) -> Value:
         if self.name not in run.results:
@@ -148,13 +151,9 @@ class RunInputs:
         eager = self.config.rollout.enforce_eager is True
         return unconfirmed(self.level[0], self.machine.device, self.hf_config, eager=eager)
 
-    @Loaded
-    def weight_files(self) -> list[Path]:
-        return model_folder.weight_files(self.config.model.path)
-
-    @Loaded
-    def eos_warnings(self) -> list[str]:
-        return eos_warnings(self.config.model.path, self.tokenizer, self.hf_config)
+    weight_files = Loaded(lambda run: model_folder.weight_files(run.config.model.path))
+    eos_warnings = Loaded(lambda run: eos_warnings(run.config.model.path, run.tokenizer, run.hf_config))
+    reward_fn = Loaded(lambda run: get_reward_fn(run.config.reward.function))
 
     @Loaded
     def train_prompts(self) -> PromptDataset:
@@ -166,13 +165,7 @@ class RunInputs:
         self._need_files(self.config.data.val_files)
         return load_val_prompts(self.config, self.tokenizer)
 
-    @Loaded
-    def sampler(self) -> PromptSampler:
-        return prompt_sampler(self.config, self.train_prompts)
-
-    @Loaded
-    def reward_fn(self) -> RewardFn:
-        return get_reward_fn(self.config.reward.function)
+    sampler = Loaded(lambda run: prompt_sampler(run.config, run.train_prompts))
 
     def _need_files(self, files: Sequence[str]) -> None:
         missing = [file for file in files if not Path(file).is_file()]

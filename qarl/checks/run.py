@@ -87,10 +87,9 @@ def check_scheme(config: Config, machine: Machine) -> None:
 def check_kernels(config: Config, machine: Machine) -> Findings:
     """Raise UserError if `quant.kernels` asks for kernels that do not run on `machine`."""
     scheme, kernels, device = config.quant.scheme, config.quant.kernels, machine.device
-    if device == "cuda" and kernels == "qarl" and scheme == "w4a8":
-        raise _no_kernel(config, "GPUs", f"QaRL's kernel for int8 activations runs only on a CPU; {W4A8_ON_GPUS}")
-    if device == "cuda" and kernels == "dequantized":
-        raise _no_kernel(config, "GPUs", "these kernels run only on a CPU")
+    if device == "cuda" and (kernels == "dequantized" or (kernels == "qarl" and scheme == "w4a8")):
+        why = "these kernels run only on a CPU"
+        raise _no_kernel(config, "GPUs", why if kernels == "dequantized" else f"{why}; {W4A8_ON_GPUS}")
     if kernels == "engine":
         return
     if not machine.here:
@@ -113,22 +112,26 @@ def _no_kernel(config: Config, place: str, why: str) -> UserError:
     return UserError(what, where="quant.kernels", why=why, fix=fix)
 
 
-def check_int8_experts(config: Config, hf_config: Any) -> None:
-    """Raise UserError for a mixture of experts in W8A8 on GPUs. vLLM 0.24, which requirements/gpu.lock has, chooses
-    `TritonExperts`, whose `apply` refuses the int8 rows that it is given. (vLLM 0.29 takes them.)"""
-    if config.quant.scheme == "w8a8" and vllm_plugin.experts_of(hf_config):
+def check_experts(config: Config, machine: Machine, hf_config: Any) -> None:
+    """Raise UserError if vLLM or QaRL's own kernels cannot run the model's mixture of experts.
+
+    For W8A8 on GPUs vLLM 0.24, which requirements/gpu.lock has, chooses `TritonExperts`, whose `apply` refuses the int8
+    rows that it is given. (vLLM 0.29 takes them.)"""
+    if not vllm_plugin.experts_of(hf_config):
+        return
+    if config.quant.kernels != "engine":
+        raise no_own_experts(config.quant.kernels, f"quant.kernels with {config.model.path}")
+    if machine.on_cpu:
+        vllm_plugin.check_installed(hf_config)
+        if config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
+            vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
+    elif config.quant.scheme == "w8a8":
         raise UserError(
             "vLLM has no int8 products for experts on GPUs",
             where=f"quant.scheme=w8a8 with {config.model.path}",
             why="vLLM 0.24 runs them with TritonExperts, which refuses int8 activations as the engine starts",
             fix="set quant.scheme=fp8 or quant.scheme=w4a16",
         )
-
-
-def check_dense(config: Config, hf_config: Any) -> None:
-    """Raise UserError for a mixture of experts with QaRL's own kernels."""
-    if config.quant.kernels != "engine" and vllm_plugin.experts_of(hf_config):
-        raise no_own_experts(config.quant.kernels, f"quant.kernels with {config.model.path}")
 
 
 def _config(config: Config, machine: Machine, hf_config: Any, no_model: UserError | None) -> Findings:
@@ -153,12 +156,6 @@ def _family(config: Config, hf_config: Any) -> Findings:
             why=f"only {', '.join(FAMILIES)} models are aligned, and tested against a fresh vLLM after an export",
             fix="watch mismatch/k3 in the first steps, and compare an export with the run before you rely on it",
         )
-
-
-def _experts(config: Config, hf_config: Any) -> None:
-    vllm_plugin.check_installed(hf_config)
-    if config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
-        vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
 
 
 def _vocabulary(hf_config: Any, tokenizer: Any) -> None:
@@ -236,9 +233,7 @@ CHECKS = (
     Check("model", "trainer and engine build the same model", _model),
     Check("model", "the model's family was measured", _family),
     Check("model", "lm_head has model.head_dtype", check_head),
-    Check("kernels", "vLLM can run experts", _experts, device="cpu"),
-    Check("kernels", "vLLM can run experts", check_int8_experts, device="cuda"),
-    Check("kernels", "quant.kernels can run this model", check_dense),
+    Check("kernels", "vLLM and quant.kernels can run experts", check_experts),
     Check("model", "model and tokenizer have the same token ids", _vocabulary),
     Check("backend", "verl runs no code of the model's folder", refuse_hidden_code, backend="verl"),
     Check("model", "model and tokenizer agree where a response ends", _eos),

@@ -45,21 +45,16 @@ def check_sampling(config: Config, *, level: str, vocabulary: int, confirmed: bo
     if not truncation(config).active:
         return
     where = f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}"
-    if level not in ("model", "exact"):
+    if level not in ("model", "exact") or not confirmed:
+        why = (
+            f"quant.align={config.quant.align} fell back to {level}" if confirmed else "no GPU has confirmed this level"
+        )
         raise UserError(
             f"the trainer cannot apply the engine's top-p or top-k at alignment level {level}",
             where=where,
-            why=f"quant.align={config.quant.align} fell back to {level}. At this level, the trainer's logits differ "
-            "from the engine's, so the trainer would keep different tokens",
-            fix="set rollout.top_p=1 and rollout.top_k=-1",
-        )
-    if not confirmed:
-        raise UserError(
-            f"the trainer cannot apply the engine's top-p or top-k at the unconfirmed alignment level {level}",
-            where=where,
-            why=f"no GPU has confirmed that the level {level} rounds as the engine does. If the logits differ, the "
-            "trainer would keep different tokens",
-            fix="set rollout.top_p=1 and rollout.top_k=-1, or compare the operators with scripts/gpu_check.sh",
+            why=f"{why}. If the trainer's logits differ from the engine's, the trainer would keep different tokens",
+            fix="set rollout.top_p=1 and rollout.top_k=-1"
+            + ("" if confirmed else ", or compare the operators with scripts/gpu_check.sh"),
         )
     responses = config.data.train_batch_size * config.rollout.n
     gib = responses * config.data.max_response_length * packed_width(vocabulary) / 2**30

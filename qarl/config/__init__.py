@@ -41,14 +41,13 @@ def load_config(argv: Sequence[str]) -> Config:
     NAME is looked up as given, then in ./configs, then among the configs shipped with the package. Values are YAML.
     Raises `ConfigError` with all problems.
     """
-    keys = describe_keys()
-    raw = read_arguments(argv, [key for key in keys if key not in sections() and key != "verl"])
-    return _build(raw.values, raw.sources, raw.problems, report_missing=raw.file_read)
+    raw = read_arguments(argv)
+    return _build(raw.values, raw.sources, raw.problems)
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
     """Build the config from a nested dict, like the content of a YAML file. Raises `ConfigError` with all problems."""
-    return _build(values, {}, [], report_missing=True)
+    return _build(values, {}, [])
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
@@ -73,9 +72,7 @@ def describe_keys() -> dict[str, str]:
     return {key: " ".join(text.split()) for key, text in keys.items()}
 
 
-def _build(
-    values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem], *, report_missing: bool
-) -> Config:
+def _build(values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem]) -> Config:
     # If a section is missing, its required keys are still reported one by one.
     filled = {**{name: {} for name in sections()}, **with_home(values)}
     for key in dropped(flat_values(filled, set()), default_values(), sources):
@@ -87,12 +84,10 @@ def _build(
     except ConfigError as error:
         found += [replace(problem, source=sources.get(problem.key)) for problem in error.problems]
     except ValidationError as error:
-        errors = [item for item in error.errors(include_url=False) if report_missing or item["type"] != "missing"]
-        descriptions = describe_keys()
+        errors, descriptions = error.errors(include_url=False), describe_keys()
         found += [from_pydantic(item, descriptions, sources) for item in errors]
-        if report_missing:
-            bad_keys = {key_of(item["loc"]).partition("[")[0] for item in errors}
-            found += check_together(flat_values(filled, bad_keys), sources)
+        bad_keys = {key_of(item["loc"]).partition("[")[0] for item in errors}
+        found += check_together(flat_values(filled, bad_keys), sources)
     if found:
         raise ConfigError(found)
     return config

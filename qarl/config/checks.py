@@ -169,13 +169,6 @@ def tokens_are_counted_without_padding(v: Values) -> Problems:
         yield bad(v, key, reason, "leave it at true, or set actor.use_dynamic_bsz=false")
 
 
-def int4_group(v: Values) -> Problems:
-    key, scheme = "quant.group_size", v["quant.scheme"]
-    if scheme in ("w4a16", "w4a8") and v[key] % 8:
-        reason = f"{scheme} packs eight int4 values into an int32 word, so a group must have whole words"
-        yield bad(v, key, reason, "choose a multiple of 8: 128, or 32 for tiny models")
-
-
 def kernels_have_something_to_do(v: Values) -> Problems:
     key, scheme, fix = "quant.kernels", v["quant.scheme"], "set it to engine"
     if v[key] == "engine":
@@ -277,7 +270,6 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     whole_micro_batches,
     *(partial(micro_batches_have_a_size, kind) for kind in ("ppo", "log_prob")),
     tokens_are_counted_without_padding,
-    int4_group,
     kernels_have_something_to_do,
     lm_head_stays,
     something_to_evaluate,

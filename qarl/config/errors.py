@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,32 +64,19 @@ def show(value: Any, limit: int = 120) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate most similar to `name`, or None if no candidate is similar enough."""
-    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
+    matches = difflib.get_close_matches(name, list(candidates), n=1)
     return matches[0] if matches else None
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
-    """Return the known dotted key that was most likely meant by `key`, or None.
-
-    The candidates are, in this order: a key with exactly this name in a different section, a similar name in the same
-    section, and a similar name in any section.
-    """
-    section, _, leaf = key.rpartition(".")
+    """Return the known dotted key or section whose last part is most similar to that of `key`, or None."""
     by_leaf: dict[str, str] = {}
-    siblings = []
     for path in known:
-        parent, _, name = path.rpartition(".")
-        by_leaf.setdefault(name, path)
-        if parent == section:
-            siblings.append(name)
-    if leaf in by_leaf:
-        return by_leaf[leaf]
-    if sibling := nearest(leaf, siblings):
-        return f"{section}.{sibling}" if section else sibling
-    other = nearest(leaf, by_leaf, cutoff=0.75)
-    return by_leaf[other] if other else None
+        by_leaf.setdefault(path.rpartition(".")[2], path)
+    guess = nearest(key.rpartition(".")[2], by_leaf)
+    return by_leaf[guess] if guess else None
 
 
 def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
@@ -99,7 +85,6 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources:
     `descriptions`: dotted key or section -> its meaning. `sources`: dotted key -> the place where it was written."""
     key, value, kind = key_of(error["loc"]), error["input"], error["type"]
     plain_key = key.partition("[")[0]
-    context = error.get("ctx", {})
     if kind == "missing" and key != plain_key:
         key, reason, fix = plain_key, "too few values", "write every value of the list"
     elif kind == "missing":
@@ -114,9 +99,7 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources:
     else:
         reason = error["msg"].replace("Input should be ", "must be ")
         reason = reason[:1].lower() + reason[1:]
-        fix = context.get("fix", f"correct the value; `qarl train --help {plain_key}` describes the key")
-        if kind == "literal_error" and (guess := nearest(str(value), re.findall("'(.+?)'", context["expected"]), 0.5)):
-            fix = f"write {guess}"
+        fix = error.get("ctx", {}).get("fix", f"correct the value; `qarl train --help {plain_key}` describes the key")
     return Problem(key, value, reason, fix, sources.get(plain_key), descriptions.get(plain_key))
 
 

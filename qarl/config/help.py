@@ -9,20 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from pydantic.fields import FieldInfo
-
-from qarl.config.errors import nearest, nearest_key, show
+from qarl.config.errors import nearest_key, show
 from qarl.config.schema import Config, sections
 from qarl.config.source import available_configs, find_config
-from qarl.config.types import Unit, Words
+from qarl.config.types import Section, Unit
 from qarl.errors import UserError
 
-_NUMBERS = {int: "integer", float: "number"}
-_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-_PLURALS = {"path": "paths"}
+_KINDS = {"boolean": "true or false", "string": "text", "object": "keys and values"}
+_SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 @dataclass(frozen=True)
@@ -44,10 +40,7 @@ class Key:
 
 def key_table() -> dict[str, list[Key]]:
     """Return the keys by section, in order. Keys outside any section come first, under the empty name."""
-    table = {"": [_key(name, info) for name, info in Config.model_fields.items() if name not in sections()]}
-    for name, section in sections().items():
-        table[name] = [_key(f"{name}.{child}", info) for child, info in section.model_fields.items()]
-    return table
+    return {"": _keys(Config)} | {name: _keys(section, f"{name}.") for name, section in sections().items()}
 
 
 def about_section(name: str) -> list[str]:
@@ -95,8 +88,7 @@ def _topic(topic: str) -> str:
     if topic in table and topic:
         title, *paragraphs = about_section(topic)
         return "\n\n".join([f"{topic}: {title}", *paragraphs, *map(_described, table[topic])])
-    known = [*sections(), *keys]
-    guess = nearest_key(topic, known) if "." in topic else nearest(topic, sections()) or nearest_key(topic, known)
+    guess = nearest_key(topic, [*sections(), *keys])
     fix = f"{f'did you mean {guess}? ' if guess else ''}the sections are {', '.join(sections())}"
     raise UserError(f"there is no section or key {topic!r}", where="--help", fix=fix)
 
@@ -105,54 +97,38 @@ def _described(key: Key) -> str:
     return f"  {key.name}\n      {key.meaning}\n      {key.facts}"
 
 
-def _key(name: str, info: FieldInfo) -> Key:
-    unit = next((item.name for item in info.metadata if isinstance(item, Unit)), "")
-    given = info.get_default(call_default_factory=True)
-    default = "" if info.is_required() else given if isinstance(given, str) else show(given)
-    return Key(name, " ".join((info.description or "").split()), _values(info.annotation, info.metadata), unit, default)
+def _keys(section: type[Section], prefix: str = "") -> list[Key]:
+    """Return the keys of a section. Their values are described by pydantic's JSON schema."""
+    described = section.model_json_schema()["properties"]
+    keys = []
+    for name, info in section.model_fields.items():
+        if name in sections() and not prefix:
+            continue
+        unit = next((item.name for item in info.metadata if isinstance(item, Unit)), "")
+        given = info.get_default(call_default_factory=True)
+        default = "" if info.is_required() else given if isinstance(given, str) else show(given)
+        meaning = " ".join((info.description or "").split())
+        keys.append(Key(f"{prefix}{name}", meaning, _values(described[name]), unit, default))
+    return keys
 
 
-def _values(annotation: Any, metadata: Sequence[Any]) -> str:
-    """Describe the possible values of a key in words. `metadata` contains the bounds that pydantic checks."""
-    metadata = [one for item in metadata for one in (item.metadata if isinstance(item, FieldInfo) else [item])]
-    if get_origin(annotation) in (Union, UnionType):
-        (kind,) = (one for one in get_args(annotation) if one is not NoneType)
-        return f"{_values(kind, metadata)}, or null"
-    if hasattr(annotation, "__metadata__"):
-        return _values(annotation.__origin__, [*annotation.__metadata__, *metadata])
-    arguments = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(arguments)}" if len(arguments) > 1 else f"{arguments[0]} only"
-    if get_origin(annotation) is list:
-        least = "".join(f", at least {bound}" for bound in _bounds("min_length", metadata))
-        kind = _words(metadata) or _values(arguments[0], []).removeprefix("one of ")
-        return f"list of {_PLURALS.get(kind, kind)}{least}"
-    if get_origin(annotation) is tuple:
-        return f"list of {len(arguments)}, each: {_values(arguments[0], [])}"
-    if get_origin(annotation) is dict:
-        return "keys and values"
-    return _single(annotation, metadata)
-
-
-def _single(kind: Any, metadata: Sequence[Any]) -> str:
-    if kind is bool:
-        return "true or false"
-    if kind in _NUMBERS:
-        bounds = [f"{sign} {_number(bound)}" for name, sign in _SIGNS.items() for bound in _bounds(name, metadata)]
-        return " ".join([_NUMBERS[kind], ", ".join(bounds)]).strip()
-    if kind is str:
-        limits = [f" of at most {bound} characters" for bound in _bounds("max_length", metadata)]
-        return "".join([_words(metadata) or "text", *limits])
-    raise TypeError(f"no words for values of {kind}")
-
-
-def _bounds(name: str, metadata: Sequence[Any]) -> list[Any]:
-    return [getattr(item, name) for item in metadata if getattr(item, name, None) is not None]
+def _values(schema: Mapping[str, Any]) -> str:
+    """Describe in words the values that a JSON schema allows."""
+    if "anyOf" in schema:
+        return f"{_values(schema['anyOf'][0])}, or null"
+    if "enum" in schema:
+        return f"one of {', '.join(schema['enum'])}"
+    kind = schema.get("words", schema["type"])
+    if kind == "array" and "prefixItems" in schema:
+        return f"list of {schema['maxItems']}, each: {_values(schema['prefixItems'][0])}"
+    if kind == "array":
+        items = _values(schema["items"]).removeprefix("one of ")
+        least = f", at least {schema['minItems']}" if "minItems" in schema else ""
+        return f"list of {'paths' if items == 'path' else items}{least}"
+    bounds = [f"{sign} {_number(schema[name])}" for name, sign in _SIGNS.items() if name in schema]
+    limit = f" of at most {schema['maxLength']} characters" if "maxLength" in schema else ""
+    return " ".join([_KINDS.get(kind, kind) + limit, ", ".join(bounds)]).strip()
 
 
 def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:g}"
-
-
-def _words(metadata: Sequence[Any]) -> str:
-    return next((item.text for item in metadata if isinstance(item, Words)), "")

@@ -25,7 +25,7 @@ class QuantConfig(Section):
     but int8 activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: no
     quantization. 8-bit weights have one scale per output channel. 8-bit activations have one scale per token."""
 
-    group_size: Annotated[int, Unit("weights"), Sane(8, 4096)] = Field(default=128, ge=1)
+    group_size: Annotated[int, Unit("weights"), Sane(8, 4096)] = Field(default=128, ge=1, multiple_of=8)
     """Number of weights along the input dimension that share one scale; a multiple of 8. Used by w4a16 and w4a8."""
 
     ignore: Patterns = ["lm_head"]

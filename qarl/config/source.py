@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from yaml.constructor import ConstructorError
 
-from qarl.config.errors import NOT_GIVEN, Problem, nearest
+from qarl.config.errors import NOT_GIVEN, ConfigError, Problem
 
 COMMAND_LINE = "command line"
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
@@ -76,27 +76,26 @@ def explain(error: yaml.YAMLError) -> str:
 
 @dataclass
 class RawConfig:
-    """Nested values that are not checked yet. `sources` maps dotted keys to `file:line` or `command line`.
-
-    `file_read` is False if there is no usable file. In that case, missing keys are not reported."""
+    """Nested values that are not checked yet. `sources` maps dotted keys to `file:line` or `command line`."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    file_read: bool = False
 
 
-def read_arguments(argv: Sequence[str], single_keys: Collection[str]) -> RawConfig:
-    """Read `argv`, such as `["config=quickstart.yaml", "quant.scheme=bf16"]`, into raw values with overrides applied.
+def read_arguments(argv: Sequence[str]) -> RawConfig:
+    """Read `argv`, such as `["config=quickstart.yaml", "rollout.n=4"]`, into raw values with overrides applied.
 
-    `single_keys`: the known dotted keys that have no keys below them."""
+    Without a usable file, raise ConfigError."""
     raw = RawConfig()
     arguments = _split_arguments(argv, raw.problems)
     path = _config_path(arguments.pop("config", None), raw.problems)
     if path is not None:
         _read_file(path, raw)
+    if not raw.values:
+        raise ConfigError(raw.problems)
     for key, text in arguments.items():
-        _apply_override(key, text, single_keys, raw)
+        _apply_override(key, text, raw)
     return raw
 
 
@@ -106,11 +105,10 @@ def _read_file(path: Path, raw: RawConfig) -> None:
         text = path.read_text(encoding="utf-8")
         loader = _Loader(text)
         root = loader.get_single_node()
-        if isinstance(root, yaml.MappingNode):
-            raw.values, raw.file_read = _mapping(root, "", loader, path, raw), True
+        if isinstance(root, yaml.MappingNode) and root.value:
+            raw.values = _mapping(root, "", loader, path, raw)
         else:
-            reason = "the file is empty" if root is None else "the top level is not a mapping"
-            raw.problems.append(Problem(str(path), NOT_GIVEN, reason, fix))
+            raw.problems.append(Problem(str(path), NOT_GIVEN, "the file has no keys and values", fix))
     except (OSError, UnicodeDecodeError) as error:
         reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
         raw.problems.append(Problem("config", str(path), f"the file {reason}", "give a YAML file that can be read"))
@@ -189,10 +187,8 @@ def _config_path(name: str | None, problems: list[Problem]) -> Path | None:
         return None
     path, tried = find_config(name)
     if path is None:
-        guess = nearest(Path(name).name, available, cutoff=0.4)
-        hint = f"did you mean config={guess}? " if guess else ""
         reason = f"no such file; looked for {', '.join(map(str, tried))}"
-        problems.append(Problem("config", name, reason, hint + listing, COMMAND_LINE))
+        problems.append(Problem("config", name, reason, listing, COMMAND_LINE))
     return path
 
 
@@ -201,11 +197,7 @@ def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, 
     for argument in argv:
         key, equals, text = argument.partition("=")
         if not equals or not all(re.fullmatch(r"\w+", part) for part in key.split(".")):
-            fix = "write key=value, for example quant.scheme=bf16"
-            if argument.startswith("-"):
-                fix += ", without leading dashes; --help describes the keys"
-            elif argument.endswith((".yaml", ".yml")):
-                fix = f"write config={argument}"
+            fix = "write key=value, for example config=quickstart.yaml or quant.scheme=bf16; --help describes the keys"
             problems.append(Problem(argument, NOT_GIVEN, "not of the form key=value", fix, COMMAND_LINE))
         elif key in arguments:
             reason = f"given twice on the command line: {arguments[key]}, then {text}"
@@ -215,7 +207,7 @@ def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, 
     return arguments
 
 
-def _apply_override(key: str, text: str, single_keys: Collection[str], raw: RawConfig) -> None:
+def _apply_override(key: str, text: str, raw: RawConfig) -> None:
     def refuse(reason: str, fix: str) -> None:
         raw.problems.append(Problem(key, text, reason, fix, COMMAND_LINE))
 
@@ -231,7 +223,7 @@ def _apply_override(key: str, text: str, single_keys: Collection[str], raw: RawC
     node = raw.values
     for depth, section in enumerate(sections, start=1):
         path = ".".join(sections[:depth])
-        if path in single_keys or not isinstance(node.get(section, {}), dict):
+        if not isinstance(node.get(section, {}), dict):
             refuse(f"{path} is a single value and has no keys below it", f"write {path}=VALUE, or correct the path")
             return
         node = node.setdefault(section, {})
@@ -240,32 +232,23 @@ def _apply_override(key: str, text: str, single_keys: Collection[str], raw: RawC
     raw.sources[key] = COMMAND_LINE
 
 
-@dataclass(frozen=True)
-class Demo:
-    """A shipped config that runs on a CPU. `model`: its model folder. `made_by`: what makes only the model and data, in
-    a checkout. `task`, `experts`: which model and data (`qarl.demo.tiny_model`)."""
+class Demo(NamedTuple):
+    """A shipped config that runs on a CPU. `model`: its model folder. `task`, `experts`: which model and data
+    (`qarl.demo.tiny_model`)."""
 
     config: str
     model: str
-    made_by: str
     task: str = "column_addition"
     experts: int = 0
 
 
 DEFAULT = "quickstart"
 DEMOS = {
-    DEFAULT: Demo("quickstart.yaml", "models/tiny-qwen3", "make quickstart"),
-    "moe": Demo("quickstart_moe.yaml", "models/tiny-qwen3-moe", "make model-moe", experts=8),
-    "verl": Demo("quickstart_verl.yaml", "models/tiny-qwen3", "make quickstart"),
-    **{
-        task: Demo(
-            f"{task}.yaml",
-            f"models/tiny-qwen3-{task.replace('_', '-')}",
-            f"python scripts/make_tiny_model.py --task {task}",
-            task=task,
-        )
-        for task in ("addition_chain", "letter_sorting")
-    },
+    DEFAULT: Demo("quickstart.yaml", "models/tiny-qwen3"),
+    "moe": Demo("quickstart_moe.yaml", "models/tiny-qwen3-moe", experts=8),
+    "verl": Demo("quickstart_verl.yaml", "models/tiny-qwen3"),
+    "addition_chain": Demo("addition_chain.yaml", "models/tiny-qwen3-addition-chain", "addition_chain"),
+    "letter_sorting": Demo("letter_sorting.yaml", "models/tiny-qwen3-letter-sorting", "letter_sorting"),
 }
 """Name of a demo -> what it runs."""
 
@@ -277,4 +260,4 @@ def how_to_make(path: str) -> str | None:
     if not names:
         return None
     commands = " or ".join(f"`qarl demo{'' if name == DEFAULT else f' {name}'}`" for name in names)
-    return f"{commands} makes it here and trains; in a checkout, `{DEMOS[names[0]].made_by}` makes it, too"
+    return f"{commands} makes it here and trains"

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from qarl.config.errors import nearest
 from qarl.config.ignore import pattern_problem
 
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
@@ -28,13 +27,6 @@ class Unit:
     """The unit of a key, as in `Annotated[int, Unit("tokens")]`. It is only documentation."""
 
     name: str
-
-
-@dataclass(frozen=True)
-class Words:
-    """What the values of a text are, for the help. It is only documentation."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -64,12 +56,10 @@ def as_dotted(value: Any) -> Any:
 
 def reward_name(function: str) -> str:
     """Return `function`; raise an error if it is not a built-in reward and does not have the form `module:function`."""
-    where, colon, name = function.rpartition(":")
+    where, _, name = function.rpartition(":")
     if function in BUILTIN_REWARDS or (where and name.isidentifier()):
         return function
-    guess = nearest(function, BUILTIN_REWARDS)
-    fix = f"did you mean {guess}? " if guess and not colon else ""
-    fix += f"write {', '.join(BUILTIN_REWARDS)}, module:function or path/to/file.py:function"
+    fix = f"write {', '.join(BUILTIN_REWARDS)}, module:function or path/to/file.py:function"
     raise PydanticCustomError("reward", "neither a built-in reward nor a function", {"fix": fix})
 
 
@@ -81,12 +71,18 @@ def good_patterns(patterns: list[str]) -> list[str]:
     return patterns
 
 
+def _words(text: str) -> Any:
+    """Say in the help what the values of a text are."""
+    return Field(json_schema_extra={"words": text})
+
+
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
-PathText = Annotated[Text, Words("path")]
-TextList = Annotated[list[Text], BeforeValidator(as_list)]
+PathText = Annotated[Text, _words("path")]
 PathList = Annotated[list[PathText], BeforeValidator(as_list)]
-Patterns = Annotated[TextList, Words("module names or patterns"), AfterValidator(good_patterns)]
-RewardName = Annotated[Text, Words("name of a function"), AfterValidator(reward_name)]
+Patterns = Annotated[
+    list[Annotated[Text, _words("module names or patterns")]], BeforeValidator(as_list), AfterValidator(good_patterns)
+]
+RewardName = Annotated[Text, _words("name of a function"), AfterValidator(reward_name)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]
 Below = Annotated[float, Field(gt=0, le=1)]

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from qarl.config.errors import Problem, show
+from qarl.config.objectives import LOSSES, Level
 from qarl.config.source import COMMAND_LINE
+from qarl.tbpo.config import KEYS as TBPO_KEYS
 
 _IS, _RS = "rollout_correction.rollout_is", "rollout_correction.rollout_rs"
-_ADVANTAGES = ("tbpo", "grpo", "dual_clip", "gspo", "mis_gspo", "positive_only", "sapo")
+_ADVANTAGES = tuple(loss for loss in LOSSES if loss != "reinforce")
 _CLIPPED = ("grpo", "dual_clip", "gspo", "mis_gspo", "positive_only")
 
 
@@ -35,20 +37,10 @@ def _if(decider: str, values: tuple[Any, ...], *keys: str) -> Rule:
     return Rule(decider, lambda value: value in values, f"set {decider} to {text}", keys)
 
 
+_SIZES = [f"actor.{kind}_micro_batch_size_per_gpu" for kind in ("ppo", "log_prob")]
+_TOKENS = [f"actor.{kind}_max_token_len_per_gpu" for kind in ("ppo", "log_prob")]
 RULES = (
-    _if(
-        "actor.loss",
-        ("tbpo",),
-        "actor.seq_clip_ratio_high",
-        "actor.seq_clip_ratio_low",
-        "actor.neg_seq_clip_ratio_low",
-        "actor.neg_seq_clip_ratio_high",
-        "actor.seq_tis_imp_ratio_cap",
-        "actor.mismatch_outside_cap",
-        "actor.positive_band",
-        "actor.band_scaling",
-        "actor.band_reference_length",
-    ),
+    _if("actor.loss", ("tbpo",), *(f"actor.{name}" for name in TBPO_KEYS)),
     _if("actor.positive_band", ("two_sided",), "actor.seq_clip_ratio_low"),
     _if("actor.band_scaling", ("length",), "actor.band_reference_length"),
     _if("actor.loss", _CLIPPED, "actor.clip_ratio_low", "actor.clip_ratio_high"),
@@ -59,25 +51,13 @@ RULES = (
     _if("actor.old_log_probs", ("auto",), "actor.old_log_probs_sample"),
     _if("optim.name", ("muon",), "optim.muon_lr", "optim.muon_momentum"),
     _if("optim.lr_scheduler_type", ("cosine",), "optim.min_lr_ratio"),
-    _if("actor.use_dynamic_bsz", (False,), *(f"actor.{kind}_micro_batch_size_per_gpu" for kind in ("ppo", "log_prob"))),
+    _if("actor.use_dynamic_bsz", (False,), *_SIZES),
+    _if("actor.use_dynamic_bsz", (True,), *_TOKENS),
     _if(
-        "actor.use_dynamic_bsz",
-        (True,),
-        *(f"actor.{kind}_max_token_len_per_gpu" for kind in ("ppo", "log_prob")),
-    ),
-    Rule(
-        _IS,
-        lambda level: level is not None,
-        f"set {_IS}",
-        tuple(f"{_IS}_{name}" for name in ("mode", "threshold", "threshold_lower", "batch_normalize")),
+        _IS, get_args(Level), *(f"{_IS}_{name}" for name in ("mode", "threshold", "threshold_lower", "batch_normalize"))
     ),
     _if(f"{_IS}_mode", ("clip", "icepop"), f"{_IS}_threshold_lower"),
-    Rule(
-        _RS,
-        bool,
-        f"set {_RS}",
-        tuple(f"{_RS}_{name}" for name in ("threshold", "threshold_lower", "ratio")),
-    ),
+    Rule(_RS, bool, f"set {_RS}", tuple(f"{_RS}_{name}" for name in ("threshold", "threshold_lower", "ratio"))),
     _if("actor.loss", _ADVANTAGES, "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"),
     _if("algorithm.adv_estimator", ("grpo", "dr_grpo"), "algorithm.norm_adv_by_std_in_grpo"),
     _if("trainer.resume_mode", ("resume_path",), "trainer.resume_from_path"),

@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from transformers import (
 )
 
 from qarl.demo.tasks import TASKS, Problem, Task
-from qarl.errors import UserError
 
 RECORD = "made_with.json"
 IGNORE_INDEX = -100
@@ -66,21 +64,10 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides the outputs. A folder with the same settings is not made again."""
-
-    seed: int = 0
-    experts: int = 0
-    steps: int = QUICKSTART.steps
-    target: float = QUICKSTART.target
-    train_size: int = 4000
-    test_size: int = 512
-    task: str = QUICKSTART.name
-
-
 OF_DATA = ("seed", "train_size", "test_size", "task")
-"""The settings that decide the data, which models of any kind share."""
+OF_MODEL = (*OF_DATA, "experts", "steps", "target")
+"""The arguments that decide the outputs: of the data, which models of any kind share, and of the model. A folder that
+was made with the same ones is not made again."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -160,7 +147,9 @@ def check_accuracy(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> fl
     return ((predicted == labels) | (labels == IGNORE_INDEX)).all(dim=1).float().mean().item()
 
 
-def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, settings: Settings, exclude: set[Problem]) -> int:
+def warm_start(
+    model: Model, tokenizer: PreTrainedTokenizerFast, settings: argparse.Namespace, exclude: set[Problem]
+) -> int:
     """Trains `model` in place until the check reaches `settings.target`; returns the steps taken."""
     rng, task = random.Random(settings.seed), TASKS[settings.task]
     checked = task.draw(CHECK_SIZE, rng, exclude)
@@ -209,27 +198,17 @@ def write_data(folder: Path, task: Task, train: Sequence[Problem], test: Sequenc
         Dataset.from_list(rows).to_parquet(str(folder / f"{split}.parquet"))
 
 
-def is_made(folder: Path, settings: dict[str, Any]) -> bool:
-    """Return whether `make` wrote `folder` with these settings, and all its files are there."""
+def is_made(folder: Path, args: argparse.Namespace, names: Sequence[str]) -> bool:
+    """Return whether `make` wrote `folder` with the same values of `names`, and all its files are there."""
     if not (folder / RECORD).is_file():
         return False
     record = json.loads((folder / RECORD).read_text())
-    same = settings.items() <= record["settings"].items()
+    same = all(record["settings"].get(name) == getattr(args, name) for name in names)
     return same and all((folder / name).exists() for name in record["files"])
 
 
-def check_replaceable(folder: Path) -> None:
-    """Raise UserError if `folder` has content that this module did not write."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
-        raise UserError(
-            f"will not replace {folder}",
-            why=f"it exists and this script did not write it (it has no {RECORD})",
-            fix="give another --output or --data, or remove it yourself",
-        )
-
-
-def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
-    """Makes model and data, and puts both in place at the end; returns the record kept beside the model."""
+def make(settings: argparse.Namespace, output: Path, data: Path) -> None:
+    """Makes model and data, and puts both in place at the end."""
     torch.manual_seed(settings.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, settings.experts)
@@ -249,7 +228,7 @@ def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
     greedy = check_accuracy(model, make_batch(tokenizer, test, task))
     print(f"greedy accuracy on {len(test)} test problems, BF16 weights: {greedy:.1%}")
     record = {
-        "settings": asdict(settings),
+        "settings": {name: getattr(settings, name) for name in OF_MODEL},
         "steps": steps,
         "num_parameters": num_parameters,
         "greedy_accuracy": greedy,
@@ -268,21 +247,19 @@ def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
             (new / RECORD).write_text(json.dumps(record | {"files": files}, indent=2) + "\n")
             shutil.rmtree(target, ignore_errors=True)
             new.rename(target)
-    return record
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the tiny model and its data.")
-    default = Settings()
-    parser.add_argument("--task", choices=list(TASKS), default=default.task, help="the task that the model learns")
+    parser.add_argument("--task", choices=list(TASKS), default=QUICKSTART.name, help="the task that the model learns")
     parser.add_argument("--output", type=Path, help="the model's folder (models/tiny-qwen3, then -moe and the task)")
     parser.add_argument("--data", type=Path, help="the folder of the parquet files; data/TASK by default")
-    parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--experts", type=int, default=default.experts, help="of a mixture; 0 for a dense model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--experts", type=int, default=0, help="of a mixture; 0 for a dense model")
     parser.add_argument("--steps", type=int, help="most warm-start steps; a few for a test")
     parser.add_argument("--target", type=float, help="greedy accuracy at which to stop")
-    parser.add_argument("--train-size", type=int, default=default.train_size, help="rows of train.parquet")
-    parser.add_argument("--test-size", type=int, default=default.test_size, help="rows of test.parquet")
+    parser.add_argument("--train-size", type=int, default=4000, help="rows of train.parquet")
+    parser.add_argument("--test-size", type=int, default=512, help="rows of test.parquet")
     parser.add_argument("--force", action="store_true", help="make both again even if they are there")
     args = parser.parse_args(argv)
     task = TASKS[args.task]
@@ -297,17 +274,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Make what is missing or was made with other settings. Return the exit code."""
     args = parse_arguments(argv)
-    settings = Settings(args.seed, args.experts, args.steps, args.target, args.train_size, args.test_size, args.task)
-    output, data, wanted = args.output.resolve(), args.data.resolve(), asdict(settings)
-    if not args.force and is_made(output, wanted) and is_made(data, {key: wanted[key] for key in OF_DATA}):
+    output, data = args.output.resolve(), args.data.resolve()
+    if not args.force and is_made(output, args, OF_MODEL) and is_made(data, args, OF_DATA):
         print(f"{args.output} and {args.data} are up to date")
         return 0
-    try:
-        check_replaceable(output)
-        check_replaceable(data)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    make(settings, output, data)
+    for folder in (output, data):
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
+            what = f"error: will not replace {folder}, which this program did not write (it has no {RECORD})"
+            print(f"{what}\n  fix: give another --output or --data, or remove it yourself", file=sys.stderr)
+            return 2
+    make(args, output, data)
     print(f"wrote {args.output} and {args.data}")
     return 0

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 
-from qarl.checkpoint.storage import write_json
 from qarl.config import Config
 from qarl.console import say
 from qarl.diagnose.candidates import (
@@ -47,10 +46,10 @@ from qarl.diagnose.candidates import (
     corrections,
     with_keys,
 )
+from qarl.diagnose.diagnosis import write_report
 from qarl.diagnose.gradients import Closeness, closeness, objective_gradients, spread
 from qarl.errors import UserError
 from qarl.metrics.mismatch import mismatch_metrics
-from qarl.metrics.tracker import write_versions
 from qarl.objectives import verl_losses
 from qarl.objectives.settings import Settings, objective_settings
 from qarl.trainer.batch import Batch
@@ -75,17 +74,16 @@ class Row:
     close: list[Closeness] = field(default_factory=list)
     silent: list[float] = field(default_factory=list)
     clipped: list[float] = field(default_factory=list)
-    total: torch.Tensor | None = None
+    total: torch.Tensor | float = 0.0
 
     def add(self, gradient: torch.Tensor, truth: torch.Tensor, *, silent: float, clipped: float) -> None:
         self.close.append(closeness(gradient, truth))
         self.silent.append(silent)
         self.clipped.append(clipped)
-        self.total = gradient.clone() if self.total is None else self.total + gradient
+        self.total = self.total + gradient
 
-    def report(self, base: Row, truth: torch.Tensor) -> dict[str, Any]:
+    def report(self, base: Row, truth: Any) -> dict[str, Any]:
         """Return the row of the report. `base`: the row without correction. `truth`: the sum over the batches."""
-        assert self.total is not None
         gain = [mine.cosine - other.cosine for mine, other in zip(self.close, base.close, strict=True)]
         return {
             "kind": self.kind,
@@ -95,7 +93,7 @@ class Row:
             "cosine": spread([one.cosine for one in self.close]),
             "relative_error": spread([one.error for one in self.close]),
             "relative_norm": spread([one.norm for one in self.close]),
-            "relative_error_of_the_mean_gradient": closeness(self.total, truth).error,
+            "relative_error_of_the_mean_gradient": closeness(torch.as_tensor(self.total), truth).error,
             "cosine_gain": spread(gain),
             "closer_in_batches": sum(one > 0 for one in gain),
             "responses_without_gradient": fmean(self.silent),
@@ -127,7 +125,9 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
     check_memory(config, batches)
     parts = prepare_run(config)
     if parts.policy.align != "exact":
-        raise _not_exact(parts.policy)
+        what = f"this model supports only quant.align={parts.policy.align}, but the reference gradient needs exact"
+        why, fix = "; ".join(parts.policy.why_lower), "choose a model and scheme that have it (docs/alignment.md)"
+        raise UserError(what, where="model.path, quant.scheme", why=why, fix=fix)
     trainer = LocalTrainer(config, parts)
     with trainer.engine:
         trainer.publish()
@@ -149,7 +149,12 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
         moved.append(_moved(trainer, batch, old, base))
         set_weights(trainer.policy, start)
     if len(useful) < FEWEST_BATCHES:
-        raise _nothing_to_learn(batches, len(useful))
+        raise UserError(
+            f"only {len(useful)} of {batches} batches have a gradient, but at least {FEWEST_BATCHES} are needed",
+            where="batches, data.train_batch_size",
+            why="all rewards of every group are equal in the others, so every advantage is 0",
+            fix="raise batches or data.train_batch_size, or choose a checkpoint that solves some of the prompts",
+        )
     rows, band_rows, off = _compare(trainer, config, useful, truths, moved, start)
     tables = {
         "corrections": _reports(rows, sum(truths)),
@@ -170,9 +175,7 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
         "best": best(tables["corrections"]) | best(tables["bands"]),
     }
     print(as_text(report))
-    write_json(config.run_dir / "calibrate.json", report)
-    if not (config.run_dir / "versions.json").exists():
-        write_versions(config.run_dir)
+    write_report(config, "calibrate.json", report)
     return report
 
 
@@ -322,24 +325,6 @@ def t_tail(t: float, degrees: int) -> float:
     first = math.atan(t / math.sqrt(degrees))
     width = (math.pi / 2 - first) / 4000
     return constant * width * sum(math.cos(first + (i + 0.5) * width) ** (degrees - 1) for i in range(4000))
-
-
-def _not_exact(policy: Policy) -> UserError:
-    return UserError(
-        f"this model supports only quant.align={policy.align}, but the reference gradient needs quant.align=exact",
-        where="model.path, quant.scheme",
-        why="; ".join(policy.why_lower),
-        fix="choose a model and scheme of docs/alignment.md that have the level exact",
-    )
-
-
-def _nothing_to_learn(batches: int, useful: int) -> UserError:
-    return UserError(
-        f"only {useful} of {batches} batches have a gradient, but at least {FEWEST_BATCHES} are needed",
-        where="batches, data.train_batch_size",
-        why="all rewards of every group are equal in the others, so every advantage is 0",
-        fix="raise batches or data.train_batch_size, or choose a checkpoint that solves some of the prompts",
-    )
 
 
 _HEAD = (

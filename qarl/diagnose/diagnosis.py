@@ -134,7 +134,12 @@ def diagnose(config: Config) -> dict[str, Any]:
         "tokens": tokens,
         "comparisons": [{"differs": one.name, "level": one.level, **one.metrics} for one in comparisons],
     }
-    write_json(config.run_dir / "diagnose.json", report)
+    write_report(config, "diagnose.json", report)
+    return report
+
+
+def write_report(config: Config, name: str, report: dict[str, Any]) -> None:
+    """Write `report` to the run directory, and the versions of all packages if no run has written them."""
+    write_json(config.run_dir / name, report)
     if not (config.run_dir / "versions.json").exists():
         write_versions(config.run_dir)
-    return report

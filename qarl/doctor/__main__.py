@@ -27,9 +27,8 @@ import sys
 from collections.abc import Sequence
 
 from qarl.console import run_command
-from qarl.errors import UserError
 
-OPTIONS = ("device", "gpu_memory_gib", "gpu_capability", "json")
+_PREFIX = "doctor."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,37 +40,21 @@ def _main(argv: list[str]) -> int:
     from qarl.config import load_config
     from qarl.process import limit_threads
 
-    arguments, options = split_arguments(argv)
-    config = load_config(arguments)
+    given = [word.removeprefix(_PREFIX).partition("=") for word in argv if word.startswith(_PREFIX)]
+    config = load_config([word for word in argv if not word.startswith(_PREFIX)])
     threads_given = os.environ.get("OMP_NUM_THREADS")
     limit_threads(config.trainer.num_threads)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from qarl.checks.machine import find_machine
+    from qarl.checks.machine import find_machine, read_options
     from qarl.doctor.report import run_checks
     from qarl.metrics.tracker import write_json
 
+    options = read_options({name: value for name, _, value in given})
     report = run_checks(config, find_machine(options, config.backend), threads_given=threads_given)
     print(report)
-    if path := options.get("json"):
-        write_json(path, report.to_json())
+    if options.json_path:
+        write_json(options.json_path, report.to_json())
     return report.exit_code
-
-
-def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the run's own arguments, and the `doctor.*` options by name.
-
-    Raise UserError if an option does not exist or has no value.
-    """
-    run = [argument for argument in argv if not argument.startswith("doctor.")]
-    options: dict[str, str] = {}
-    for argument in argv:
-        if argument.startswith("doctor."):
-            name, _, value = argument.removeprefix("doctor.").partition("=")
-            if name not in OPTIONS or not value:
-                fix = f"the options are {', '.join(f'doctor.{option}=VALUE' for option in OPTIONS)}"
-                raise UserError(f"cannot use {argument!r}", where="command line", fix=fix)
-            options[name] = value
-    return run, options
 
 
 def describe(topics: list[str]) -> str:

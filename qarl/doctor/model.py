@@ -51,13 +51,12 @@ REMEDIES = {
 
 def weights(config: Config, machine: Machine, model: nn.Module, weight_files: list[Path]) -> Findings:
     path = config.model.path
-    if not weight_files and not (machine.here and Path(path).is_dir()):
-        size = readable(2 * sum(parameter.numel() for parameter in model.parameters()))
-        raise NotCheckedError(f"{path} holds no weights here; they have {size}", "run the doctor where they are")
-    if not weight_files:
-        if any(Path(path).glob("*.bin")):
-            raise NotCheckedError("*.bin files have no headers", "store the weights as safetensors")
+    if not weight_files and machine.here and Path(path).is_dir() and not any(Path(path).glob("*.bin")):
         raise cannot_load(path, "it holds neither *.safetensors nor *.bin files")
+    if not weight_files:
+        size = readable(2 * sum(parameter.numel() for parameter in model.parameters()))
+        why = f"{path} holds no safetensors here; the weights have {size}"
+        raise NotCheckedError(why, "run the doctor where they are, stored as safetensors")
     count = compared_tensors(weight_files, model)
     if count is None:
         what = f"the tensor names in {len(weight_files)} safetensors files differ from the model's"
@@ -97,7 +96,7 @@ def ignored_by_engine(config: Config, scheme: Scheme, linears: layers.Shapes) ->
         if kernel_prediction.leaves_unquantized(fused, ignore, layers.FUSED_LAYERS) != in_trainer[0]:
             differ[in_trainer[0]] += members
     if any(differ.values()):
-        ours, theirs = (layers.name_layers(differ[in_trainer]) or "none" for in_trainer in (True, False))
+        ours, theirs = (layers.name_layers(names) or "none" for names in differ.values())
         yield error(
             "trainer and rollout engine would quantize different layers",
             where=f"BF16 only in the trainer: {ours}; only in vLLM: {theirs}",
@@ -110,9 +109,11 @@ def trainer_kernels(
     config: Config,
     scheme: Scheme,
     machine: Machine,
+    size: ModelSize,
     quantized: layers.Shapes,
     kernels: dict[tuple[int, int], Choice | UserError],
 ) -> Findings:
+    """Say which kernels the trainer has. On a CPU vLLM uses the same one for experts. On GPUs it has its own."""
     if config.quant.kernels == "qarl" and not machine.on_cpu and not machine.here:
         raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
     if not scheme.quantized or config.quant.align == "off":
@@ -125,20 +126,12 @@ def trainer_kernels(
             served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
     for (kernel, passed_over), names in served.items():
         yield _kernel(machine, kernel, passed_over, f"{len(names)} layers", layer_lines(names, quantized))
-
-
-def experts_kernel(
-    config: Config, scheme: Scheme, machine: Machine, size: ModelSize, quantized: layers.Shapes
-) -> Findings:
-    """Say the trainer's kernel for experts. On a CPU vLLM uses the same kernel. On GPUs it has a different one."""
-    experts = [name for name in quantized if layers.of_expert(name)]
-    if not experts or config.quant.align == "off":
-        return
-    device = torch.device(machine.device)
-    shape = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)
-    choice = choose_experts_kernel(scheme.name, device, shape, group_size=scheme.group_size)
-    lines = layer_lines(experts, quantized)
-    yield _kernel(machine, choice.kernel.name, choice.passed_over, f"{len(experts)} matrices of experts", lines)
+    if experts := [name for name in quantized if layers.of_expert(name)]:
+        shape_of_experts = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)
+        device, group = torch.device(machine.device), scheme.group_size
+        chosen = choose_experts_kernel(scheme.name, device, shape_of_experts, group_size=group)
+        lines = layer_lines(experts, quantized)
+        yield _kernel(machine, chosen.kernel.name, chosen.passed_over, f"{len(experts)} matrices of experts", lines)
 
 
 def _kernel(machine: Machine, kernel: str, passed_over: Iterable[str], served: str, lines: tuple[str, ...]) -> Finding:
@@ -317,7 +310,6 @@ CHECKS = (
     Check("ignore list", "entries of quant.ignore match layers", ignored_layers),
     Check("ignore list", "vLLM reads quant.ignore as the trainer does", ignored_by_engine),
     Check("kernels", "the trainer has kernels", trainer_kernels),
-    Check("kernels", "the trainer has a kernel for experts", experts_kernel),
     Check("kernels", "vLLM has kernels", engine_kernels),
     Check("kernels", "quant.align applies", alignment),
     Check("published tensors", "a publish", published),

@@ -7,6 +7,7 @@ values and of its machine: backend, GPUs, threads, packages and disk.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import shutil
 import tempfile
@@ -47,7 +48,6 @@ from qarl.verl.checkpoint import find_verl_start
 SHORTEST = 1000
 """The smallest response length (in tokens) for which the paper's narrowest band gives no warning. The paper itself uses
 its bands at 3072 tokens."""
-BUILT_AGAINST_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 
 def values(config: Config) -> Findings:
@@ -104,15 +104,6 @@ def gpus(config: Config, machine: Machine) -> Findings:
         )
 
 
-def elsewhere(config: Config, machine: Machine) -> Findings:
-    """Say which parts of the machine are not checked."""
-    if not machine.here:
-        what = "this machine's CPU, threads, memory, disk and packages are not checked, because the run is for another"
-        yield note(what, fix="run the doctor there too, without doctor.device")
-    elif (others := config.trainer.nnodes - 1) > 0:
-        yield note(f"the other {others} machines are assumed to be like this one", fix="run the doctor there too")
-
-
 def threads(config: Config, machine: Machine, threads_given: str | None) -> Findings:
     count, cores, verl = config.trainer.num_threads, len(os.sched_getaffinity(0)), config.backend == "verl"
     source, workers = "trainer.num_threads", config.trainer.n_gpus_per_node if verl else 1
@@ -159,19 +150,6 @@ def requirements(extra: str) -> list[Requirement]:
     except importlib.metadata.PackageNotFoundError as missing:
         raise NotCheckedError("qarl is run from its source, not installed", "pip install -e .") from missing
     return [r for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})]
-
-
-def cpu_builds() -> Findings:
-    torch_version = installed("torch") or ""
-    for package in BUILT_AGAINST_TORCH if torch_version.endswith("+cpu") else ():
-        version = installed(package)
-        if version is not None and not version.endswith("+cpu"):
-            yield error(
-                f"{package} {version} is a CUDA build, but torch {torch_version} is a CPU build",
-                why="transformers imports it if it is installed, and the import fails "
-                "(operator torchvision::nms does not exist)",
-                fix=f"pip uninstall {package}; QaRL does not need it",
-            )
 
 
 def writable(config: Config) -> None:
@@ -235,11 +213,9 @@ def space(config: Config, size: ModelSize) -> Findings:
 MACHINE_CHECKS = (
     Check("values", "all values are usual", values),
     Check("backend", "the backend supports the config", backend),
-    Check("machine", "this machine is that of the run", elsewhere),
     Check("machine", "the GPUs suffice", gpus, device="cuda"),
     Check("machine", "threads have cores", threads, here=True),
     Check("packages", "all packages have supported versions", supported_versions, here=True),
-    Check("packages", "packages are built for PyTorch's device", cpu_builds, here=True),
     Check("disk", "the run folder can be written to", writable, here=True),
     Check("disk", "the run can start", start, here=True),
     Check("disk", "the disk has space", space, here=True),
@@ -274,32 +250,28 @@ class Report:
     target: str
     findings: tuple[Finding, ...]
 
-    def count(self, status: Status) -> int:
-        return sum(finding.status == status for finding in self.findings)
+    @property
+    def counts(self) -> dict[Status, int]:
+        return {status: sum(finding.status == status for finding in self.findings) for status in STATUSES}
 
     @property
     def exit_code(self) -> int:
         """1 if the run would fail, else 0."""
-        return 1 if self.count("error") else 0
+        return 1 if self.counts["error"] else 0
 
     def __str__(self) -> str:
         lines = [f"{self.name}, on {self.target}"]
-        topic = None
-        for finding in self.findings:
-            if finding.topic != topic:
-                topic = finding.topic
-                lines += ["", topic]
-            lines.append(as_text(finding))
-        counts = ", ".join(f"{self.count(status)} {status}" for status in STATUSES)
+        for topic, findings in itertools.groupby(self.findings, key=lambda finding: finding.topic):
+            lines += ["", topic, *map(as_text, findings)]
+        counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
         verdict = "the run would fail" if self.exit_code else "nothing was found that would stop the run"
         return "\n".join([*lines, "", f"{verdict}: {counts}"])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types: exit code, counts, and one mapping per finding, without empty fields."""
         findings = [{key: value for key, value in asdict(finding).items() if value} for finding in self.findings]
-        counts = {status: self.count(status) for status in STATUSES}
         about = {"name": self.name, "target": self.target, "exit_code": self.exit_code}
-        return {**about, "counts": counts, "findings": findings}
+        return {**about, "counts": self.counts, "findings": findings}
 
 
 def as_text(finding: Finding) -> str:

@@ -19,10 +19,8 @@ from unittest import mock
 
 import pytest
 from bad_runs import (
-    CONFIG_FAULTS,
-    FILE_FAULTS,
+    CONFIG,
     REWARD_FAULTS,
-    SPLIT_GROUPS,
     EngineConstructed,
     Refusal,
     edit_model_config,
@@ -69,14 +67,19 @@ def test_the_run_would_start_without_the_faults_below(scheme: str) -> None:
 # Configs that cannot be read.
 
 
-@pytest.mark.parametrize("name", [*CONFIG_FAULTS, *FILE_FAULTS])
-def test_fault_in_the_config(refusal: Refusal, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    overrides, config = [], "broken.yaml"
-    if name in CONFIG_FAULTS:
-        (overrides, words), config = CONFIG_FAULTS[name], "run.yaml"
-    else:
-        text, words = FILE_FAULTS[name]
-        Path(config).write_text(text)
+@pytest.mark.parametrize(
+    ("overrides", "text", "words"),
+    [
+        (["rollout.temprature=1.0"], CONFIG, ["rollout.temprature", "did you mean rollout.temperature?"]),
+        (['output_dir="\\0"'], CONFIG, ["output_dir", "pattern"]),
+        ([], "name: [unclosed\n", ["broken.yaml"]),
+    ],
+)
+def test_fault_in_the_config(
+    refusal: Refusal, capsys: pytest.CaptureFixture[str], overrides: list[str], text: str, words: list[str]
+) -> None:
+    config = "broken.yaml"
+    Path(config).write_text(text)
     message = refusal(*overrides, words=words, config=config)
     assert doctor([f"config={config}", *overrides]) == 2
     assert capsys.readouterr().err.strip().endswith(message.strip())
@@ -90,6 +93,10 @@ def remove(pattern: str) -> Spoil:
     return lambda: [path.unlink() for path in list(Path("model").glob(pattern))]
 
 
+def rename(file: str, new: str, *empty: str) -> Spoil:
+    return lambda: [Path("model", file).rename(Path("model", new)), *(Path("model", name).touch() for name in empty)]
+
+
 def config_is(**changes: Any) -> Spoil:
     return lambda: edit_model_config(**changes)
 
@@ -101,170 +108,93 @@ def lose_a_tensor() -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def tied_weights_are(difference: int) -> Spoil:
-    def act() -> None:
-        file = Path("model/model.safetensors")
-        tensors = load_file(file)
-        edit_model_config(tie_word_embeddings=True)
-        head = tensors["model.embed_tokens.weight"].clone() + difference
-        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-
-    return act
+def tie_weights_that_differ() -> None:
+    file = Path("model/model.safetensors")
+    tensors = load_file(file)
+    edit_model_config(tie_word_embeddings=True)
+    head = tensors["model.embed_tokens.weight"].clone() + 1
+    save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
 
 
-def file_is(path: str, content: str = "") -> Spoil:
-    def act() -> None:
-        Path(path).parent.mkdir(exist_ok=True)
-        Path(path).write_text(content)
-
-    return act
-
-
-def last_row_is(bad: dict[str, Any]) -> Spoil:
-    return lambda: write_rows("train.jsonl", [row() for _ in range(5)] + [bad])
-
-
-def nothing() -> None:
-    pass
-
-
-FAULTS: dict[str, tuple[Spoil, list[str], list[str]]] = {
-    "no model folder": (nothing, ["model.path=models/none"], ["models/none", "model.path"]),
-    "no config": (remove("config.json"), [], ["'model'", "model.path", "config.json"]),
-    "weights of another size": (config_is(intermediate_size=128), [], ["cannot be built from its weights", "'model'"]),
-    "no tokenizer": (remove("tokenizer*"), [], ["no tokenizer", "'model'", "tokenizer.json"]),
-    "no weights": (remove("model.safetensors"), [], ["cannot be loaded", "model.path", "safetensors"]),
-    "a tensor is lacking": (lose_a_tensor, [], ["lacks 1 tensors", "model.layers.1.mlp.up_proj.weight", "random num"]),
-    "tied weights that differ": (
-        tied_weights_are(1),
-        [],
-        ["ties lm_head.weight to model.embed_tokens.weight", "different tensors", "tie_word_embeddings"],
+SPOILED: dict[str, tuple[Spoil, str]] = {
+    "no config": (remove("config.json"), "'model' | model.path | config.json"),
+    "weights of another size": (config_is(intermediate_size=128), "cannot be built from its weights | 'model'"),
+    "an adapter": (rename("config.json", "adapter_config.json"), "a LoRA adapter | not a model | model.path"),
+    "an adapter with a config": (
+        rename("model.safetensors", "adapter_model.safetensors", "adapter_config.json"),
+        "a LoRA adapter | not a model | merge_and_unload",
     ),
-    **{
-        f"ignore: the end {entry} of a name": (
-            nothing,
-            [f"quant.ignore=[lm_head, {entry}]"],
-            [f"{entry} names no linear", f"re:.*[.]({pattern})$"],
-        )
-        for entry, pattern in (("down_proj", "down_proj"), ("k_proj", "q_proj|k_proj|v_proj"))
-    },
-    "weights cut short": (cut_the_weights, [], ["model/model.safetensors", "cut short"]),
-    "vocabulary too long": (
-        config_is(vocab_size=128),
-        [],
-        ["64 entries", "vocab_size is 128", "masked in the rollout"],
+    "a GGUF file": (rename("model.safetensors", "model.gguf"), "GGUF files | not a model | model.path"),
+    "no tokenizer": (remove("tokenizer*"), "no tokenizer | 'model' | tokenizer.json"),
+    "no weights": (remove("model.safetensors"), "cannot be loaded | model.path | safetensors"),
+    "a tensor is lacking": (lose_a_tensor, "lacks 1 tensors | model.layers.1.mlp.up_proj.weight | random num"),
+    "tied weights that differ": (tie_weights_that_differ, "ties lm_head.weight to model.embed_tokens.weight"),
+    "weights cut short": (cut_the_weights, "model/model.safetensors | cut short"),
+    "vocabulary too long": (config_is(vocab_size=128), "64 entries | vocab_size is 128 | masked in the rollout"),
+    "vocabulary too short": (config_is(vocab_size=48), "vocab_size is 48 | no embedding"),
+    "no chat template": (remove("chat_template.jinja"), "chat template | model"),
+    "already quantized": (config_is(quantization_config={"quant_method": "gptq"}), "already quantized (gptq) | BF16"),
+    "row with no ground truth": (
+        lambda: write_rows("train.jsonl", [row() for _ in range(5)] + [row(ground_truth=None)]),
+        "train.jsonl, row 5 | reward_model.ground_truth",
     ),
-    "vocabulary too short": (config_is(vocab_size=48), [], ["64 entries", "vocab_size is 48", "no embedding"]),
-    "no chat template": (remove("chat_template.jinja"), [], ["chat template", "model"]),
-    "more tokens than positions": (
-        nothing,
-        ["data.max_response_length=1000"],
-        ["data.max_prompt_length", "data.max_response_length", "1016", "512 positions"],
+    "too many tokens": (
+        lambda: write_rows("train.jsonl", [row(" ".join(["t5"] * 20))] * 8),
+        "20 tokens | max_prompt_length=16 | data.filter_overlong_prompts=true",
     ),
-    **{
-        f"already quantized, {scheme}": (
-            config_is(quantization_config={"quant_method": "gptq", "bits": 4}),
-            [f"quant.scheme={scheme}"],
-            ["already quantized (gptq)", "BF16 master weights", "model.path"],
-        )
-        for scheme in ("w4a16", "bf16")
-    },
-    **{
-        f"group size, align {align}": (
-            nothing,
-            ["quant.group_size=64", f"quant.align={align}"],
-            ["quant.group_size=64", "2 of 14 layers", "model.layers.0-1.mlp.down_proj", "these layers have 96 inputs"],
-        )
-        for align in ("linears", "off")
-    },
-    "K of the engine's kernel": (
-        config_is(hidden_size=64, intermediate_size=80),
-        ["quant.group_size=8"],
-        ["multiples of 32", "quant.ignore", ": model.layers.0-1.mlp.down_proj\n", "[64, 80]"],
-    ),
-    "KV cache that holds no sequence": (
-        nothing,
-        ["rollout.cpu_kvcache_space_gib=0.0001"],
-        ["rollout.cpu_kvcache_space_gib=0.0001 is too small for one sequence of 32 tokens", "at least 0.001"],
-    ),
-    "scheme that vLLM does not compute": (
-        nothing,
-        ["quant.scheme=w4a8"],
-        ["quant.scheme", "w4a8 rollouts are refused", "quant.kernels=qarl"],
-    ),
-    "own kernels that run on GPUs": (
-        nothing,
-        ["quant.kernels=qarl"],
-        ["quant.kernels=qarl", "quant.scheme=w4a16", "runs on GPUs, not on cpu", "quant.kernels=engine"],
-    ),
-    **{
-        f"ignore: {name}": (nothing, [f"quant.ignore={json.dumps(['lm_head', *ignore])}"], ["quant.ignore", *words])
-        for name, (ignore, words) in SPLIT_GROUPS.items()
-    },
-    "code that verl would run": (
-        config_is(auto_map={"AutoConfig": "code.Config"}),
-        ["backend=verl"],
-        ["contains Python code, which verl would run"],
-    ),
-    "no data file": (nothing, ["data.train_files=data/none.parquet"], ["data/none.parquet", "data.train_files"]),
-    "no evaluation file": (nothing, ["data.val_files=[none.jsonl]"], ["none.jsonl", "data.val_files"]),
-    "corrupt parquet": (
-        file_is("train.parquet", "PAR1 and nothing"),
-        ["data.train_files=train.parquet"],
-        ["train.parquet", "cannot read"],
-    ),
-    **{
-        f"row with {name}": (last_row_is(bad), [], ["train.jsonl, row 5", *words])
-        for name, bad, words in (
-            ("no ground truth", row(ground_truth=None), ["reward_model.ground_truth"]),
-            ("no messages", row() | {"prompt": []}, ["at least 1 item"]),
-            (
-                "no content",
-                row() | {"prompt": [{"role": "user", "content": None}]},
-                ["prompt.0.content", "valid string"],
-            ),
-            (
-                "an answer",
-                row() | {"prompt": [*row()["prompt"], {"role": "assistant", "content": "t1"}]},
-                ["ends with a message of"],
-            ),
-            ("no data source", row() | {"data_source": None}, ["data_source"]),
-            ("no tokens", row(""), ["a prompt has no tokens", "the chat template renders"]),
-            (
-                "too many tokens",
-                row(" ".join(["t5"] * 20)),
-                ["20 tokens", "max_prompt_length=16", "data.filter_overlong_prompts=true"],
-            ),
-        )
-    },
-    "everything filtered out": (
-        nothing,
-        ["data.max_prompt_length=1", "data.filter_overlong_prompts=true"],
-        ["all 8 prompts are too long", "train.jsonl", "raise data.max_prompt_length"],
-    ),
-    "fewer prompts than a batch": (
-        nothing,
-        ["data.train_batch_size=10"],
-        ["batches of 10 from 8 prompts", "data.train_batch_size"],
-    ),
-    **{
-        f"reward: {name}": (file_is("rewards.py", source + "\n"), ["reward.function=rewards.py:score"], words)
-        for name, (source, words) in REWARD_FAULTS.items()
-    },
-    "reward of no module": (nothing, ["reward.function=no_such_module:score"], ["no_such_module", "reward.function"]),
-    "reward of no file": (nothing, ["reward.function=none.py:score"], ["none.py", "reward.function"]),
-    "output folder is a file": (file_is("out"), ["output_dir=out"], ["out/bad", "output_dir"]),
-    "output folder where none can be made": (nothing, ["output_dir=/proc/none/x"], ["/proc/none/x", "output_dir"]),
 }
+ARGUMENTS = """
+model.path=models/none | models/none | model.path
+data.max_response_length=1000 | data.max_prompt_length | data.max_response_length | 1016 | 512 positions
+quant.group_size=64 quant.align=off | 2 of 14 layers | model.layers.0-1.mlp.down_proj | these layers have 96 inputs
+rollout.cpu_kvcache_space_gib=0.0001 | is too small for one sequence of 32 tokens | at least 0.001
+quant.scheme=w4a8 | quant.scheme | w4a8 rollouts are refused | quant.kernels=qarl
+quant.kernels=qarl | quant.scheme=w4a16 | runs on GPUs, not on cpu | quant.kernels=engine
+quant.ignore=[lm_head,k_proj] | k_proj names no linear | re:.*[.](q_proj|k_proj|v_proj)$
+quant.ignore=[lm_head,model.layers.0.self_attn.qkv_proj] | names no linear | re:.*[.](q_proj|k_proj|v_proj)$
+quant.ignore=[lm_head,re:.*q_proj] | ignored: model.layers.0-1.self_attn.q_proj; | self_attn.k_proj
+quant.ignore=[lm_head,model.layers.1.mlp.gate_proj] | ignored: model.layers.1.mlp.gate_proj; quantized: model.layers.1
+quant.ignore=[lm_head,re:model] | no layer is left | all 15 linears
+data.train_files=data/none.parquet | data/none.parquet | data.train_files
+data.val_files=[none.jsonl] | none.jsonl | data.val_files
+data.max_prompt_length=1 data.filter_overlong_prompts=true | all 8 prompts are too long | raise data.max_prompt_length
+data.train_batch_size=10 | batches of 10 from 8 prompts | data.train_batch_size
+reward.function=none.py:score | none.py | reward.function
+output_dir=train.jsonl | train.jsonl/bad | output_dir
+output_dir=/proc/none/x | /proc/none/x | output_dir
+"""
+"""Arguments that a run refuses, and words of the message."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.verl if "backend=verl" in FAULTS[name][1] else ()) for name in FAULTS]
-)
-def test_training_refuses_it_and_the_doctor_says_it(diagnosis: Refusal, name: str) -> None:
-    spoil, arguments, words = FAULTS[name]
+@pytest.mark.parametrize("line", ARGUMENTS.strip().splitlines())
+def test_training_refuses_arguments_and_the_doctor_says_it(diagnosis: Refusal, line: str) -> None:
+    arguments, *words = line.split(" | ")
+    diagnosis(*arguments.split(), words=words)
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_training_refuses_files_and_the_doctor_says_it(diagnosis: Refusal, name: str) -> None:
+    spoil, words = SPOILED[name]
     spoil()
-    diagnosis(*arguments, words=words)
+    diagnosis(words=words.split(" | "))
+
+
+@pytest.mark.parametrize("name", REWARD_FAULTS)
+def test_training_refuses_rewards_and_the_doctor_says_it(diagnosis: Refusal, name: str) -> None:
+    source, words = REWARD_FAULTS[name]
+    Path("rewards.py").write_text(source + "\n")
+    diagnosis("reward.function=rewards.py:score", words=words)
+
+
+def test_sizes_that_the_engines_kernel_lacks(diagnosis: Refusal) -> None:
+    edit_model_config(hidden_size=64, intermediate_size=80)
+    diagnosis("quant.group_size=8", words=["multiples of 32", ": model.layers.0-1.mlp.down_proj\n", "[64, 80]"])
+
+
+@pytest.mark.verl
+def test_code_that_verl_would_run(diagnosis: Refusal) -> None:
+    edit_model_config(auto_map={"AutoConfig": "code.Config"})
+    diagnosis("backend=verl", words=["contains Python code, which verl would run"])
 
 
 def test_nothing_hides_anything_else(capsys: pytest.CaptureFixture[str]) -> None:

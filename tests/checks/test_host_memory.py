@@ -74,7 +74,5 @@ def test_the_doctor_compares_it_with_this_machine():
 
 
 def test_dry_runs_show_it():
-    assert not [line for line in memory_lines(paper(), on_cpu=False) if line.startswith("host memory")]
-    both = memory_lines(paper(*(f"verl.{key}=true" for key in OFFLOAD)), on_cpu=False)
-    assert any(f"host memory, {OFFLOADED}" in line for line in both)
-    assert not [line for line in memory_lines(paper(), on_cpu=True) if line.startswith("host memory")]
+    lines = memory_lines(paper(*(f"verl.{key}=true" for key in OFFLOAD)), on_cpu=False)
+    assert any(f"host memory, {OFFLOADED}" in line for line in lines)

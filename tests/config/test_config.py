@@ -1,22 +1,18 @@
 """The config reader: what it accepts, what it refuses and with which words, and that nothing heavy is imported."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from checkout import ROOT, SHIPPED
+from checkout import SHIPPED
 from config_problems import MINIMAL
 
 from qarl.config import Config, ConfigError, build_config, describe_keys, load_config, write_resolved
 from qarl.config import source as config_source
 from qarl.config.ignore import is_ignored
 from qarl.config.source import find_config, shipped_configs
-from qarl.errors import UserError
 
 
 def test_defaults_file_and_overrides_in_that_order(folder: Path) -> None:
@@ -41,14 +37,8 @@ def test_defaults_are_the_papers_and_verls(folder: Path) -> None:
     ("text", "value"),
     [
         ("1e-4", 1e-4),
-        ("1.5E+3", 1500.0),
-        ("-.5", -0.5),
-        ("7", 7),
         ("0123", 123),
         ("off", "off"),
-        ("no", "no"),
-        ("true", True),
-        ("null", None),
         ("", None),
         ("12:30", "12:30"),
         ("2024-01-01", "2024-01-01"),
@@ -68,29 +58,6 @@ def test_yaml_values_follow_yaml_1_2(text: str, value: Any) -> None:
 @pytest.mark.parametrize("text", ["off", "1e-4", "true", "~", "", "2024-01-01", "- a", "a: b", "'", "x # y", "é", "1."])
 def test_text_survives_a_written_config(text: str) -> None:
     assert config_source.parse_value(config_source.dump({"key": text})) == {"key": text}
-
-
-def test_override_kinds(folder: Path) -> None:
-    config = load_config(
-        [
-            "config=minimal.yaml",
-            "dry_run=true",
-            "data.val_files=[a.parquet,b.parquet]",
-            "trainer.logger=tensorboard",
-            "optim.betas=[0.8, 0.95]",
-            "rollout.max_num_batched_tokens=null",
-            "optim.weight_decay=0",
-            "reward.function=my/rewards.py:score",
-            "model.path=a=b",
-        ]
-    )
-    assert config.dry_run is True
-    assert config.data.val_files == ["a.parquet", "b.parquet"]
-    assert config.trainer.logger == ["tensorboard"]
-    assert config.optim.betas == (0.8, 0.95)
-    assert config.optim.weight_decay == 0
-    assert config.reward.function == "my/rewards.py:score"
-    assert config.model.path == "a=b"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -128,24 +95,7 @@ def test_built_in_python() -> None:
         build_config({**values, "rollout": {}})
 
 
-def test_unwritable_output_is_a_user_error(folder: Path) -> None:
-    config = load_config(["config=minimal.yaml", "output_dir=minimal.yaml"])
-    with pytest.raises(UserError, match="cannot be written"):
-        write_resolved(config, config.run_dir / "config.yaml")
-
-
 def test_ignore_is_matched_as_compressed_tensors_does() -> None:
     compressed_tensors = pytest.importorskip("compressed_tensors.utils.match")
     for pattern in ["lm_head", "re:lm_head", "re:.*head", "re:head", "head", "re:lm", "model.lm_head", "re:^lm_head$"]:
         assert is_ignored("lm_head", [pattern]) == compressed_tensors.match_name("lm_head", pattern), pattern
-
-
-def test_import_is_light() -> None:
-    code = (
-        "import sys, qarl.config; qarl.config.load_config(['config=quickstart.yaml']); "
-        "print(sorted({'torch', 'vllm', 'transformers', 'verl'} & set(sys.modules)))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout == "[]\n"
-    assert done.stderr == ""

@@ -23,8 +23,6 @@ def test_no_shipped_config_is_questioned(path: Path) -> None:
 
 NONSENSE = {
     "optim.lr=4096": "optim.lr=4096.0 is above 0.01",
-    "optim.eps=1e30": "optim.eps=1e+30 is above 0.01",
-    "rollout.n=100000": "rollout.n=100000 is above 1024",
     "optim.lr_warmup_steps=1": "covers the whole run of 1 steps",
     "optim.lr=0": "optim.lr=0.0 is below 1e-09",
     "optim.betas=[0.9, 0.4]": "optim.betas[1]=0.4 is below 0.5",
@@ -49,8 +47,6 @@ def test_nonsense_is_questioned_by_a_run_a_dry_run_and_the_doctor(
     [
         ("actor.old_log_probs", ["actor.old_log_probs=rollout"]),
         ("rollout_correction.bypass_mode", ["rollout_correction.bypass_mode=true"]),
-        ("actor.old_log_probs", ["actor.old_log_probs=rollout", "quant.scheme=w4a8"]),
-        (None, ["actor.old_log_probs=auto"]),
         (None, ["actor.old_log_probs=rollout", "quant.align=model"]),
         (None, ["actor.old_log_probs=rollout", "quant.scheme=w8a8"]),
         (None, ["actor.old_log_probs=rollout", "actor.loss=reinforce", "actor.ppo_mini_batch_size=4"]),

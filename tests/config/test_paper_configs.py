@@ -1,8 +1,7 @@
 """The paper's configs beside the paper's table of hyperparameters (arXiv 2604.07853, appendix B), line by line.
 
 Each value equals the table's or is one of `DEVIATIONS`.
-The rest: memory, every scheme by override, and sizes that divide as verl needs them to. Layer sizes are those of the
-models' public config.json files, written here by hand.
+The rest: memory, and the files that the scripts write.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ from qarl.config import Config, load_config
 from qarl.doctor.model import TIGHT
 from qarl.verl.keys import verl_keys
 
-# Input widths of the linear layers that tensor parallelism does not split, and of those it does (o_proj, down_proj),
-# the positions the model was trained for, and the public config that the package carries.
 MODELS = {
-    "qwen2_5_math_1_5b_w4a16": ([1536], [12 * 128, 8960], 4096, "Qwen2.5-Math-1.5B"),
-    "qwen2_5_math_7b_w4a16": ([3584], [28 * 128, 18944], 4096, "Qwen2.5-Math-7B"),
-    "qwen3_8b_w4a16": ([4096], [32 * 128, 12288], 32768, "Qwen3-8B"),
-    "qwen3_30b_w4a16": ([2048], [32 * 128, 768], 32768, "Qwen3-30B-A3B"),
+    "qwen2_5_math_1_5b_w4a16": "Qwen2.5-Math-1.5B",
+    "qwen2_5_math_7b_w4a16": "Qwen2.5-Math-7B",
+    "qwen3_8b_w4a16": "Qwen3-8B",
+    "qwen3_30b_w4a16": "Qwen3-30B-A3B",
 }
+"""Name of a config -> the public config of its model, which the package carries."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def page_table(first: str) -> list[list[str]]:
 
 
 def public_size(name: str) -> ModelSize:
-    folder = ROOT / "qarl" / "bench" / "models" / MODELS[name][3]
+    folder = ROOT / "qarl" / "bench" / "models" / MODELS[name]
     return ModelSize.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 

@@ -4,12 +4,9 @@ import json
 import random
 import shutil
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from datasets import load_dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -20,29 +17,22 @@ SMALL = ["--steps", "2", "--train-size", "40", "--test-size", "8"]
 
 
 @pytest.fixture(scope="module")
-def scripts() -> tuple[ModuleType, Any]:
-    return tiny_model, tiny_model.QUICKSTART
-
-
-@pytest.fixture(scope="module")
-def made(scripts: tuple[ModuleType, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tiny")
     paths = folder / "models" / "tiny", folder / "data"
-    assert run(scripts, *paths) == 0
+    assert run(*paths) == 0
     return paths
 
 
-def run(scripts: tuple[ModuleType, Any], output: Path, data: Path, *more: str) -> int:
-    return scripts[0].main(["--output", str(output), "--data", str(data), *SMALL, *more])
+def run(output: Path, data: Path, *more: str) -> int:
+    return tiny_model.main(["--output", str(output), "--data", str(data), *SMALL, *more])
 
 
 def test_the_folder_is_an_ordinary_one(made: tuple[Path, Path]) -> None:
     weights = load_file(made[0] / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert "lm_head.weight" in weights
     model = AutoModelForCausalLM.from_pretrained(made[0])
     tokenizer = AutoTokenizer.from_pretrained(made[0])
-    assert model.dtype == torch.bfloat16 and model.config.model_type == "qwen3"
     assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1e6
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -50,27 +40,24 @@ def test_the_folder_is_an_ordinary_one(made: tuple[Path, Path]) -> None:
     assert check_vocabulary(tokenizer, model.config.vocab_size) == 0
     assert model.config.vocab_size % 32 == 0
     assert GenerationConfig.from_pretrained(made[0]).eos_token_id == tokenizer.eos_token_id
-    assert None not in (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
 def test_a_mixture_of_experts_for_the_same_task(
-    scripts: tuple[ModuleType, Any], made: tuple[Path, Path], tmp_path: Path
+    made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = shutil.copytree(made[1], tmp_path / "data")
-    assert run(scripts, tmp_path / "moe", data, "--experts", "8") == 0
+    assert run(tmp_path / "moe", data, "--experts", "8") == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     config, tokenizer = model.config, AutoTokenizer.from_pretrained(tmp_path / "moe")
     assert (config.model_type, config.num_experts, config.num_experts_per_tok) == ("qwen3_moe", 8, 2)
-    assert config.vocab_size == len(tokenizer) and config.norm_topk_prob and not config.output_router_logits
+    assert config.vocab_size == len(tokenizer)
     stacks = [p for p in model.parameters() if p.ndim == 3]
     assert len(stacks) == 2 * config.num_hidden_layers and all(size % 32 == 0 for p in stacks for size in p.shape[1:])
     torch.manual_seed(0)
-    fresh = scripts[0].make_model(scripts[0].make_tokenizer(), 8).bfloat16()
+    fresh = tiny_model.make_model(tiny_model.make_tokenizer(), 8).bfloat16()
     pairs = zip(model.named_parameters(), fresh.parameters(), strict=True)
     assert not [name for (name, p), before in pairs if p.ndim >= 2 and torch.equal(p, before)], "all are trained"
-    # The dense model beside the same data is still up to date.
-    assert scripts[0].is_made(data, {"seed": 0, "train_size": 40, "test_size": 8, "task": "column_addition"})
+    assert run(made[0], data) == 0 and "up to date" in capsys.readouterr().out, "the data are the dense model's, too"
 
 
 def test_the_tokenizer_reads_any_text_and_renders_chats(made: tuple[Path, Path]) -> None:
@@ -80,14 +67,11 @@ def test_the_tokenizer_reads_any_text_and_renders_chats(made: tuple[Path, Path])
         assert len(ids) == len(text.encode())
         assert tokenizer.decode(ids) == text
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+2"}]
-    special = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("system", "user", "assistant", "eos")}
+    special = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("system", "user", "assistant")}
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    plain = {text: tokenizer(text)["input_ids"] for text in ("s", "1+2", "3")}
+    plain = {text: tokenizer(text)["input_ids"] for text in ("s", "1+2")}
     expected = [special["system"], *plain["s"], special["user"], *plain["1+2"], special["assistant"]]
     assert ids == expected
-    answered = [*messages, {"role": "assistant", "content": "3"}]
-    ids = tokenizer.apply_chat_template(answered, return_dict=False)
-    assert ids == [*expected, *plain["3"], special["eos"]]
 
 
 def test_data_is_in_verls_schema_and_disjoint(made: tuple[Path, Path]) -> None:
@@ -101,19 +85,13 @@ def test_data_is_in_verls_schema_and_disjoint(made: tuple[Path, Path]) -> None:
             a, b = prompt.messages[0]["content"].split("+")
             assert prompt.messages == [{"role": "user", "content": f"{a}+{b}"}]
             assert prompt.ground_truth == str(int(a) + int(b))
-            assert prompt.data_source == "column_addition"
             assert prompt.extra_info == {"split": split, "index": i}
-        row = load_dataset("parquet", data_files=file, split="train", cache_dir=str(made[1] / "cache"))[0]
-        assert row["reward_model"]["style"] == "rule"
-    shutil.rmtree(made[1] / "cache")
     assert check_disjoint(splits["train"], splits["test"]) == 0
 
 
-def test_labels_cover_the_response_and_the_check_agrees_with_generation(
-    scripts: tuple[ModuleType, Any],
-) -> None:
+def test_labels_cover_the_response_and_the_check_agrees_with_generation() -> None:
     """A model that knows two answers by heart gets those right and others wrong, checked or generated."""
-    make, task = scripts
+    make, task = tiny_model, tiny_model.QUICKSTART
     torch.manual_seed(0)
     tokenizer = make.make_tokenizer()
     model = make.make_model(tokenizer)
@@ -139,35 +117,33 @@ def test_labels_cover_the_response_and_the_check_agrees_with_generation(
 
 
 def test_a_second_run_does_nothing_and_other_settings_do(
-    scripts: tuple[ModuleType, Any], made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, data = shutil.copytree(made[0], tmp_path / "model"), shutil.copytree(made[1], tmp_path / "data")
     weights, before = output / "model.safetensors", (output / "model.safetensors").read_bytes()
     inode = weights.stat().st_ino
-    assert run(scripts, output, data) == 0
+    assert run(output, data) == 0
     assert "up to date" in capsys.readouterr().out
     assert weights.stat().st_ino == inode
 
-    assert run(scripts, output, data, "--force") == 0
+    assert run(output, data, "--force") == 0
     assert weights.stat().st_ino != inode
     assert weights.read_bytes() == before, "the same seed gives the same weights"
 
-    assert run(scripts, output, data, "--seed", "1") == 0
+    assert run(output, data, "--seed", "1") == 0
     assert weights.read_bytes() != before
     assert json.loads((output / "made_with.json").read_text())["settings"]["seed"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "model"]
 
     (data / "test.parquet").unlink()
-    assert run(scripts, output, data, "--seed", "1") == 0
+    assert run(output, data, "--seed", "1") == 0
     assert (data / "test.parquet").exists()
 
 
-def test_it_replaces_only_what_it_made(
-    scripts: tuple[ModuleType, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_replaces_only_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "model"
     output.mkdir()
     (output / "mine.txt").write_text("precious")
-    assert run(scripts, output, tmp_path / "data", "--force") == 2
+    assert run(output, tmp_path / "data", "--force") == 2
     assert "will not replace" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine.txt"]

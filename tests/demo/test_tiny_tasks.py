@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from checkout import ROOT
@@ -16,14 +15,9 @@ NAMES = ("column_addition", "addition_chain", "letter_sorting")
 LONG = NAMES[1:]
 
 
-@pytest.fixture(scope="module")
-def scripts() -> Any:
-    return tiny_model
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_worked_answers_are_right_and_as_long_as_said(scripts: Any, name: str) -> None:
-    task = scripts.TASKS[name]
+def test_worked_answers_are_right_and_as_long_as_said(name: str) -> None:
+    task = tiny_model.TASKS[name]
     problems = task.draw(300, random.Random(0), set())
     assert len(set(problems)) == 300
     lengths = [len(task.response_text(problem)) + 1 for problem in problems]
@@ -33,8 +27,8 @@ def test_worked_answers_are_right_and_as_long_as_said(scripts: Any, name: str) -
     assert task.draw(5, random.Random(0), set(problems[:3])) != problems[:5]
 
 
-def test_letters_are_inserted_one_by_one(scripts: Any) -> None:
-    module = scripts.TASKS["letter_sorting"]
+def test_letters_are_inserted_one_by_one() -> None:
+    module = tiny_model.TASKS["letter_sorting"]
     assert module.response_text("dkqba") == "d dk dkq bdkq abdkq"
     words = module.response_text("qwertyuiopasdf").split()
     assert [len(word) for word in words] == list(range(1, 15)) and words[-1] == "adefiopqrstuwy"
@@ -44,10 +38,10 @@ def test_letters_are_inserted_one_by_one(scripts: Any) -> None:
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_the_config_fits_the_task(scripts: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_fits_the_task(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config, task = load_config([f"config={name}.yaml"]), scripts.TASKS[name]
-    args = scripts.parse_arguments(["--task", name])
+    config, task = load_config([f"config={name}.yaml"]), tiny_model.TASKS[name]
+    args = tiny_model.parse_arguments(["--task", name])
     assert str(args.output) == config.model.path
     assert [str(args.data / f"{split}.parquet") for split in ("train", "test")] == [
         *config.data.train_files,

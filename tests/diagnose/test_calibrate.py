@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
+from cpu_features import needs_w4a16_cpu
+from memory_cases import SMALL
 from random_models import save_random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,7 +17,6 @@ from qarl.checks.model_size import ModelSize
 from qarl.config import Config, OptimConfig, load_config
 from qarl.config.objectives import LOSSES
 from qarl.config.objectives import RolloutCorrectionConfig as Correction
-from qarl.diagnose import calibrate as calibration
 from qarl.diagnose import candidates as candidates_module
 from qarl.diagnose.__main__ import main
 from qarl.diagnose.calibrate import best, t_tail
@@ -144,54 +143,27 @@ def test_the_best_of_a_kind_and_the_noise() -> None:
     assert list(found) == ["cap", "band"] and not found["band"]["beyond_noise"]
 
 
-SMALL = ModelSize(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=100)
-
-
 @pytest.mark.parametrize(("loss", "tried", "widths"), [("tbpo", 18, 6), ("grpo", 26, 6), ("sapo", 26, 0)])
 def test_the_memory_by_hand(loss: str, tried: int, widths: int) -> None:
     """74560 weights. No sample gives more candidates than are counted."""
     config = changed(load_config(["config=quickstart.yaml"]), actor__loss=loss, quant__align="exact")
     torch.manual_seed(0)
-    for scale in (0.01, 0.1, 0.5, 1.0):
+    for scale in (0.01, 1.0):
         ratios = [(scale * torch.randn(500, 10), torch.ones(500, 10, dtype=torch.bool))]
         assert tried - 2 <= len(corrections(config, ratios)) <= tried and len(bands(config)) == widths
     found = needed_memory(SMALL, config, 5)
     assert found["truths"] == 5 * (2 * 4 + 2) * 74560 + 2 * 74560
     assert found["candidates"] == (tried + widths + 2 + 2 * tried + 1) * 4 * 74560
-    more = needed_memory(SMALL, config, 6)
-    assert sum(more.values()) - sum(found.values()) == 10 * 74560
 
 
-@pytest.mark.verl
-def test_too_little_memory_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Prepared(Exception):
-        pass
-
-    def prepare(config: Config) -> None:
-        raise Prepared
-
+def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(["config=quickstart.yaml"])
-    monkeypatch.setattr(calibration, "prepare_run", prepare)
-    exact = changed(config, quant__align="exact", optim__lr_warmup_steps=0)
     size = ModelSize.from_config(AutoConfig.from_pretrained(config.model.path))
-    needed = sum(needed_memory(size, exact, 5).values())
+    needed = sum(needed_memory(size, config, 5).values())
     monkeypatch.setattr(candidates_module, "available_memory", lambda: needed)
-    with pytest.raises(Prepared):
-        calibration.calibrate(config, batches=5)
-    with pytest.raises(UserError, match="comparing 6 batches may need") as caught:
-        calibration.calibrate(config, batches=6)
-    error = caught.value
-    assert error.where and "candidates: " in (error.why or "") and "lower batches" in (error.fix or "")
-
-
-@needs_vllm_cpu
-def test_a_model_without_exact_is_refused_with_the_reason_of_the_alignment(tmp_path: Path) -> None:
-    folder = save_random_model(tmp_path / "model", head_dim=24)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    lower = Policy(model, get_scheme("w8a8"), ("lm_head",), align="exact")
-    assert lower.align == "model"
-    refusal = str(calibration._not_exact(lower))
-    assert "head size 24" in refusal and "aligned: " not in refusal
+    candidates_module.check_memory(config, 5)
+    with pytest.raises(UserError, match=r"(?s)comparing 6 batches may need.*candidates: .*lower batches"):
+        candidates_module.check_memory(config, 6)
 
 
 def test_tails_of_student_t_against_the_incomplete_beta_function() -> None:

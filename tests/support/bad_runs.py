@@ -60,59 +60,13 @@ def hide_package(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     )
 
 
-CONFIG_FAULTS = {
-    "unknown key": (["rollout.temprature=1.0"], ["rollout.temprature", "did you mean rollout.temperature?"]),
-    "option that does not exist": (["quant.scheme=w4a61"], ["quant.scheme", "write w4a16"]),
-    "override without a value": (["rollout.n"], ["rollout.n", "key=value"]),
-    "batch of broken mini-batches": (
-        ["data.train_batch_size=5"],
-        ["actor.ppo_mini_batch_size", "data.train_batch_size"],
-    ),
-    "lm_head quantized": (["quant.ignore=[]"], ["quant.ignore", "add lm_head"]),
-    "run name longer than a folder's": (["name=" + "a" * 201], ["name", "200 characters"]),
-    "output folder with NUL": (['output_dir="\\0"'], ["output_dir", "pattern"]),
-    "more threads than exist": (["trainer.num_threads=9999999"], ["trainer.num_threads", "4096"]),
-}
-
-
-FILE_FAULTS = {
-    "syntax": ("name: [unclosed\n", ["broken.yaml"]),
-    "duplicate key": (CONFIG + "seed: 1\nseed: 2\n", ["seed", "broken.yaml:16"]),
-    "no mapping": ("- name\n", ["broken.yaml", "mapping"]),
-    "missing keys": ("name: x\n", ["model.path", "rollout.n", "required"]),
-}
-
-
-SPLIT_GROUPS = {
-    "q without k and v": (
-        ["re:.*q_proj"],
-        ["ignored: model.layers.0-1.self_attn.q_proj;", "self_attn.k_proj", "self_attn.v_proj"],
-    ),
-    "gate without up, one layer": (
-        ["model.layers.1.mlp.gate_proj"],
-        ["ignored: model.layers.1.mlp.gate_proj; quantized: model.layers.1.mlp.up_proj"],
-    ),
-    "the engine's name": (
-        ["model.layers.0.self_attn.qkv_proj"],
-        ["model.layers.0.self_attn.qkv_proj", "name model.layers.0.self_attn.q_proj, "],
-    ),
-    "everything": (["re:model"], ["no layer is left", "all 15 linears"]),
-}
-
-
 REWARD_FAULTS = {
     "raises": (
         "def score(data_source, solution_str, ground_truth, extra_info): return 1 / 0",
         ["score", "ZeroDivisionError", "row 0"],
     ),
     "wrong signature": ("def score(answer): return 1.0", ["raised TypeError", "data_source"]),
-    "not a number": (
-        "def score(data_source, solution_str, ground_truth, extra_info): return 'good'",
-        ["score", "'good'", "finite number"],
-    ),
     "no such function": ("def scores(**kwargs): return 1.0", ["rewards.py", "its functions: scores"]),
-    "broken file": ("import no_such_package", ["rewards.py", "no_such_package"]),
-    "not callable": ("score = 1.0", ["has no function 'score'"]),
 }
 
 

@@ -87,7 +87,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_group_size": 48}, "48"),
     ({"quant_ignore": ["re:.*"]}, "no layer is left to quantize"),
     ({"seq_clip_ratio_high": -1.0}, "seq_clip_ratio_high"),
-    ({"loss_type": "dapo", "seq_clip_ratio_high": 0.01}, "it has no effect with loss_type = dapo"),
+    ({"loss_type": "dapo", "seq_clip_ratio_high": 0.01}, "it has no effect with loss_type"),
     ({"seq_clip_ratio_low": 0.01}, "set positive_band to two_sided"),
     ({"max_completion_length": 4096}, "positions"),
     ({"vllm_max_model_length": 18}, "vllm_max_model_length=18"),

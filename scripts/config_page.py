@@ -49,16 +49,16 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(path: Path, text: str, description: str | None) -> int:
+    """Compare `text` with a page, or write the page with --write. Return the exit code."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    if parser.parse_args(argv).write:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page()
-    print("fresh" if fresh else "stale: run python scripts/config_page.py --write")
+    if parser.parse_args().write:
+        path.write_text(text, encoding="utf-8")
+    fresh = path.read_text(encoding="utf-8") == text
+    print("fresh" if fresh else "stale: run this again with --write")
     return 0 if fresh else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PAGE, page(), __doc__))

@@ -6,12 +6,13 @@ python scripts/family_tables.py --write    write the tables
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from config_page import main
+
 from benchmarks.proofs.families import ALL, Row, results, rotary_rows, rows
 from qarl.align.families import LARGEST_SHARE
 
@@ -104,17 +105,5 @@ def page() -> str:
     return text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args(argv)
-    fresh = page()
-    if args.write:
-        PAGE.write_text(fresh)
-    stale = fresh != PAGE.read_text()
-    print("stale: run python scripts/family_tables.py --write" if stale else "fresh")
-    return int(stale)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PAGE, page(), __doc__))

@@ -11,8 +11,8 @@ Each part is a process with a limit on its time: one that fails or hangs takes n
 within nine minutes. It starts a part only if there is time for it on a warm machine, and the next call goes on. Stop
 the script at any point. All lines that were printed are in benchmarks/results/gpu_check_DATE.log, and after each part
 gpu_check_DATE.json and .md are written. The next call on the same day skips the parts that have passed and runs those
-that failed last; --again repeats all. A part for which no time is left keeps its earlier result. Exit code: 0 all parts
-passed, or were skipped for a reason that is written down; 1 some failed; 130 stopped.
+that failed last; --again repeats all. A part for which no time is left keeps its earlier result. Exit code: 0 no
+part failed; 1 some failed; 130 stopped.
 A missed bound is not a failure. No network. Models have random weights, and stay in the folder --scratch.
 """
 
@@ -40,6 +40,7 @@ from gpu_pages import Result, markdown, verdict_table, write_readme
 from gpu_parts import BEFORE, FIRST_CALL, GROUPS, PARTS, Part
 
 from qarl.bench.report import commit
+from qarl.checkpoint.storage import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 520
@@ -97,26 +98,26 @@ class Session:
     def run(self, parts: Sequence[Part], *, again: bool) -> int:
         """Run the parts in order, those that failed before last; the exit code."""
         started, total = time.monotonic(), TOTAL_SECONDS * (3 if self.cpu else 1)  # a CPU may be shared
-        code, begun = 0, False
+        begun = False
         with self.path.with_suffix(".log").open("a", encoding="utf-8") as self.log, \
                 tempfile.TemporaryDirectory() as folder:  # fmt: skip
             for part in sorted(parts, key=lambda part: self.status(part) == "failed"):
+                left = total - (time.monotonic() - started)
                 if self.status(part) == "passed" and not again:
                     self.say(f"== {part.name}: passed before ({self.results[part.name]['commit']})")
-                    continue
-                left = total - (time.monotonic() - started)
-                left = left if left >= part.seconds or not begun else 0.0
-                self.take(part, Path(folder), min(part.seconds * FIRST_CALL, total), left)
-                begun = begun or self.results[part.name]["why"] != NO_TIME
-                self.write()
+                elif left < (part.seconds if begun else LEAST_SECONDS):
+                    self.say(f"== {part.name}: {NO_TIME}")
+                else:
+                    begun = True
+                    self.take(part, Path(folder), part.seconds * FIRST_CALL, left)
+                    self.write()
                 if STOP.is_set():
                     self.say(f"== stopped in {part.name}; the parts before it are kept")
-                    code = 130
                     break
             if "bench" in self.results:
                 self.say(verdict_table(self.results["bench"], cpu=self.cpu))
             self.say(f"results: {self.path}.json, .md and .log")
-        return code or int(any(self.status(part) == "failed" for part in parts))
+        return 130 if STOP.is_set() else int(any(self.status(part) == "failed" for part in parts))
 
     def status(self, part: Part) -> str | None:
         return self.results.get(part.name, {}).get("status")
@@ -127,20 +128,15 @@ class Session:
         limit: its own limit in seconds. left: seconds until the limit of all parts.
         """
         self.say(f"== {part.name}")
-        earlier, seconds = self.results.get(part.name), min(limit, left)
-        result: Result = {"status": "failed", "why": None, "seconds": 0.0, "commit": commit(), "output": []}
-        self.results[part.name] = result
         command = part.cpu if self.cpu else part.gpu
         missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
-        if command is None or missing:
-            why = f"{', '.join(missing)} not installed" if missing else NO_GPU
-            result.update(status="skipped", why=why)
-        elif seconds < LEAST_SECONDS:
-            result.update(status="skipped", why=NO_TIME)
-        else:
+        why = NO_GPU if command is None else f"{', '.join(missing)} not installed"
+        result: Result = {"status": "skipped", "why": why, "seconds": 0.0, "commit": commit(), "output": []}
+        self.results[part.name] = result
+        if command is not None and not missing:
             result.update(status="stopped", why="the script was stopped in this part")
             self.write()  # a process that is killed has no later chance
-            start, report = time.monotonic(), folder / f"{part.name}.json"
+            start, report, seconds = time.monotonic(), folder / f"{part.name}.json", min(limit, left)
             code = self.process(command, folder, report, seconds, result["output"])
             result["failing"] = failing(result["output"])
             del result["output"][:-KEPT_LINES]
@@ -150,9 +146,6 @@ class Session:
             elif not STOP.is_set():
                 why = f"not done after {seconds:.0f} s" if code is None else f"exit code {code}"
                 result.update(status="passed" if code == 0 else "failed", why=None if code == 0 else why)
-        if earlier and earlier["status"] != "skipped" and result["why"] == NO_TIME:
-            self.results[part.name] = earlier
-            return self.say(f"== {part.name}: no time was left; it {earlier['status']} before ({earlier['commit']})")
         self.say(f"== {part.name}: {result['status']} ({result['seconds']:.0f} s) {result['why'] or ''}")
 
     def process(self, command: str, folder: Path, report: Path, seconds: float, output: list[str]) -> int | None:
@@ -165,11 +158,12 @@ class Session:
         python = shlex.quote(sys.executable)
         made = [f"{python} {makes.format(**given)} && " for named, makes in BEFORE.items() if named in command]
         line = f"{''.join(made)}exec {python} {command.format(**given)}"
-        return run(["sh", "-c", line], environment, seconds, lambda line: self.keep(line, output))
 
-    def keep(self, line: str, output: list[str]) -> None:
-        output.append(line)
-        self.say(line)
+        def keep(printed: str) -> None:
+            output.append(printed)
+            self.say(printed)
+
+        return run(["sh", "-c", line], environment, seconds, keep)
 
     def say(self, line: str) -> None:
         self.log.write(line + "\n")
@@ -180,10 +174,8 @@ class Session:
     def write(self) -> None:
         """Write the .json and .md whole, so that a reader never finds half a file."""
         document = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "parts": self.results}
-        for suffix, text in ((".json", json.dumps(document, indent=1) + "\n"), (".md", markdown(document, self.cpu))):
-            new = self.path.with_name(self.path.name + suffix + ".new")
-            new.write_text(text, encoding="utf-8")
-            new.replace(self.path.with_suffix(suffix))
+        write_text(self.path.with_suffix(".json"), json.dumps(document, indent=1) + "\n")
+        write_text(self.path.with_suffix(".md"), markdown(document, self.cpu))
 
 
 def run(command: list[str], environment: dict[str, str], seconds: float, keep: Callable[[str], None]) -> int | None:

@@ -8,12 +8,10 @@ A table stands between `<!-- plan: NAME -->` and `<!-- /plan -->`.
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from bench_table import main
 
 from qarl.bench.plan import predict
 from qarl.bench.report import markdown_table
@@ -96,13 +94,5 @@ def rewrite(text: str) -> str:
     return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", type=Path)
-    page = parser.parse_args(arguments).page
-    page.write_text(rewrite(page.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main(rewrite, __doc__)

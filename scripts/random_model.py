@@ -21,41 +21,15 @@ from typing import Any
 
 import torch
 
-from qarl.bench.arguments import find_model
+from qarl.bench.arguments import SPECIAL, Source, find_model, write_model
 
 PROMPTS, WORDS = 512, 16
-SPECIAL = ("<unknown>", "<end>", "<padding>")
-"""The first words. None is the beginning of another: a tokenizer cuts special tokens out of the middle of words."""
 
 
 def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """Return the share of words with an even number. It differs between random responses, so there is a gradient."""
     words = re.findall(r"\d+", solution_str)
     return sum(int(word) % 2 == 0 for word in words) / max(len(words), 1)
-
-
-def make_model(name: str, folder: Path) -> int:
-    """Write a Hugging Face folder. Return the number of tokens of its vocabulary."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    given = dict(find_model(name).config) | {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 2}
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**given)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    vocabulary = int(config.vocab_size)
-    named = {**{name: i for i, name in enumerate(SPECIAL)}, **{f"t{i}": i for i in range(len(SPECIAL), vocabulary)}}
-    words = Tokenizer(models.WordLevel(named, unk_token=SPECIAL[0]))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    unknown, end, padding = SPECIAL
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token=end, pad_token=padding, unk_token=unknown
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    return vocabulary
 
 
 def write_prompts(file: Path, vocabulary: int) -> None:
@@ -79,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = args.output / "prompts.jsonl"
     if not prompts.is_file():  # it is written last
         shutil.rmtree(args.output, ignore_errors=True)
-        (args.output / "model").mkdir(parents=True)
-        vocabulary = make_model(args.model, args.output / "model")
+        config = dict(find_model(args.model).config) | {"bos_token_id": None, "pad_token_id": 2}
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            write_model(Source(args.model, config), config["num_hidden_layers"], args.output / "model", eos=1)
         staged = prompts.with_suffix(".new")
-        write_prompts(staged, vocabulary)
+        write_prompts(staged, config["vocab_size"])
         staged.rename(prompts)
     print(f"{args.model} with random weights: {args.output}")
     return 0

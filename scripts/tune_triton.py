@@ -35,7 +35,7 @@ SHAPES = ((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584)
 EXPERT_SHAPES = ((128, 1536, 2048), (128, 2048, 768))
 """(E, N, K) of Qwen3-30B-A3B."""
 CLASSES = (16, 32, 64, 128, 256, 512, 1024, 4096)
-GROUP = 128
+GROUP, MILLISECONDS = 128, 10
 
 Call = Callable[[Tile | None], torch.Tensor]
 Measured = dict[Tile | None, float]
@@ -84,7 +84,7 @@ def make_call(operation: str, m: int, shape: tuple[int, ...]) -> Call:
     return lambda tile: run(x, scales[0], weight, scales[1], *more, fast_accumulation=fast, tile=tile)
 
 
-def measure(call: Call, tile: Tile | None, expected: torch.Tensor, milliseconds: int) -> float:
+def measure(call: Call, tile: Tile | None, expected: torch.Tensor) -> float:
     """Median milliseconds; infinite if the tile does not fit or its numbers are off."""
     try:
         found = call(tile)
@@ -92,7 +92,7 @@ def measure(call: Call, tile: Tile | None, expected: torch.Tensor, milliseconds:
         if not error < 1e-2:
             print(f"  wrong numbers: {tile}, relative error {float(error):.1e}")
             return math.inf
-        return triton.testing.do_bench(lambda: call(tile), warmup=5, rep=milliseconds, return_mode="median")
+        return triton.testing.do_bench(lambda: call(tile), warmup=5, rep=MILLISECONDS, return_mode="median")
     except OutOfResources:
         return math.inf
     except RuntimeError as error:
@@ -100,7 +100,7 @@ def measure(call: Call, tile: Tile | None, expected: torch.Tensor, milliseconds:
         return math.inf
 
 
-def best(operation: str, m: int, deadline: float, milliseconds: int) -> tuple[Tile | None, Measured]:
+def best(operation: str, m: int, deadline: float) -> tuple[Tile | None, Measured]:
     """The winner over the shapes by geometric mean, None for the dequantized path; and the means in ms.
 
     Candidates that are 1.5 times slower than the best on the first shape are not run on the others.
@@ -116,7 +116,7 @@ def best(operation: str, m: int, deadline: float, milliseconds: int) -> tuple[Ti
         expected = call(tables.choose(operation, torch.device("cuda"), m))
         for tile in alive:
             if tile in alive[:2] or time.monotonic() < deadline:
-                logs.setdefault(tile, []).append(math.log(measure(call, tile, expected, milliseconds)))
+                logs.setdefault(tile, []).append(math.log(measure(call, tile, expected)))
         alive = [tile for tile in alive if len(logs.get(tile, ())) == number + 1]
         fastest = min(logs[tile][-1] for tile in alive)
         alive = [tile for tile in alive if logs[tile][-1] < fastest + math.log(1.5)]
@@ -124,11 +124,11 @@ def best(operation: str, m: int, deadline: float, milliseconds: int) -> tuple[Ti
     return min(means, key=lambda tile: means[tile]), means
 
 
-def rules(operation: str, deadline: float, milliseconds: int) -> list[dict[str, Any]]:
+def rules(operation: str, deadline: float) -> list[dict[str, Any]]:
     """The table of one operation, as JSON."""
     winners: list[tuple[int, Tile | None]] = []
     for m in CLASSES:
-        tile, means = best(operation, m, deadline, milliseconds)
+        tile, means = best(operation, m, deadline)
         winners.append((m, tile))
         dequantized = f", dequantized {means[None] * 1e3:.1f} us" if None in means else ""
         print(f"{operation} M <= {m}: {tile} {means[tile] * 1e3:.1f} us{dequantized}, {len(means)} finished")
@@ -165,7 +165,6 @@ def main() -> None:
     parser.add_argument("--operations", nargs="+", choices=operations, default=operations)
     parser.add_argument("--output", type=Path, help="where to write the tables; without it they are printed")
     parser.add_argument("--minutes", type=float, default=30.0, help="in all; when they run out, less is tried")
-    parser.add_argument("--milliseconds", type=int, default=10, help="of repeats for one timing")
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
     if arguments.dry_run:
@@ -176,7 +175,7 @@ def main() -> None:
         parser.error("tuning needs a GPU")
     start, share = time.monotonic(), arguments.minutes * 60 / len(arguments.operations)
     for number, name in enumerate(arguments.operations):
-        stored[kind][name] = rules(name, start + share * (number + 1), arguments.milliseconds)
+        stored[kind][name] = rules(name, start + share * (number + 1))
         if arguments.output:
             arguments.output.write_text(dump(stored), encoding="utf-8")
     print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}: {time.monotonic() - start:.0f} s")

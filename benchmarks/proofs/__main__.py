@@ -24,10 +24,10 @@ import yaml
 
 from benchmarks.proofs import index
 from benchmarks.proofs.harness import ROOT, Record, differences, rows_of
-from benchmarks.proofs.registry import RESULTS, Proof, proofs
+from benchmarks.proofs.registry import RESULTS, Result, proofs
 
 
-def parameters(proof: Proof, given: list[str]) -> dict[str, Any]:
+def parameters(proof: Result, given: list[str]) -> dict[str, Any]:
     """Return the values of `KEY=VALUE`, as the proof's function takes them. A list has commas."""
     known = {n: p.default for n, p in list(inspect.signature(proof.load()).parameters.items())[1:]}
     found = {}
@@ -39,7 +39,7 @@ def parameters(proof: Proof, given: list[str]) -> dict[str, Any]:
     return found
 
 
-def check(proof: Proof, path: Path) -> int:
+def check(proof: Result, path: Path) -> int:
     """Print how the rows in `path` differ from the committed ones; return in how many places."""
     committed, fresh = (rows_of(json.loads(file.read_text()), proof.key) for file in (RESULTS / proof.file, path))
     found = [f"{name}: {line}" for name in fresh for line in differences(committed.get(name), fresh[name])]

@@ -35,7 +35,6 @@ from qarl.diagnose.candidates import with_keys
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.local import LocalTrainer, request_seed
-from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run
 
@@ -45,16 +44,12 @@ SEED_STEP = -2
 """Stands for the training step in the seeds of the compared samples."""
 
 
-def experts_real_size(record: Record, *, vocabulary: int = 4096, steps: int = 1, on_disk: str = "") -> None:
-    """Publish, sample, compare log-probs, train, and sample again with the same seeds; seconds and memory by phase.
-
-    `on_disk`: a folder for files, mapped into memory, of masters and moments (12 bytes per parameter), whose pages
-    Linux may write out where memory is short.
-    """
+def experts_real_size(record: Record, *, vocabulary: int = 4096, steps: int = 1) -> None:
+    """Publish, sample, compare log-probs, train, and sample again with the same seeds; seconds and memory by phase."""
     if not record.wants("one layer"):
         return
     meter = Meter()
-    with tempfile.TemporaryDirectory() as parent, tempfile.TemporaryDirectory(dir=on_disk or None) as disk:
+    with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
         with meter.phase("make the model"):
             shape = dict(find_model("Qwen3-30B-A3B").config) | {"num_hidden_layers": 1, "max_window_layers": 1}
@@ -64,7 +59,7 @@ def experts_real_size(record: Record, *, vocabulary: int = 4096, steps: int = 1,
             subprocess.run([sys.executable, str(RANDOM_MODEL), *given], check=True)
         config = config_of("qwen3_30b_w4a16.yaml", keys(folder, steps))
         size = ModelSize.from_config(json.loads((folder / "layer" / "model" / "config.json").read_text()))
-        row = measure(config, meter, Path(disk) if on_disk else None)
+        row = measure(config, meter)
     row |= {"parameters": size.parameters, "vocabulary": vocabulary, "phases": meter.phases}
     row["estimated_gib"] = {p: estimate(size, config, device="cpu").total(p) / GIB for p in ("update", "step")}
     moved = row["after_training"]["other_tokens_frac"] > 0
@@ -124,15 +119,13 @@ def _processes() -> list[Path]:
     return [Path(f"/proc/{process.pid}") for process in (own, *own.children(recursive=True))]
 
 
-def measure(config: Any, meter: Meter, disk: Path | None) -> Row:
+def measure(config: Any, meter: Meter) -> Row:
     """Return what was published, δ by level before training, each step's metrics, and δ after them."""
     with meter.phase("load the policy and quantize"):
         parts = prepare_run(config)
         parts.policy.requantize()
     with meter.phase("start vLLM, make FP32 masters"):
         trainer = LocalTrainer(config, parts)
-        if disk is not None:
-            keep_on_disk(trainer.optimizer, disk)
     with trainer.engine:
         with meter.phase("publish"):
             report = trainer.publish()
@@ -182,16 +175,3 @@ def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, float]:
     known = known_routing(batch.routed_experts).any(-1)
     found = {name: metrics[f"mismatch/{name}"] for name in ("abs_mean", "abs_max", "k3")}
     return found | {"other_experts_frac": float(batch.other_experts[known].float().mean())}
-
-
-def keep_on_disk(optimizer: MasterOptimizer, folder: Path) -> None:
-    """Move the masters of AdamW to mapped files, and begin its moments there."""
-    for number, master in enumerate(optimizer._updated.values()):
-        files = {
-            name: torch.from_file(
-                str(folder / f"{number}.{name}"), shared=True, size=master.numel(), dtype=master.dtype
-            ).view(master.shape)
-            for name in ("master", "exp_avg", "exp_avg_sq")
-        }
-        master.data = files.pop("master").copy_(master.data)
-        optimizer._inner.state[master] = {"step": torch.tensor(0.0), **files}

@@ -10,7 +10,6 @@ parts:
   trainer   only the trainer: old log-probs and update, without an engine
   publish   quantize and publish, part by part
   against   this checkout's seconds over those of another git revision, phase by phase
-  costs     kernels, copies, synchronisations and bytes of a layer on a GPU; counted without one
   plan      predicted seconds of a step on different hardware, by a roofline; nothing is run
 
 `qarl bench --help PART` describes the keys of a part. `python -m qarl.bench` is the same command.
@@ -37,7 +36,6 @@ PARTS = {
     "kernels": "qarl.bench.kernels",
     **dict.fromkeys(("steps", "rollout", "trainer", "publish"), "qarl.bench.steps"),
     "against": "qarl.bench.against",
-    "costs": "qarl.bench.costs",
     "plan": "qarl.bench.plan",
 }
 """Part -> its module: the dataclass `KEYS`, whose `parse` reads the arguments, and `run`. It must not import torch when
@@ -50,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    part = _part(argv[0] if argv else "")
+    part = one_of(argv[0] if argv else "", PARTS, "benchmark")
     module = importlib.import_module(PARTS[part])
     arguments = module.KEYS.parse(part, argv[1:])
     if hasattr(arguments, "threads"):
@@ -60,15 +58,9 @@ def _main(argv: list[str]) -> int:
 
 def describe(topics: list[str]) -> str:
     """Return the help: this page, or the keys of the parts in `topics`."""
-    modules = [importlib.import_module(PARTS[_part(part)]) for part in topics]
+    modules = [importlib.import_module(PARTS[one_of(part, PARTS, "benchmark")]) for part in topics]
     texts = [text for module in modules for text in (module.__doc__ or "", f"Keys:\n{module.KEYS.__doc__}")]
     return "\n\n".join(inspect.cleandoc(text) for text in texts or [__doc__ or ""])
-
-
-def _part(name: str) -> str:
-    """Return `name`. Raise UserError if there is no such part."""
-    one_of(name, PARTS, "benchmark")
-    return name
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from qarl.errors import UserError
 T = TypeVar("T")
 DEVICES = ("cuda", "cpu")
 MODELS = Path(__file__).resolve().parent / "models"
+SPECIAL = {0: "<unknown>", 1: "<end>", 2: "<padding>"}
 LINEARS = {"q": "q_proj", "kv": "k_proj", "o": "o_proj", "gate_up": "gate_proj", "down": "down_proj"}
 """Name in the benchmark -> module of a decoder layer."""
 
@@ -58,12 +59,13 @@ def read(
         raise UserError(f"{where}: {first['msg']}, got {values[where]!r}", where=where) from None
 
 
-def one_of(value: str, known: Collection[str], what: str) -> None:
-    """Raise UserError unless `value` is one of `known`. The error names the most similar one."""
+def one_of(value: str, known: Collection[str], what: str) -> str:
+    """Return `value`. Raise UserError unless it is one of `known`. The error names the most similar one."""
     if value not in known:
         near = difflib.get_close_matches(value, list(known), n=1)
         hint = f" (nearest: {near[0]})" if near else ""
         raise UserError(f"there is no {what} {value!r}", where=what, fix=f"use one of {', '.join(known)}{hint}")
+    return value
 
 
 def check_divides(arguments: Any, part: str, whole: str) -> None:
@@ -92,11 +94,7 @@ def check_device(device: str) -> None:
 
 def as_json(arguments: Any) -> dict[str, Any]:
     """Return the fields of the dataclass for a file that may be published. Paths lose their folders."""
-    return {
-        field.name: value.name if isinstance(value, Path) else value
-        for field in dataclasses.fields(arguments)
-        for value in (getattr(arguments, field.name),)
-    }
+    return dataclasses.asdict(arguments) | {"json": arguments.json and arguments.json.name}
 
 
 @dataclass(frozen=True)
@@ -124,14 +122,13 @@ def find_model(name: str) -> Source:
             raise UserError(f"{name!r} has no config.json", where="model", fix="give a model folder, or a known name")
         return Source(folder.name, json.loads((folder / "config.json").read_text()), folder)
     names = {path.parent.name.lower(): path.parent.name for path in sorted(MODELS.glob("*/config.json"))}
-    one_of(name.lower(), names, "model")
-    found = names[name.lower()]
+    found = names[one_of(name.lower(), names, "model")]
     return Source(found, json.loads((MODELS / found / "config.json").read_text()))
 
 
 def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return the config with only its first `layers` decoder layers and no end-of-sequence token."""
-    cut = dict(config) | {"num_hidden_layers": layers, "eos_token_id": None}
+    """Return the config with only its first `layers` decoder layers."""
+    cut = dict(config) | {"num_hidden_layers": layers}
     if cut.get("layer_types"):
         cut["layer_types"] = cut["layer_types"][:layers]
     return cut
@@ -153,36 +150,44 @@ def default_group_size(size: ModelSize) -> int:
     return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
 
 
-def write_model(source: Source, layers: int, folder: Path) -> int:
-    """Write a Hugging Face folder of `source` with `layers` layers. Return the number of parameters."""
+def write_model(source: Source, layers: int, folder: Path, *, eos: int | None = None) -> int:
+    """Write a Hugging Face folder of `source` with `layers` layers. Return the number of parameters.
+
+    `eos`: id of the end-of-sequence token; without one, a response ends only at its longest length."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(cut_config(source.config, layers)))
+    (folder / "config.json").write_text(json.dumps(cut_config(source.config, layers) | {"eos_token_id": eos}))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if source.folder is None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-        tokenizer = _numbered_tokens(config.vocab_size)
+        tokenizer = _numbered_tokens(config.vocab_size, eos)
     else:
         model = AutoModelForCausalLM.from_pretrained(
             source.folder, config=config, dtype=torch.bfloat16, trust_remote_code=False
         )
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
         tokenizer.eos_token = None
-    model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = eos
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _numbered_tokens(vocab_size: int) -> Any:
-    """Return a tokenizer that vLLM can load. Its token i has the text "ti"."""
+def _numbered_tokens(vocab_size: int, eos: int | None) -> Any:
+    """Return a tokenizer with chat template that vLLM can load. Its tokens are the words t0, t1, ... and special ones,
+    none of which begins another word: a tokenizer cuts special tokens out of the middle of words."""
     import transformers
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t2", unk_token="t0")
+    words = {f"t{i}": i for i in range(vocab_size) if i not in SPECIAL} | {word: i for i, word in SPECIAL.items()}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    given = {"unk_token": SPECIAL[0], "pad_token": SPECIAL[2], "eos_token": None if eos is None else SPECIAL[eos]}
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **given)
+    found.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return found

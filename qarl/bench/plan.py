@@ -123,7 +123,7 @@ def footer(work: Work) -> str:
     ]
     if not work.rates:
         lines += [
-            "No GPU has been compared. The longest response is decoded alone. Counted: see `qarl bench costs`.",
+            "No GPU has been compared. The longest response is decoded alone. Counted: see docs/benchmarks.md.",
             f"Estimates: {r.GRAPH_KERNEL_SECONDS * 1e6:.0f} us a small kernel of a graph, {r.LAYER_KERNELS} a layer, "
             f"{r.EXPERTS_KERNELS} more with experts, {r.UNCOMPILED_KERNELS} more without compilation (8 bits); "
             f"{r.ALL_REDUCE_SECONDS * 1e6:.0f} us an all-reduce, two a layer; "

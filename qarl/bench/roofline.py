@@ -1,6 +1,6 @@
 """Roofline of a training step. The time of a phase is the longest of its times for arithmetic, memory and links.
 
-On GPUs some terms come on top (`TERMS`): the bytes that products do not move, as `qarl.bench.layer_costs` counts them,
+On GPUs some terms come on top (`TERMS`): the bytes that products do not move, as counted (`BEYOND`),
 and what a decode step takes beside its products and its KV cache. Nobody has measured the latter with QaRL: the
 constants are estimates for an H100 and vLLM 0.24 with CUDA graphs. They decide the time of a token when few responses
 are left. Launches of a pass, copies out of the gather's buffer and changes of an int4 layout have no term: they take at
@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from operator import mul
 from pathlib import Path
 
 from pydantic import PositiveFloat, PositiveInt
@@ -31,6 +31,22 @@ OPTIMIZER_BYTES, PUBLISH_PASSES, MOST_SEQUENCES, GPUS_PER_NODE = 38, 4, 256, 8
 """In order: bytes that an AdamW step moves per parameter (FP32 gradient, moments and master, BF16 weight); passes over
 the published bytes; vLLM's max_num_seqs; number of GPUs in a node."""
 NEWTON_SCHULZ_STEPS = 5
+BLOCK = {False: ((84, 20, 0, 8, 10), (204, 28, 0, 8, 18)), True: ((84, 56, 24, 8, 10), (204, 120, 40, 8, 18))}
+"""Whether queries and keys are normed -> bytes that a layer's norms, rotary embedding, residuals and SwiGLU move in a
+forward and in a backward: for each token and hidden element, element of queries and keys, head, element of a head, and
+element of a dense MLP."""
+BEYOND: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "bf16": ((0, 0, 2, 22, 10, 0), (0, 0, 4, 32, 26, 0)),
+    "w4a16": ((0, 4, 0, 0, 0, 0), (0, 4, 0, 0, 0, 9.73)),
+    "w8a8": ((2, 0, 3, 0, 3, 0), (6, 4, 3, 0, 14, 6)),
+    "fp8": ((2, 0, 5, 2, 3, 0), (6, 4, 3, 0, 14, 6)),
+}
+"""Trainer -> bytes that its linears and experts move beyond those of their products: for
+each token and input of a dense linear, and for each weight of those; with experts, for each token and hidden element,
+for each row of an expert and hidden and inner element, and for each weight of the experts. As counted for micro-batches
+of 4096 tokens and 512 rows an expert or more (`benchmarks/proofs/layer_costs.py`)."""
+MUON_BYTES = (138, 120)
+"""Bytes that Muon moves for a matrix of n x m in FP32, n <= m: for each element, and for each of n x n (counted)."""
 LOGIT_BYTES = (24, 40)
 """Bytes that log-probs and entropy move per logit beyond the product, in a forward and in a backward (estimate)."""
 GRAPH_KERNEL_SECONDS = 3e-6
@@ -251,7 +267,7 @@ class Roofline:
         work, memory = self.work, self.rates.memory
         tokens = round(work.rows * (work.prompt_length + work.response_length[0]))
         forward, backward = (work.batches * self.size.layers * moved / memory
-                             for moved in _beyond_products(self.size, trainer, tokens))  # fmt: skip
+                             for moved in beyond_products(self.size, trainer, tokens))  # fmt: skip
         logits = work.batches * work.rows * work.response_length[0] * self.size.vocab / memory
         return {
             "old_log_prob_elementwise": forward + LOGIT_BYTES[0] * logits,
@@ -295,7 +311,7 @@ class Roofline:
             return OPTIMIZER_BYTES * size.parameters / gpus / rates.memory
         rest = OPTIMIZER_BYTES * (size.parameters - size.matrix_parameters) / gpus / rates.memory
         flop = sum(newton_schulz_flop(n, k) for n, k in size.linears().values()) / gpus
-        moved = _muon_bytes_per_weight(size, gpus) * size.matrix_parameters / gpus
+        moved = muon_bytes_per_weight(size) * size.matrix_parameters / gpus
         return rest + max(flop / rates.flop_per_s("bf16", size.hidden), moved / rates.memory)
 
     def product(self, rows: float, scheme: str) -> float:
@@ -358,16 +374,27 @@ def newton_schulz_flop(rows: int, columns: int) -> float:
     return NEWTON_SCHULZ_STEPS * (4.0 * n * n * m + 2.0 * n**3)
 
 
-@cache
-def _beyond_products(size: ModelSize, trainer: str, tokens: int) -> tuple[int, int]:
-    from qarl.bench.layer_costs import beyond_products
+def beyond_products(size: ModelSize, trainer: str, tokens: int) -> tuple[float, float]:
+    """Return the bytes of a layer's forward and backward that products do not move. `trainer`: its scheme."""
+    dense, hidden, inner = dense_linears(size), size.hidden, size.moe_intermediate
+    rows, mlp = (tokens * size.experts_per_token, 0) if size.experts else (0, size.intermediate)
+    sizes = [tokens * hidden, tokens * (size.query_width + size.kv_width), tokens * (size.heads + size.kv_heads)]
+    sizes += [tokens * size.head_dim, tokens * mlp]
+    sizes += [tokens * sum(k for _, k in dense), sum(n * k for n, k in dense)]
+    sizes += [tokens * hidden if size.experts else 0, rows * hidden, rows * inner, 3 * size.experts * hidden * inner]
+    both = zip(BLOCK[size.qk_norm], BEYOND[trainer], strict=True)
+    forward, backward = (sum(map(mul, block + linears, sizes)) for block, linears in both)
+    return forward, backward
 
-    return beyond_products(size, trainer, tokens)
+
+def dense_linears(size: ModelSize) -> list[tuple[int, int]]:
+    """Return [N, K] of the linears of a block that are not experts'."""
+    return [shape for name, shape in size.block_linears(0).items() if ".experts." not in name]
 
 
-@cache
-def _muon_bytes_per_weight(size: ModelSize, gpus: int) -> float:
-    from qarl.bench.shard_costs import optimizer_phase
-
-    phase, weights = optimizer_phase(size, gpus)
-    return phase.counts.moved / weights
+def muon_bytes_per_weight(size: ModelSize) -> float:
+    """Return the bytes that Muon moves for a weight of a block. The stacks of experts are two matrices an expert."""
+    block = dense_linears(size)
+    block += [(2 * size.moe_intermediate, size.hidden), (size.hidden, size.moe_intermediate)] * size.experts
+    moved = sum(MUON_BYTES[0] * n * k + MUON_BYTES[1] * min(n, k) ** 2 for n, k in block)
+    return moved / sum(n * k for n, k in block)

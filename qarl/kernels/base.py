@@ -3,9 +3,9 @@
 `qarl.kernels.registry` chooses among them. Those for layers of experts are in `qarl.kernels.experts.grouped`.
 
 `assume` answers for a GPU that this machine lacks. Tensors on the meta device then stand for tensors on that GPU, so a
-layer runs at its real sizes without memory, and each launch is reported and not made. `qarl bench costs` counts in
-this way. PyTorch's FakeTensor with device `cuda` would not do: a build of PyTorch without CUDA cannot index such
-tensors, and its autograd has no queue for them.
+layer runs at its real sizes without memory, and each launch is reported and not made. The proof `costs` counts in this
+way. PyTorch's FakeTensor with device `cuda` would not do: a build of PyTorch without CUDA cannot index such tensors,
+and its autograd has no queue for them.
 """
 
 from __future__ import annotations

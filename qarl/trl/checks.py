@@ -63,6 +63,7 @@ ARGUMENTS = {
     "rollout_func": "QaRL's own rollout_func calls the quantized engine",
     "tools": _ONE_RESPONSE,
     "environment_factory": _ONE_RESPONSE,
+    "optimizers": "its own AdamW keeps FP32 copies of the BF16 weights; without them, small updates would be lost",
 }
 """Arguments of `GRPOTrainer` that must be left out, and why."""
 FILE = "qarl.json"
@@ -93,13 +94,10 @@ def check_args(args: Any, given: dict[str, Any]) -> None:
         fix = "use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights"
         raise UserError("QaRLTrainer does not support FSDP", where=where, why=why, fix=fix)
     _check_saves(args)
+    given = given | {"optimizers": given.get("optimizers", (None, None))[0]}  # a scheduler may come from outside
     for name, why in ARGUMENTS.items():
         if given.get(name):
             raise UserError(f"QaRLTrainer does not support {name}", where=name, why=why, fix=f"leave {name} out")
-    if given.get("optimizers", (None, None))[0] is not None:
-        why = "its own AdamW keeps FP32 copies of the BF16 weights; without them, small updates would be lost"
-        fix = "pass optimizers=(None, scheduler), or leave optimizers out"
-        raise UserError("QaRLTrainer takes no optimizer from outside", where="optimizers", why=why, fix=fix)
 
 
 def _check_saves(args: QaRLConfig) -> None:

@@ -7,7 +7,6 @@ local backend (`qarl.metrics.mismatch_limit`), with both of its limits.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from typing import Any
 
@@ -26,16 +25,16 @@ from qarl.trl.log_probs import as_batch
 
 
 class StepMetrics:
-    """Collects the measurements of `QaRLTrainer` between two logs. `level`: the policy's `limit_level`."""
+    """Collects the measurements of `QaRLTrainer` between two logs."""
 
-    def __init__(self, config: Config, level: str) -> None:
-        self.config, self.level = config, level
+    def __init__(self, config: Config, policy: Policy, accelerator: Any) -> None:
+        self.config, self.policy, self.accelerator = config, policy, accelerator
         self._statistics: list[dict[str, float]] = []
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._noise_is_checked = config.quant.mismatch_limit is not None or level not in NOISE_LIMITS
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._noise_is_checked = config.quant.mismatch_limit is not None or policy.limit_level not in NOISE_LIMITS
 
     @torch.no_grad()
-    def check_noise_once(self, policy: Policy, called: Any, inputs: dict[str, Any], accelerator: Any) -> None:
+    def check_noise_once(self, called: Any, inputs: dict[str, Any]) -> None:
         """In the first call, compare |δ| with the model's rounding noise, as the local backend's probe does.
 
         `called`: the model or DDP's wrapper around it. `inputs`: TRL's first micro-batch, of which each process
@@ -51,38 +50,39 @@ class StepMetrics:
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)[:PROBE_RESPONSES]
         rollout = inputs["sampling_per_token_logps"][:PROBE_RESPONSES]
         batch = as_batch(ids, attention_mask, rollout.shape[1])
-        policy.called = called
-        level, roots = compare_with_noise(
-            policy, self.config, dataclasses.replace(batch, rollout_log_probs=rollout.float())
-        )
-        sums = torch.tensor([roots.delta, roots.noise, roots.tokens], dtype=torch.float64, device=accelerator.device)
-        delta, noise, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+        batch.rollout_log_probs = rollout.float()
+        self.policy.called = called
+        level, roots = compare_with_noise(self.policy, self.config, batch)
+        delta, noise, tokens = self._summed(roots.delta, roots.noise, roots.tokens)
         in_trls_words(lambda: check_noise(times_noise(delta, noise, tokens), level=level, tokens=tokens))
 
     def add(self, statistics: dict[str, float]) -> None:
         self._statistics.append(statistics)
 
-    def compare(
-        self, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, accelerator: Any, *, trained: bool
-    ) -> None:
+    def compare(self, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, *, trained: bool) -> None:
         """Compare the log-probs of trainer and engine, all [B, T]. `trained`: whether an update has been made.
 
         Raises:
             MismatchError: before the first update, the mismatch over all processes' micro-batches exceeds its limit.
         """
-        mask = mask.bool()
-        old, rollout = old.detach().float().cpu(), rollout.float().cpu()
-        self._pairs.append((old, rollout, mask.cpu()))
+        mask = mask.bool().cpu()
+        old, rollout = old.detach().float().cpu()[mask], rollout.float().cpu()[mask]
+        self._pairs.append((old, rollout, int(mask.any(1).sum())))
         if trained:
             return
-        delta = (old - rollout)[mask.cpu()].abs().double()
-        sums = torch.tensor([float(delta.sum()), delta.numel(), len(mask)], dtype=torch.float64)
-        total, tokens, rows = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
+        delta = (old - rollout).abs().double()
+        total, tokens, rows = self._summed(float(delta.sum()), delta.numel(), len(mask))
         self._check(total / max(tokens, 1), tokens / max(rows, 1), before_first_update=True)
 
-    def take(self, accelerator: Any, report: PublishReport | None) -> dict[str, float]:
+    def _summed(self, *numbers: float) -> list[float]:
+        """Return each number's sum over all processes."""
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
+        found: list[float] = self.accelerator.reduce(sums, reduction="sum").tolist()
+        return found
+
+    def take(self, report: PublishReport | None) -> dict[str, float]:
         """Return the metrics of all processes since the last call."""
-        pairs = gather_object([_stacked(self._pairs)]) if self._pairs else []
+        pairs = gather_object(self._pairs) if self._pairs else []
         statistics = gather_object(self._statistics) if self._statistics else []
         self._pairs, self._statistics = [], []
         metrics: dict[str, float] = dict(reduce_metrics(statistics)) if statistics else {}
@@ -93,7 +93,7 @@ class StepMetrics:
             del metrics["mismatch/ppl_ratio"]  # it needs the responses one by one
             warning = self._check(metrics["mismatch/abs_mean"], mean_length, before_first_update=False)
             metrics["mismatch/over_limit"] = float(warning is not None)
-            if warning and accelerator.is_main_process:
+            if warning and self.accelerator.is_main_process:
                 warnings.warn(warning, stacklevel=2)
         if report is not None:
             metrics |= {"publish/mbytes": report.sent_bytes / 1e6, "publish/delta": float(report.is_delta)}
@@ -105,17 +105,10 @@ class StepMetrics:
             lambda: check_mismatch(
                 abs_mean,
                 limit=self.config.quant.mismatch_limit,
-                level=self.level,
+                level=self.policy.limit_level,
                 before_first_update=before_first_update,
                 response_length=length,
                 temperature=self.config.rollout.temperature,
             )
         )
         return warning and trls_words(warning)
-
-
-def _stacked(pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the old log-probs and the rollout's of all valid tokens, each [tokens], and the number of responses."""
-    old = torch.cat([one[mask] for one, _, mask in pairs])
-    rollout = torch.cat([other[mask] for _, other, mask in pairs])
-    return old, rollout, sum(int(mask.any(1).sum()) for _, _, mask in pairs)

@@ -108,9 +108,6 @@ def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
             fix = "set vllm_max_model_length to the tokens of the longest prompt plus max_completion_length"
             raise UserError(what, where="vllm_max_model_length", why=why, fix=fix)
         return
-    if "prompt" not in data.column_names:
-        why, fix = f"its columns are {', '.join(data.column_names)}", "rename the column with the prompts to 'prompt'"
-        raise UserError("the dataset has no column 'prompt'", where="train_dataset", why=why, fix=fix)
     prompts = list(data["prompt"])
     if isinstance(prompts[0], str):
         tokens = tokenizer(prompts)

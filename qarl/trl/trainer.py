@@ -75,7 +75,6 @@ class QaRLTrainer(GRPOTrainer):
         self.policy = load_policy(model, self.run)
         self.reference: Policy | None = None
         self.tbpo = args.tbpo()
-        self._step_metrics = StepMetrics(self.run, self.policy.limit_level)
         super().__init__(
             self.policy.model,
             checked_functions(reward_funcs),
@@ -92,6 +91,7 @@ class QaRLTrainer(GRPOTrainer):
             raise UserError(what, where=where, why=why, fix="set router_aux_loss_coef=0")
         if self.ref_model is not None:
             self.reference = quantized(self.ref_model, self.run)
+        self._step_metrics = StepMetrics(self.run, self.policy, self.accelerator)
         if self.policy.device.type == "cpu":
             keep_freed_memory()
         print(trls_words(self.policy.report))
@@ -119,16 +119,17 @@ class QaRLTrainer(GRPOTrainer):
         optimizer: torch.optim.Optimizer | None = self.optimizer
         if optimizer is None:
             trained = self.policy.model
+            args = self.args
             optimizer = self.optimizer = MasterAdamW(
                 trained.named_parameters(),
                 decayed=self.get_decay_parameter_names(trained),
-                keep_masters=self.run.optim.master_dtype == "fp32",
+                keep_masters=args.master_dtype == "fp32",
                 sum_in_fp32=self.accelerator.num_processes == 1,
-                lr=self.args.learning_rate,
-                betas=(self.args.adam_beta1, self.args.adam_beta2),
-                eps=self.args.adam_epsilon,
-                weight_decay=self.args.weight_decay,
-                seed=self.args.seed,
+                lr=args.learning_rate,
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_epsilon,
+                weight_decay=args.weight_decay,
+                seed=args.seed,
             )
         return optimizer
 
@@ -136,7 +137,7 @@ class QaRLTrainer(GRPOTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         if self.training and self.state.global_step == 0:
-            self._step_metrics.check_noise_once(self.policy, model, inputs, self.accelerator)
+            self._step_metrics.check_noise_once(model, inputs)
         if self.loss_type == "tbpo":
             loss = self._tbpo_loss(model, inputs)
         else:
@@ -144,9 +145,8 @@ class QaRLTrainer(GRPOTrainer):
         if self.training:
             old, mask = inputs.get("old_per_token_logps"), inputs["completion_mask"]
             old = self._log_probs if old is None else old
-            self._step_metrics.compare(
-                old, inputs["sampling_per_token_logps"], mask, self.accelerator, trained=self.state.global_step > 0
-            )
+            rollout = inputs["sampling_per_token_logps"]
+            self._step_metrics.compare(old, rollout, mask, trained=self.state.global_step > 0)
         return loss
 
     def _tbpo_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -195,17 +195,9 @@ class QaRLTrainer(GRPOTrainer):
         assert policy is not None
         policy.called = model
         batch = as_batch(input_ids, attention_mask, logits_to_keep)
-        found = [
-            log_probs_of_rows(
-                policy,
-                batch,
-                rows,
-                temperature=self.temperature,
-                entropies=compute_entropy,
-                entropy_gradient=self._entropy_bonus_enabled,
-            )
-            for rows in batch.micro_batches(batch_size or len(batch))
-        ]
+        parts, gradient = batch.micro_batches(batch_size or len(batch)), self._entropy_bonus_enabled
+        how = {"temperature": self.temperature, "entropies": compute_entropy, "entropy_gradient": gradient}
+        found = [log_probs_of_rows(policy, batch, rows, **how) for rows in parts]
         log_probs = torch.cat([one for one, _ in found])
         if not is_reference:
             self._log_probs = log_probs.detach()
@@ -220,7 +212,7 @@ class QaRLTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.training:
             report, self.rollouts.report = self.rollouts.report, None
-            for name, value in self._step_metrics.take(self.accelerator, report).items():
+            for name, value in self._step_metrics.take(report).items():
                 self._metrics["train"][name] = [value]
         super().log(logs, start_time)
 
@@ -300,9 +292,7 @@ class MasterAdamW(MuonAdamW):
         (group,) = self.param_groups
         plain = [p for name, p in named if name not in names]
         group["params"] = [p for name, p in named if name in names]
-        if plain:
-            shared = {key: value for key, value in group.items() if key != "params"}
-            self.add_param_group({**shared, "params": plain, "weight_decay": 0.0})
+        self.add_param_group(group | {"params": plain, "weight_decay": 0.0})
         if sum_in_fp32:
             for _, parameter in named:
                 parameter.grad_dtype = torch.float32

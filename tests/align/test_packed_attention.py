@@ -9,6 +9,7 @@ import torch
 from family_models import LENGTHS, random_model
 from torch import nn
 
+from benchmarks.proofs.counting import counting
 from qarl.align.families import FAMILIES, PADDED, SHOWN, check_rows
 from qarl.align.packed_attention import (
     ROWS_ATTENTION,
@@ -18,7 +19,6 @@ from qarl.align.packed_attention import (
     use_rows_attention,
     varlen_attention,
 )
-from qarl.bench.counting import counting
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.trainer.policy import Policy

@@ -13,17 +13,14 @@ import pytest
 from checkout import ROOT
 
 from qarl.bench.__main__ import main
-from qarl.bench.layer_costs import beyond_products
 from qarl.bench.plan import ERROR
 from qarl.bench.report import summary
 from qarl.bench.roofline import (
     EFFICIENCY,
-    SHEETS,
     TERMS,
     Rates,
     Roofline,
     Work,
-    assumed_rates,
     by_phase,
     measured_rates,
 )
@@ -119,18 +116,6 @@ def test_gpus_engines_and_room() -> None:
     assert tight - full == pytest.approx(24 * weights), "two at a time read the weights twice as often"
 
 
-def test_what_is_counted_of_a_layer_by_hand() -> None:
-    """A second a byte: the bytes that products do not move come on top, for each of two layers and batches."""
-    work = replace(WORK, rates=None, constant=3.0)
-    counted, batches, layers = beyond_products(MOE, "w4a16", 2 * 33), 2, 2
-    found = step(MOE, rates(memory=1.0), work, "w4a16")
-    forward, backward = (batches * layers * moved for moved in counted)
-    logits = batches * 2 * 25 * 100
-    assert found["constant"] == 3.0
-    assert found["old_log_prob_elementwise"] == forward + 24 * logits
-    assert found["update_elementwise"] == 2 * forward + backward + 64 * logits, "the layers' forward twice"
-
-
 def test_decode_steps_and_the_longest_response_by_hand() -> None:
     work = replace(WORK, rates=None, response_length=(25, 35))
     of = rates(memory=1.0, link=1.0)
@@ -202,14 +187,6 @@ def test_the_stated_error_is_that_of_the_committed_measurements() -> None:
             quotient.append(predicted[phase] / summary(result["phases"][phase]["samples"])["median"])
     assert {phase: (round(min(q), 2), round(max(q), 2)) for phase, q in quotients.items()} == ERROR
     assert len(document["results"]) == 11
-
-
-@pytest.mark.parametrize("gpu", SHEETS)
-def test_every_number_of_a_data_sheet_is_marked_as_assumed(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert all("(assumed" in line for line in assumed_rates(gpu).said) and len(assumed_rates(gpu).said) == 7
-    assert main(["plan", f"gpu={gpu}", "gpu_memory_utilization=0.8"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("(assumed: ") == 7 and "predicted / measured" in said and "No GPU has been compared" in said
 
 
 def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

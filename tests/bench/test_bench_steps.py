@@ -55,14 +55,6 @@ def tiny(folder: Path, *given: str, part: str) -> Arguments:
     return parse(f"model={folder}", *sizes, *given, part=part)
 
 
-def test_the_defaults_are_launches_of_every_scheme_and_level() -> None:
-    arguments = parse()
-    cases = [str(case) for case in arguments.cases()]
-    assert cases[:2] == ["bf16, level off", "bf16, level model"] and len(cases) == 11 and arguments.launches >= 3
-    assert arguments.weight_group == 64 and arguments.depth == 30 and arguments.micro_batch_size == 32
-    assert [str(case) for case in parse("schemes=fp8,bf16", part="publish").cases()] == ["bf16", "fp8"]
-
-
 # Launches, with fake processes.
 
 

@@ -16,9 +16,9 @@ from memory_cases import FAMILIES, parts, run, tiny
 from random_models import save_random_model
 from torch import nn
 
+from benchmarks.proofs.counting import counting
+from benchmarks.proofs.shard_costs import stack_shapes, wire
 from qarl.align import align_model
-from qarl.bench.counting import counting
-from qarl.bench.shard_costs import stack_shapes, wire
 from qarl.checkpoint.compressed_tensors import ModelFiles
 from qarl.checkpoint.folder import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate

@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from checkout import ROOT
 from gpu_lock import pretend, required
-from third_party_uses import Use, has_signature, overrides, package_uses, resolve, why_not_callable
+from third_party_uses import Use, overrides, package_uses, resolve, why_not_callable
 
 required()
 
@@ -64,19 +63,10 @@ def test_the_name_exists(name: str) -> None:
     resolve(name)
 
 
-@pytest.mark.parametrize("name", CPU_ONLY + NEWER_VLLM)
-def test_what_is_left_out_is_missing(name: str) -> None:
-    with pytest.raises((AttributeError, ImportError)):
-        resolve(name)
-
-
 @pytest.mark.parametrize("use", CALLS, ids=lambda use: f"{use.file}:{use.line}:{use.target}")
 def test_the_arguments_are_taken(use: Use) -> None:
     assert use.call is not None
-    function = resolve(use.target)
-    if use.target in SIGNATURE_IN_NEW or not has_signature(function):
-        return  # a builtin
-    assert why_not_callable(function, use.call) is None
+    assert use.target in SIGNATURE_IN_NEW or why_not_callable(resolve(use.target), use.call) is None
 
 
 PLUGIN = ROOT / "qarl" / "verl" / "plugin"
@@ -98,9 +88,3 @@ def test_what_the_verl_plugin_replaces_is_there_to_be_replaced(module: str) -> N
         assert takes_any or not lacking, f"{kind.__name__}.{name} does not take {lacking}"
         extra = [p for p in ours if p not in theirs and ours[p].default is ours[p].empty and ours[p].kind not in (2, 4)]
         assert not extra, f"{kind.__name__}.{name} needs {extra}, which verl does not give"
-
-
-def test_torch_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stub answers, and says that there is none. Otherwise the other tests could have used a real one."""
-    monkeypatch.undo()
-    assert torch.version.cuda and hasattr(torch.ops._C, "machete_mm") and hasattr(torch.ops._moe_C, "moe_sum")

@@ -16,7 +16,6 @@ import pytest
 from checkout import ROOT
 
 from qarl.config import load_config
-from qarl.errors import UserError
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import ablate
@@ -44,16 +43,11 @@ def test_the_permutation_test_counts_all_ways() -> None:
     assert test([1.0], [2.0, 3.0, 4.0])[1] == pytest.approx(1 / 4)
 
 
-def test_equal_arms_are_rarely_told_apart() -> None:
-    rng = random.Random(2)
-    found = [[[rng.gauss(0, 1) for _ in range(4)] for _ in range(2)] for _ in range(300)]
-    share = sum(stats.permutation_test(*pair)[0] <= 0.05 for pair in found) / len(found)
-    assert 0.0 < share < 0.08
-    assert stats.any_difference([[0.1, 0.12], [0.11, 0.13], [0.12, 0.1]]) > 0.3
-    assert stats.any_difference([[0.1, 0.2, 0.1, 0.2], [0.9, 0.8, 0.9, 0.8], [0.5, 0.5, 0.4, 0.6]]) < 0.01
-    first, second = ([rng.gauss(mean, 1) for _ in range(12)] for mean in (0.0, 3.0))
-    p, smallest = stats.permutation_test(first, second)  # of ways drawn at random, always the same ones
-    assert p == stats.permutation_test(first, second)[0] < 1e-3 and smallest < 1e-3
+def test_ways_drawn_at_random_tell_arms_apart() -> None:
+    near, far = [0.1, 0.2, 0.1, 0.2], [0.9, 0.8, 0.9, 0.8]
+    assert stats.any_difference([near, near[::-1], near]) > 0.3 and stats.any_difference([near, far, [0.5] * 4]) < 0.01
+    p, smallest = stats.permutation_test(near * 3, far * 3)
+    assert p == stats.permutation_test(near * 3, far * 3)[0] < 1e-3 and smallest < 1e-3
 
 
 def history(rewards: Sequence[float], accuracies: Sequence[float]) -> list[dict[str, float]]:
@@ -156,16 +150,6 @@ def test_a_training_that_fails_is_recorded(tmp_path: Path) -> None:
     record = ablate.train(["config=no_such_config.yaml"], tmp_path / "run")
     assert record["failed"].startswith("exit code 2: error:") and (tmp_path / "run.log").is_file()
     assert ablate.finished(tmp_path / "run", ["config=no_such_config.yaml"]) is None
-
-
-def test_a_bad_suite_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablate, "SUITES", tmp_path)
-    whole = "title: t\nquestion: q\nconfig: c\nseeds: [0]\narms: {a: {}}\n"
-    for text, message in ((f"{whole}sedes: [1]", "unknown: sedes"), (f"{whole}baseline: b", "no such arm: b"),
-                          ("title: t", "missing: arms")):  # fmt: skip
-        (tmp_path / "bad.yaml").write_text(f"{text}\n")
-        with pytest.raises(UserError, match=message):
-            ablate.load_suite("bad")
 
 
 SUITES = sorted(path.stem for path in (ROOT / "scripts" / "suites").glob("*.yaml"))

@@ -89,22 +89,6 @@ def test_a_reward_that_raises_or_runs_out_of_time(monkeypatch: pytest.MonkeyPatc
     assert not text.verifies_itself("1")
 
 
-def test_problems_are_compared_without_their_dress() -> None:
-    same = [
-        "Find $\\dfrac{1}{2}+ x_1$ for  2.5 apples.",
-        "find \\frac{1}{2} + x_{1}, for 2.5 Apples",
-        "Find $\\left.\\tfrac{1}{2}\\right.\\,+x_1$\nfor \N{FULLWIDTH DIGIT TWO}.5 apples",
-    ]
-    assert len({text.problem_key(problem) for problem in same}) == 1
-    others = [
-        "Find 1/2 + x_1 for 2.5 apples",
-        "Find $\\frac{1}{2}+ x_1$ for 25 apples",
-        "Find \\frac{1}{2}- x_1 for 2.5 apples",
-    ]
-    assert len({text.problem_key(problem) for problem in [same[0], *others]}) == 4
-    assert text.problem_key("2 \N{MINUS SIGN} 1") == text.problem_key("2-1")
-
-
 def test_training_set_counts_everything_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     published = [{"problem": "What is $2+2$?", "answer": "4"}, {"problem": "Prove it.", "answer": None}]
     published.append({"problem": "Say nothing.", "answer": "\\text{}"})

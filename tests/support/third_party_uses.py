@@ -186,14 +186,6 @@ def why_not_callable(function: Any, call: Call) -> str | None:
     return None
 
 
-def has_signature(function: Any) -> bool:
-    try:
-        inspect.signature(function)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def overrides(classes: list[type]) -> Iterator[tuple[type, str, Any, Any]]:
     """Yield (class, name, its function, the function of the first class of another package that it replaces)."""
     for kind in classes:

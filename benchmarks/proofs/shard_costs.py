@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from qarl.bench.counting import Counting, Counts, counting
+from benchmarks.proofs.counting import Counting, Counts, counting
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.experts.cuda import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.optim.optimizer import MuonAdamW

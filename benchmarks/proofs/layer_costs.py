@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.proofs.counting import Counting, counting
+from benchmarks.proofs.shard_costs import ENGINE_KERNELS, Phase, dense_shapes, gather, make_shard, on_meta, stack_shapes
 from qarl.bench.arguments import default_group_size
-from qarl.bench.counting import Counting, counting
-from qarl.bench.shard_costs import ENGINE_KERNELS, Phase, dense_shapes, gather, make_shard, on_meta, stack_shapes
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.experts.autograd import TritonExperts, fused_experts
 from qarl.kernels.experts.cuda import Experts

@@ -240,7 +240,7 @@ FAULTS: dict[str, tuple[Spoil, list[str], list[str]]] = {
     "everything filtered out": (
         nothing,
         ["data.max_prompt_length=1", "data.filter_overlong_prompts=true"],
-        ["all 8 prompts are too long", "train.jsonl", "raise data.max_prompt_length"],
+        ["8 of 8 prompts are too long", "train.jsonl", "set data.max_prompt_length"],
     ),
     "fewer prompts than a batch": (
         nothing,

@@ -20,7 +20,7 @@ from idle_trainer import Checkpoints, Trainer
 from qarl.checkpoint.storage import StorageError
 from qarl.errors import UserError
 from qarl.metrics import tracker as tracking
-from qarl.trainer import loop
+from qarl.trainer import finish
 from qarl.trainer.loop import Stop, run_and_keep
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe", "git_takes_no_lock")
@@ -61,8 +61,8 @@ def summary_of(settings: Any) -> dict[str, Any]:
 # Name of the write -> what to patch, the loggers, whether the run is finished all the same.
 SITES: dict[str, tuple[list[tuple[Any, str]], list[str], bool]] = {
     "metrics, a line": ([(tracking, "append_lines")], [], False),
-    "summary": ([(tracking, "write_json")], [], False),
-    "plots": ([(loop, "plot_run")], [], True),
+    "summary": ([(finish, "write_json")], [], False),
+    "plots": ([(finish, "plot_run")], [], True),
     "tensorboard": ([(tracking._TensorBoard, "log")], ["tensorboard"], True),
     "tensorboard, at the end": ([(tracking._TensorBoard, "close")], ["tensorboard"], True),
     "console": ([(tracking._Console, "log")], ["console"], True),

@@ -67,12 +67,10 @@ def check_release() -> None:
         )
 
 
-def check_head_dtype(head_dtype: str, version: str | None = None) -> None:
-    """Raise UserError if `head_dtype` is fp32 and vLLM would ignore it. `version`: default is the installed vLLM's."""
-    if head_dtype != "fp32":
-        return
-    version = version or installed_version()
-    if release_of(version) >= FIRST_FP32_HEAD:
+def check_head_dtype(head_dtype: str) -> None:
+    """Raise UserError if `head_dtype` is fp32 and the installed vLLM would ignore it."""
+    version = installed_version()
+    if head_dtype != "fp32" or release_of(version) >= FIRST_FP32_HEAD:
         return
     raise UserError(
         "model.head_dtype=fp32 needs vLLM 0.29 or newer",

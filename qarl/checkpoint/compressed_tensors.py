@@ -112,11 +112,6 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors in a model folder, without reading the weights."""
-    return header_shapes(weight_files(folder))
-
-
 def header_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors in safetensors files, from their headers."""
     shapes: dict[str, tuple[int, ...]] = {}

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, NonNegativeInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 from qarl.config.errors import nearest
 from qarl.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 _EXPERTS = (
     "transformers cannot load this folder, because it does not read low-bit experts: it initializes them at random, or "

@@ -42,14 +42,13 @@ _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 @dataclass(frozen=True)
 class Source:
-    """One checkpoint: its step and folder, the run's config, and the model's tensors.
+    """One checkpoint: its step, the run's config, and the model's tensors.
 
     `model_folder`: has config.json and the tokenizer. `bf16`: yields the weights that the forward used. `fp32`: yields
     the masters, and other tensors upcast. It raises UserError if the run has no FP32 masters.
     """
 
     step: int
-    folder: Path
     config: Mapping[str, Any]
     model_folder: Path
     bf16: Callable[[], Stream]
@@ -98,14 +97,8 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 def _local(folder: Path) -> Source:
     checkpoint = open_checkpoint(folder)
-    return Source(
-        checkpoint.step,
-        folder,
-        checkpoint.config,
-        folder,
-        partial(read_tensors, folder),
-        partial(_masters, checkpoint),
-    )
+    bf16, fp32 = partial(read_tensors, folder), partial(_masters, checkpoint)
+    return Source(checkpoint.step, checkpoint.config, folder, bf16, fp32)
 
 
 def _masters(checkpoint: Checkpoint) -> Stream:
@@ -137,7 +130,7 @@ def _verl(folder: Path, trust_remote_code: bool) -> Source:
         return unstacked((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in whole)
 
     bf16, fp32 = partial(stream, torch.bfloat16), partial(stream, torch.float32)
-    return Source(step_of(folder), folder, config, model_folder, bf16, fp32)
+    return Source(step_of(folder), config, model_folder, bf16, fp32)
 
 
 def step_of(folder: Path) -> int:
@@ -202,8 +195,7 @@ def refuse_code(files: Iterable[Path]) -> None:
                 "a file of the checkpoint cannot be used, because verl would run any code in it",
                 where=str(file),
                 why=error.why,
-                fix="copy the checkpoint again from the machine that wrote it, or resume from a different one "
-                "(trainer.resume_mode=resume_path)",
+                fix="copy the checkpoint again, or resume from a different one (trainer.resume_mode=resume_path)",
             ) from error
 
 

@@ -21,7 +21,7 @@ from qarl.checks.model import applied_level, check_served
 from qarl.checks.model_size import ModelSize
 from qarl.checks.sampling import eos_warnings
 from qarl.config import Config
-from qarl.data.prompts import PromptDataset, load_train_prompts, load_val_prompts, prompt_sampler
+from qarl.data.prompts import PromptDataset, PromptSampler, load_prompts, load_val_prompts, prompt_options
 from qarl.data.rewards import get_reward_fn
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice, choose_linear_kernel
@@ -158,14 +158,18 @@ class RunInputs:
     @Loaded
     def train_prompts(self) -> PromptDataset:
         self._need_files(self.config.data.train_files)
-        return load_train_prompts(self.config, self.tokenizer)
+        return load_prompts(self.config.data.train_files, **prompt_options(self.config, self.tokenizer))
 
     @Loaded
     def val_prompts(self) -> PromptDataset | list[Any]:
         self._need_files(self.config.data.val_files)
         return load_val_prompts(self.config, self.tokenizer)
 
-    sampler = Loaded(lambda run: prompt_sampler(run.config, run.train_prompts))
+    @Loaded
+    def sampler(self) -> PromptSampler:
+        config = self.config
+        size = config.data.train_batch_size
+        return PromptSampler(len(self.train_prompts), size, seed=config.seed, shuffle=config.data.shuffle)
 
     def _need_files(self, files: Sequence[str]) -> None:
         missing = [file for file in files if not Path(file).is_file()]

@@ -91,16 +91,8 @@ def load_prompts(
             else:
                 prompts.append(prompt)
         offset += len(rows)
-    if overlong and not filter_overlong_prompts:
+    if overlong and not (filter_overlong_prompts and prompts):
         raise _overlong_error(overlong, len(prompts) + len(overlong), max_prompt_length)
-    if not prompts:
-        raise UserError(
-            f"all {len(overlong)} prompts are too long",
-            where=", ".join(files),
-            why=f"they have more than max_prompt_length={max_prompt_length} tokens "
-            f"(shortest: {min((length for _, length in overlong), default=0)})",
-            fix="raise data.max_prompt_length",
-        )
     return PromptDataset(prompts, num_filtered=len(overlong))
 
 
@@ -137,9 +129,8 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
             rows = datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache_dir, keep_in_memory=True)
     except Exception as error:  # which exception `datasets` raises depends on the format and its reader
         cause = error.__cause__ or error
-        empty = isinstance(cause, StopIteration) or "corresponds to no data" in str(cause)
         raise UserError(
-            "the data file has no rows" if empty else f"cannot read the data file {file}",
+            f"cannot read the data file {file}",
             where=file,
             why=f"{type(cause).__name__}: {shortened((str(cause).splitlines() or [''])[0])}",
             fix="write it again; it may be empty or truncated, or its name may have the wrong ending",
@@ -237,9 +228,8 @@ def _overlong_error(overlong: Sequence[tuple[str, int]], total: int, max_prompt_
     return UserError(
         f"a prompt has {length} tokens, more than max_prompt_length={max_prompt_length}",
         where=where,
-        why=f"{len(overlong)} of {total} prompts are too long, the longest has {longest} tokens; "
-        "cutting a prompt would change its question",
-        fix=f"set data.max_prompt_length={longest}, or data.filter_overlong_prompts=true to leave them out",
+        why=f"{len(overlong)} of {total} prompts are too long, the longest has {longest} tokens",
+        fix=f"set data.max_prompt_length={longest}, or leave them out with data.filter_overlong_prompts=true",
     )
 
 
@@ -312,10 +302,6 @@ class PromptSampler(Iterator[list[int]]):
         self.batches_drawn = state["batches_drawn"]
 
 
-def load_train_prompts(config: Config, tokenizer: Any) -> PromptDataset:
-    return load_prompts(config.data.train_files, **prompt_options(config, tokenizer))
-
-
 def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any]:
     """Load the held-out prompts, or return [] if the run never evaluates.
 
@@ -337,10 +323,6 @@ def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
         "max_prompt_length": config.data.max_prompt_length,
         "filter_overlong_prompts": config.data.filter_overlong_prompts,
     }
-
-
-def prompt_sampler(config: Config, prompts: PromptDataset) -> PromptSampler:
-    return PromptSampler(len(prompts), config.data.train_batch_size, seed=config.seed, shuffle=config.data.shuffle)
 
 
 def report_data(train_prompts: PromptDataset, val_prompts: PromptDataset | list[Any]) -> None:

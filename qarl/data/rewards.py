@@ -145,8 +145,7 @@ def _load(source: str) -> ModuleType:
             f"cannot load {source}",
             where="reward.function",
             why=f"{type(error).__name__}: {error}",
-            fix="correct the file or its path, which is relative to the folder that the run starts in; or install the "
-            "package",
+            fix="correct the file, or its path from the folder that the run starts in; or install the package",
         ) from error
 
 

@@ -50,12 +50,7 @@ CHARTS = (
     Chart("Reward of sampled responses", "mean reward", {"critic/score/mean": "reward"}, file="reward", smooth=True),
     Chart("Held-out accuracy", "mean reward, greedy", {"val/accuracy": "accuracy"}, file="accuracy"),
     Chart(
-        "Mismatch: k3 KL(rollout‖trainer)",
-        "nats per token",
-        {"mismatch/k3": "k3"},
-        file="k3",
-        log=True,
-        smooth=True,
+        "Mismatch: k3 KL(rollout‖trainer)", "nats per token", {"mismatch/k3": "k3"}, file="k3", log=True, smooth=True
     ),
     Chart(
         "Mismatch: |δ| of the sampled tokens",

@@ -162,13 +162,6 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
-    """Write `summary.json` atomically and return its path."""
-    path = Path(run_dir) / "summary.json"
-    write_json(path, summary)
-    return path
-
-
 class _TensorBoard:
     def __init__(self, run_dir: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -109,8 +109,8 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics that only the rules use, as far as `metrics` has what they are made of.
 
     skew/net, skew/own   sums over the signs of the advantage of C(r w) - C(r), and of |C(r)|
-    update/size          actor/update_size, unless it contains a mismatch of at least `LARGE_K3`, because the old
-                         log-probs are the rollout's
+    actor/update_size    NaN if it is 0, or contains a mismatch of at least `LARGE_K3`, because the old log-probs are
+                         the rollout's
     ratio/mismatched     actor/ratio_size if it contains such a mismatch: there, and with bypass_mode
     """
     found: dict[str, float] = {}
@@ -122,8 +122,8 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     k3 = metrics.get("mismatch/k3")
     mismatched = isinstance(k3, float) and k3 >= LARGE_K3
     from_rollout = metrics.get("old_log_probs/from_rollout") == 1
-    if not (mismatched and from_rollout):
-        found["update/size"] = update
+    if (mismatched and from_rollout) or update == 0:
+        found["actor/update_size"] = math.nan
     if mismatched and (from_rollout or ratio != update):
         found["ratio/mismatched"] = ratio
     return found
@@ -183,9 +183,9 @@ def jumps(*rows: tuple[str, float], recent: int = RECENT) -> Rule:
     return rule
 
 
-def trend(name: str, factor: float, *, least: float) -> Rule:
+def trend(name: str, factor: float, *, least: float, deviations: float = DEVIATIONS) -> Rule:
     """Return a rule for a median of the last `TREND` values that is at least `least` and at least `factor` times the
-    early median, if the rise exceeds `DEVIATIONS` times the early spread."""
+    early median, if the rise exceeds `deviations` times the early spread."""
 
     def rule(series: Series) -> Seen:
         points = series[name]
@@ -193,7 +193,7 @@ def trend(name: str, factor: float, *, least: float) -> Rule:
             return None
         early = [value for _, value in points[:EARLY]]
         middle, now = max(median(early), least / factor), median(value for _, value in points[-TREND:])
-        if now < factor * middle or now <= middle + DEVIATIONS * _spread(early):
+        if now < factor * middle or now <= middle + deviations * _spread(early):
             return None
         since = _since(points, lambda value: value >= factor * middle)
         return since, _words(name, "grew", median(early), now, _EARLY_WORDS)
@@ -217,16 +217,8 @@ def _ratio_mismatch(series: Series) -> Seen:
 
 def _update_size(series: Series) -> Seen:
     """Look for updates that are large, or much larger than at first."""
-    points = [(step, value) for step, value in series["update/size"] if value > 0]
-    if seen := _large("actor/update_size", points):
-        return seen
-    if len(points) < EARLY + TREND:
-        return None
-    before, now = (median(value for _, value in part) for part in (points[:EARLY], points[-TREND:]))
-    if now < max(2 * before, GROWN_UPDATE):
-        return None
-    since = _since(points, lambda value: value >= 2 * before)
-    return since, _words("actor/update_size", "grew", before, now, _EARLY_WORDS)
+    name = "actor/update_size"
+    return _large(name, series[name]) or trend(name, 2.0, least=GROWN_UPDATE, deviations=0.0)(series)
 
 
 def _skew(series: Series) -> Seen:
@@ -324,7 +316,7 @@ METRICS = (
     "rollout/entropy",
     "actor/entropy",
     "actor/grad_norm",
-    "update/size",
+    "actor/update_size",
     "ratio/mismatched",
     "mismatch/abs_p999",
     "mismatch/k3",

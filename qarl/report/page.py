@@ -71,13 +71,7 @@ def page(found: dict[str, Any]) -> str:
     style, script = (_packaged(f"page.{kind}") for kind in ("css", "js"))
     data = json.dumps(found, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; form-action 'none'"
-    parts = {
-        "POLICY": policy,
-        "TITLE": html.escape(str(found["name"])),
-        "STYLE": style,
-        "SCRIPT": script,
-        "DATA": data,
-    }
+    parts = {"POLICY": policy, "TITLE": html.escape(str(found["name"])), "STYLE": style, "SCRIPT": script, "DATA": data}
     # The frame is split at its marks before texts are inserted, so a mark inside a text stays text.
     before, *rest = _packaged("page.html").split("@@")
     return before + "".join(parts[piece] if place % 2 == 0 else piece for place, piece in enumerate(rest))

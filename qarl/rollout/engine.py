@@ -28,33 +28,15 @@ import torch
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
-from qarl.rollout.engine_config import (
-    EngineConfig,
-    SamplingConfig,
-    check_free_memory,
-    check_not_batch_invariant,
-    check_served,
-    drop_frames,
-    eager,
-    kernel_request,
-    llm_arguments,
-    release_unused_memory,
-    sampling_params,
-)
+from qarl.rollout import engine_config, vllm_plugin
+from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager, kernel_request, release_unused_memory
 from qarl.rollout.kernel_prediction import own_kernels
+from qarl.rollout.publish import wire
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
-from qarl.rollout.publish.wire import (
-    Manifest,
-    NamedTensor,
-    PublishReport,
-    TransferFailed,
-    check_same_layers,
-    expected_manifest,
-)
+from qarl.rollout.publish.wire import NamedTensor, PublishReport, TransferFailed
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 from qarl.rollout.response_fingerprint import fingerprint
-from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
 from qarl.vllm_versions import check_head_dtype, check_release, is_refusal, loaded_model, release_memory_pools
 
 
@@ -90,15 +72,15 @@ class RolloutEngine:
 
         configure_vllm_process()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a publish cannot reach an engine in another process
-        check_not_batch_invariant()
-        check_served(config.scheme.name, config.kernels)
+        engine_config.check_not_batch_invariant()
+        engine_config.check_served(config.scheme.name, config.kernels)
         check_head_dtype(config.head_dtype)
         check_release()
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-        check_loaded(hf_config)
-        check_linears_loaded(config.kernels)
+        vllm_plugin.check_loaded(hf_config)
+        vllm_plugin.check_linears_loaded(config.kernels)
         if not torch.cuda.is_available():
-            check_eager(hf_config, eager(config.enforce_eager))
+            vllm_plugin.check_eager(hf_config, eager(config.enforce_eager))
         self.config = config
         self.receiver: WeightReceiver | None = None
         self._start()
@@ -112,27 +94,27 @@ class RolloutEngine:
         self._dynamo_was_disabled: bool | None = None
         self._asleep = False
         if torch.cuda.is_available():
-            check_free_memory(self.config.gpu_memory_utilization)
+            engine_config.check_free_memory(self.config.gpu_memory_utilization)
         elif eager(self.config.enforce_eager):
             # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         try:
             with default_dtype_kept(), own_kernels(kernel_request(self.config.kernels, self.config.scheme.name)):
-                self.llm = LLM(**llm_arguments(self.config))
+                self.llm = LLM(**engine_config.llm_arguments(self.config))
             self._prepare_publish()
         except BaseException:
             self.close()
             raise
 
     def _prepare_publish(self) -> None:
-        self.expected: Manifest = expected_manifest(
+        self.expected: wire.Manifest = wire.expected_manifest(
             self.hf_config,
             self.config.scheme,
             self.config.ignore,
             trust_remote_code=self.config.trust_remote_code,
             dtype=TORCH_DTYPES[self.config.dtype],
         )
-        check_same_layers(self.model(), self.expected)
+        wire.check_same_layers(self.model(), self.expected)
         if self.config.kernels != "engine":
             from qarl.rollout.vllm_plugin.linears import check_in_use
 
@@ -206,7 +188,7 @@ class RolloutEngine:
         self.wake_up()
         _check_requests(prompts, seeds)
         used = [None] * len(prompts) if seeds is None or sampling.temperature == 0 else seeds
-        params = [sampling_params(sampling, seed) for seed in used]
+        params = [engine_config.sampling_params(sampling, seed) for seed in used]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         preemptions = self._preemptions()
         outputs = self._run(lambda: self.llm.generate(requests, params, use_tqdm=False))
@@ -304,14 +286,14 @@ class RolloutEngine:
 
 def _check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> None:
     """Raise UserError before vLLM sees requests that would end its engine, or this call in the middle."""
-    bad = [prompt for prompt in prompts if not isinstance(prompt, list | tuple) or not prompt]
-    if bad or (seeds is not None and len(seeds) != len(prompts)):
+    bad = [f"a prompt is {prompt!r:.60}" for prompt in prompts if not isinstance(prompt, list | tuple) or not prompt]
+    if seeds is not None and len(seeds) != len(prompts):
+        bad.append(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
+    if bad:
         raise UserError(
             "the rollout engine cannot take these requests",
             where="generate",
-            why=f"a prompt is {bad[0]!r:.60}"
-            if bad
-            else f"there are {len(prompts)} prompts and {len(seeds or ())} seeds",
+            why=bad[0],
             fix="give lists of token ids (at least one a prompt), and as many seeds as prompts",
         )
 
@@ -375,7 +357,7 @@ class EngineRecovery:
         if not self.rebuild_on_failure:
             raise error
         print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)
-        drop_frames(error)
+        engine_config.drop_frames(error)
         self.engine.rebuild()
         self.rebuilds += 1
 
@@ -400,7 +382,7 @@ def _close_all() -> None:
     gc.collect()
 
 
-def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
+def _make_receiver(worker: Any, expected: wire.Manifest, direct: bool) -> WeightReceiver:
     """Make the receiver. vLLM calls this in its worker, which is in this process."""
     return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
 

@@ -225,8 +225,7 @@ def check_not_batch_invariant() -> None:
     raise UserError(
         "vLLM's batch-invariant mode cannot be used in the trainer's process",
         where=f"environment variable {_BATCH_INVARIANT}={os.environ[_BATCH_INVARIANT]}",
-        why="vLLM would replace torch.bmm and softmax in the whole process by operators without a backward, so the "
-        "trainer's gradients would be wrong",
+        why="its torch.bmm and softmax, for the whole process, have no backward, so gradients would be wrong",
         fix=f"unset {_BATCH_INVARIANT}, or set backend=verl, whose engines are processes of their own",
     )
 
@@ -262,8 +261,6 @@ def check_free_memory(share: float) -> None:
     raise UserError(
         f"vLLM needs {share * total / 2**30:.1f} GiB of the GPU, but only {free / 2**30:.1f} GiB are free",
         where=f"rollout.gpu_memory_utilization={share:g}",
-        why=f"the trainer holds {torch.cuda.memory_allocated() / 2**30:.1f} GiB of {total / 2**30:.1f} GiB; the rest "
-        "belongs to CUDA or to other processes",
-        fix=f"set rollout.gpu_memory_utilization={largest:g} or less (the optimizer's state also needs room), or use a "
-        "larger GPU",
+        why=f"the trainer holds {torch.cuda.memory_allocated() / 2**30:.1f} GiB of {total / 2**30:.1f} GiB",
+        fix=f"set rollout.gpu_memory_utilization={largest:g} or less; the optimizer's state also needs room",
     )

@@ -66,27 +66,24 @@ def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int,
     request = kernel_request(kernels, scheme.name)
     check_linears_loaded(kernels)
     with own_kernels(request), set_current_vllm_config(VllmConfig(**engine_arguments(request))):
-        return _chosen_kernel(scheme, shape, full_shape)
+        if scheme.format == "pack-quantized":
+            return chosen_int4_kernel(shape, full_shape, scheme.group_size or -1)
+        return type(_chosen_8bit_kernel(scheme, shape)).__name__
 
 
-def _chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int]) -> str:
+def _chosen_8bit_kernel(scheme: Scheme, shape: tuple[int, int]) -> object:
     import torch
     from vllm.model_executor.kernels import linear as kernels
+    from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    if scheme.format == "pack-quantized":
-        return chosen_int4_kernel(shape, full_shape, scheme.group_size or -1)
     if scheme.name == "w8a8":
-        chosen: object = kernels.init_int8_linear_kernel(
+        return kernels.init_int8_linear_kernel(
             is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="doctor"
         )
-    else:
-        from vllm.model_executor.layers.quantization.utils import quant_utils
-
-        chosen = kernels.init_fp8_linear_kernel(
-            activation_quant_key=quant_utils.kFp8DynamicTokenSym,
-            weight_quant_key=quant_utils.kFp8StaticChannelSym,
-            input_dtype=torch.bfloat16,
-            out_dtype=torch.bfloat16,
-            weight_shape=shape,
-        )
-    return type(chosen).__name__
+    return kernels.init_fp8_linear_kernel(
+        activation_quant_key=quant_utils.kFp8DynamicTokenSym,
+        weight_quant_key=quant_utils.kFp8StaticChannelSym,
+        input_dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,
+        weight_shape=shape,
+    )

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors, tensor_shapes
+from qarl.checkpoint.compressed_tensors import ModelFiles, header_shapes, read_tensors, weight_files
 from qarl.checkpoint.folder import (
     Checkpoint,
     damaged,
@@ -213,7 +213,7 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def _load_weights(policy: Policy, checkpoint: Checkpoint) -> None:
-    ours, shapes = dict(forward_weights(policy)), tensor_shapes(checkpoint.folder)
+    ours, shapes = dict(forward_weights(policy)), header_shapes(weight_files(checkpoint.folder))
     differing = {name: tuple(tensor.shape) for name, tensor in ours.items()}.items() ^ shapes.items()
     if differing:
         raise UserError(

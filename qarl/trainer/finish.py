@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.folder import list_checkpoints
-from qarl.checkpoint.storage import EXPORT, StorageError, checkpoints_dir, writing
+from qarl.checkpoint.storage import EXPORT, StorageError, checkpoints_dir, write_json, writing
 from qarl.console import say
 from qarl.errors import UserError
 from qarl.metrics.plots import plot_run
-from qarl.metrics.tracker import write_summary
 from qarl.report.page import write_report
 
 
@@ -71,7 +70,7 @@ def finish_run(
     def write(*, finished: bool) -> None:
         summary.update(finished=finished, failed=ending.in_words())
         with ending.attempt():
-            write_summary(run_dir, summary)
+            write_json(run_dir / "summary.json", summary)
 
     write(finished=False)
     if save is not None:
@@ -93,7 +92,7 @@ def finish_run(
     summary["failed"] = ending.in_words()
     if ending.failure is not None:
         with suppress(StorageError):  # write the summary again, because the file may lack the last error
-            write_summary(run_dir, summary)
+            write_json(run_dir / "summary.json", summary)
         raise ending.failure
     return summary
 

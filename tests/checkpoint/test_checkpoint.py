@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkout import ROOT
-from checkpoint_state import save
+from checkpoint_state import save, small_disk
 
 from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.folder import (
@@ -36,17 +34,6 @@ from qarl.errors import UserError
 WEIGHTS = "model.safetensors"
 
 
-@contextmanager
-def small_disk(limit: int) -> Iterator[None]:
-    """Writing past `limit` bytes of a file fails, by the operating system (EFBIG), as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_what_was_saved_comes_back(pristine_model, tmp_path):
     weights = save(pristine_model, tmp_path / "step_3")
     checkpoint = open_checkpoint(tmp_path / "step_3")
@@ -61,29 +48,22 @@ def test_what_was_saved_comes_back(pristine_model, tmp_path):
     assert checkpoint.rng()["python"] == random.getstate()
 
 
-def damage(folder: Path, kind: str) -> None:
-    if kind == "bit":
-        path = folder / "optimizer.pt"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    elif kind == "cut":
-        os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1)
-    elif kind == "missing":
-        (folder / "tokenizer.json").unlink()
-    elif kind == "state cut":
-        os.truncate(folder / "state.json", 100)
-    elif kind == "state edited":
-        path = folder / "state.json"
-        path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
+def rewrite(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-DAMAGE = {
-    "bit": "the bytes of optimizer.pt",
-    "cut": f"{WEIGHTS} has .* bytes, .* were written",
-    "missing": "tokenizer.json is missing",
-    "state cut": "state.json is cut short",
-    "state edited": "state.json has changed since it was written",
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "bit": (
+        lambda folder: rewrite(folder, "optimizer.pt", lambda b: b[:9999] + bytes([b[9999] ^ 1]) + b[10000:]),
+        "the bytes of optimizer.pt",
+    ),
+    "cut": (lambda folder: rewrite(folder, WEIGHTS, lambda content: content[:-1]), f"the bytes of {WEIGHTS}"),
+    "missing": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json cannot be read: No such file"),
+    "state cut": (lambda folder: rewrite(folder, "state.json", lambda b: b[:100]), "state.json is cut short"),
+    "state edited": (
+        lambda folder: rewrite(folder, "state.json", lambda b: b.replace(b'"step": 3', b'"step": 4')),
+        "state.json has changed since it was written",
+    ),
 }
 
 
@@ -91,8 +71,9 @@ DAMAGE = {
 def test_damage_is_found_and_the_one_before_is_used(pristine_model, tmp_path, kind):
     save(pristine_model, tmp_path / "step_2", step=2)
     save(pristine_model, tmp_path / "step_3")
-    damage(tmp_path / "step_3", kind)
-    with pytest.raises(CheckpointError, match=DAMAGE[kind]):
+    spoil, message = DAMAGE[kind]
+    spoil(tmp_path / "step_3")
+    with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path / "step_3")
     checkpoint, problems = newest_good(tmp_path)
     assert checkpoint is not None and checkpoint.step == 2 and len(problems) == 1

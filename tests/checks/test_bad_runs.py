@@ -157,7 +157,7 @@ quant.ignore=[lm_head,model.layers.1.mlp.gate_proj] | ignored: model.layers.1.ml
 quant.ignore=[lm_head,re:model] | no layer is left | all 15 linears
 data.train_files=data/none.parquet | data/none.parquet | data.train_files
 data.val_files=[none.jsonl] | none.jsonl | data.val_files
-data.max_prompt_length=1 data.filter_overlong_prompts=true | all 8 prompts are too long | raise data.max_prompt_length
+data.max_prompt_length=1 data.filter_overlong_prompts=true | 8 of 8 prompts are too long | set data.max_prompt_length
 data.train_batch_size=10 | batches of 10 from 8 prompts | data.train_batch_size
 reward.function=none.py:score | none.py | reward.function
 output_dir=train.jsonl | train.jsonl/bad | output_dir

@@ -51,18 +51,13 @@ def load(files: str | list[str], tokenizer: PreTrainedTokenizerFast, **changes: 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
 def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, suffix: str) -> None:
-    file = write(tmp_path / f"train{suffix}", [row("one"), row("two three")])
-    prompts = load(file, tokenizer)
+    files = [write(tmp_path / f"train{suffix}", [row("one")]), write(tmp_path / "more.jsonl", [row("two three")])]
+    prompts = load(files, tokenizer)
     assert [prompt.prompt_token_ids for prompt in prompts] == [[1, 3, 2], [1, 4, 5, 2]]
     assert [prompt.index for prompt in prompts] == [0, 1]
     assert prompts[1].messages == [{"role": "user", "content": "two three"}]
     assert (prompts[1].data_source, prompts[1].ground_truth) == ("words", "1")
     assert prompts[1].extra_info == {"split": "train", "index": 0}
-
-
-def test_several_files_are_one_dataset(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    files = [write(tmp_path / "a.parquet", [row("one"), row("two")]), write(tmp_path / "b.jsonl", [row("three")])]
-    assert [(prompt.index, prompt.prompt_token_ids[1]) for prompt in load(files, tokenizer)] == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_another_prompt_key_and_no_extra_info(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -77,17 +72,8 @@ def test_another_prompt_key_and_no_extra_info(tmp_path: Path, tokenizer: PreTrai
 def test_overlong_prompts_are_an_error_or_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [row("one"), row("one two three"), row("two"), row("one two three one")]
     file = write(tmp_path / "train.parquet", rows)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"(?s)5 tokens.*row 1.*2 of 4.*max_prompt_length=6.*filter_overlong_prompts"):
         load(file, tokenizer, max_prompt_length=4)
-    for part in (
-        "row 1",
-        "5 tokens",
-        "max_prompt_length=4",
-        "2 of 4",
-        "max_prompt_length=6",
-        "filter_overlong_prompts",
-    ):
-        assert part in str(error.value)
     assert len(load(file, tokenizer, max_prompt_length=6)) == 4
 
     prompts = load(file, tokenizer, max_prompt_length=4, filter_overlong_prompts=True)
@@ -99,22 +85,18 @@ def test_overlong_prompts_are_an_error_or_left_out(tmp_path: Path, tokenizer: Pr
     ("item", "part"),
     [
         (row(prompt="one"), "prompt of a row is 'one'"),
-        (row(prompt=[]), "at least 1 item"),
         (row(prompt=[{"role": "user"}]), "prompt.0.content"),
-        (row(prompt=[{"role": "user", "content": ["one"]}]), "prompt.0.content"),
         (row(prompt=[{"role": "tool", "content": "one"}]), "no tools here"),
         (row(prompt=[{"role": "user", "content": "one"}, {"role": "assistant", "content": "2"}]), "assistant"),
         (row(reward_model={"style": "rule", "ground_truth": None}), "reward_model.ground_truth"),
-        (row(reward_model=None), "reward_model"),
         (row(data_source=None), "data_source"),
         (row(extra_info="x"), "extra_info"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, item: dict, part: str) -> None:
     file = write(tmp_path / "train.jsonl", [item])
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=rf"(?s)(?=.*train\.jsonl, row 0).*{part}"):
         load(file, tokenizer)
-    assert "train.jsonl, row 0" in str(error.value) and part in str(error.value)
 
 
 def test_bad_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -176,33 +158,20 @@ def test_an_epoch_visits_each_prompt_once() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_without_shuffle_in_order() -> None:
+def test_the_order() -> None:
     assert list(itertools.islice(PromptSampler(5, 2, shuffle=False), 3)) == [[0, 1], [2, 3], [0, 1]]
-
-
-def test_seed_decides_the_order() -> None:
-    def order(seed: int) -> list[list[int]]:
-        return list(itertools.islice(PromptSampler(50, 5, seed=seed), 30))
-
-    assert order(3) == order(3)
-    assert order(3) != order(4)
     # Pinned: resumed runs of another process or Python must go on in the same order.
-    assert next(PromptSampler(50, 5, seed=3)) == [8, 24, 49, 34, 21]
+    assert next(PromptSampler(50, 5, seed=3)) == [8, 24, 49, 34, 21] != next(PromptSampler(50, 5, seed=4))
 
 
 def test_a_restored_sampler_goes_on() -> None:
-    sampler = PromptSampler(10, 3, seed=7)
-    for drawn in range(8):
-        state = json.loads(json.dumps(sampler.state_dict()))
-        restored = PromptSampler(10, 3, seed=7)
-        restored.load_state_dict(state)
-        ahead = PromptSampler(10, 3, seed=7)
-        expected = list(itertools.islice(ahead, drawn, drawn + 5))
-        assert list(itertools.islice(restored, 5)) == expected
-        next(sampler)
+    sampler, restored = PromptSampler(10, 3, seed=7), PromptSampler(10, 3, seed=7)
+    list(itertools.islice(sampler, 4))
+    restored.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert list(itertools.islice(restored, 5)) == list(itertools.islice(sampler, 5))
 
 
-@pytest.mark.parametrize("batch_size", [0, -1, 6])
+@pytest.mark.parametrize("batch_size", [0, 6])
 def test_impossible_batches_are_refused(batch_size: int) -> None:
     with pytest.raises(UserError, match=f"batches of {batch_size} from 5"):
         PromptSampler(5, batch_size)

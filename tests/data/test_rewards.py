@@ -1,6 +1,5 @@
 """The built-in rewards on real answers, users' functions by name, and what a broken one leads to."""
 
-import copy
 import math
 import threading
 from pathlib import Path
@@ -23,21 +22,16 @@ def prompt(index: int = 0, ground_truth: Any = "42") -> Prompt:
     ("response", "ground_truth", "score"),
     [
         ("0+4+0=04 =55604", "55604", 1.0),
-        ("0+4+0=04 =55604", "4", 0.0),
         ("the answer is 42.", "42", 1.0),
         ("42 or 43", "42", 0.0),
         ("=042", "42", 1.0),
-        ("=000", "0", 1.0),
         ("= -42", "-42", 1.0),
         ("=-42", "42", 0.0),
         ("84-42", "42", 1.0),
-        ("(84)-42", "42", 1.0),
         ("41.42", "42", 0.0),
-        ("142", "42", 0.0),
         ("42", 42, 1.0),
         ("42", " 042 ", 1.0),
         ("\u0664\u0662", "42", 0.0),
-        ("", "42", 0.0),
         ("no number", "42", 0.0),
         ("7" * 10_000, "42", 0.0),
     ],
@@ -52,7 +46,6 @@ MATH_CASES = [
     ("\\boxed{3}", "\\frac{6}{2}", 1.0),
     ("\\boxed{3}", "4", 0.0),
     ("I do not know", "4", 0.0),
-    ("", "4", 0.0),
     ("\\boxed{", "4", 0.0),
 ]
 
@@ -100,23 +93,21 @@ def test_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("spec", "parts"),
+    ("spec", "message"),
     [
-        ("nothing_alike", ["arithmetic, math_verify"]),
-        ("no_such_module:f", ["cannot load no_such_module", "ModuleNotFoundError"]),
-        ("FOLDER/none.py:f", ["No such file"]),
-        ("FOLDER/broken.py:f", ["cannot load", "ZeroDivisionError"]),
-        ("FOLDER/good.py:by_lenght", ["no function 'by_lenght'", "by_length, with_defaults"]),
-        ("FOLDER/good.py:LIMIT", ["no function 'LIMIT'"]),
+        ("nothing_alike", "arithmetic, math_verify"),
+        ("no_such_module:f", r"cannot load no_such_module[\s\S]*ModuleNotFoundError"),
+        ("FOLDER/none.py:f", "No such file"),
+        ("FOLDER/broken.py:f", r"cannot load[\s\S]*ZeroDivisionError"),
+        ("FOLDER/good.py:by_lenght", r"no function 'by_lenght'[\s\S]*by_length, with_defaults"),
+        ("FOLDER/good.py:LIMIT", "no function 'LIMIT'"),
     ],
 )
-def test_bad_names(tmp_path: Path, spec: str, parts: list[str]) -> None:
+def test_bad_names(tmp_path: Path, spec: str, message: str) -> None:
     (tmp_path / "good.py").write_text(USER_FILE)
     (tmp_path / "broken.py").write_text("1 / 0")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=message):
         get_reward_fn(spec.replace("FOLDER", str(tmp_path)))
-    for part in ["reward.function", *parts]:
-        assert part in str(error.value)
 
 
 def grows_a_list(extra_info: dict, **_: Any) -> float:
@@ -124,33 +115,12 @@ def grows_a_list(extra_info: dict, **_: Any) -> float:
     return 1.0
 
 
-def sorts_the_truth(ground_truth: list, **_: Any) -> float:
-    ground_truth.sort()
-    return 1.0
-
-
-def writes_into_an_array(extra_info: dict, **_: Any) -> float:
-    extra_info["array"][0] = 5
-    return 1.0
-
-
-def reads_and_copies(ground_truth: list, extra_info: dict, **_: Any) -> float:
-    mine = copy.deepcopy(extra_info)
-    mine["seen"].append("x")
-    return float(sorted(ground_truth)[0] + mine["array"].sum())
-
-
-@pytest.mark.parametrize("fn", [grows_a_list, sorts_the_truth, writes_into_an_array])
-def test_a_reward_that_changes_its_arguments(fn: Any) -> None:
+def test_a_reward_that_changes_its_arguments() -> None:
     """Responses to one prompt share them, so the second would be scored differently."""
-    asked = Prompt(7, "sums", [], [], [3, 1, 2], {"seen": [], "array": np.zeros(3)})
-    assert score_responses(reads_and_copies, [asked] * 2, ["x", "y"]) == [1.0, 1.0]
-    with pytest.raises(UserError, match=rf"{fn.__name__} changed ground_truth or extra_info[\s\S]*row 7"):
-        score_responses(fn, [asked] * 2, ["x", "y"])
-
-
-def test_arguments_that_cannot_be_compared_are_let_through() -> None:
-    asked = Prompt(7, "sums", [], [], "1", {"call": lambda: 1})
+    asked = Prompt(7, "sums", [], [], "1", {"seen": []})
+    with pytest.raises(UserError, match=r"grows_a_list changed ground_truth or extra_info[\s\S]*row 7"):
+        score_responses(grows_a_list, [asked] * 2, ["x", "y"])
+    asked = Prompt(7, "sums", [], [], "1", {"call": lambda: 1})  # what cannot be pickled is not compared
     assert score_responses(lambda **_: 0.5, [asked], ["x"]) == [0.5]
 
 
@@ -165,7 +135,7 @@ def test_only_ctrl_c_ends_the_process(ends: type[BaseException]) -> None:
 
 @pytest.mark.parametrize(
     "result",
-    [math.nan, math.inf, None, "1.0", {"reward": 1.0}, {"score": math.nan}, 10**400, 1j, torch.zeros(2), [1.0]],
+    [math.nan, None, "1.0", {"reward": 1.0}, {"score": math.inf}, 10**400, torch.zeros(2), [1.0]],
     ids=str,
 )
 def test_a_result_that_is_no_finite_number(result: Any) -> None:
@@ -173,7 +143,7 @@ def test_a_result_that_is_no_finite_number(result: Any) -> None:
         score_responses(lambda **_: result, [prompt(3)], ["x"])
 
 
-@pytest.mark.parametrize("result", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0)])
+@pytest.mark.parametrize("result", [1, True, np.float32(1), torch.tensor(1.0)])
 def test_numbers_of_any_kind(result: Any) -> None:
     scores = score_responses(lambda **_: result, [prompt()], ["x"])
     assert scores == [1.0] and type(scores[0]) is float

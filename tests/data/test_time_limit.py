@@ -32,17 +32,6 @@ def loop_that_catches(**_: Any) -> float:
             continue
 
 
-def loop_that_swallows_once(**_: Any) -> float:
-    swallowed = False
-    while True:
-        try:
-            time.sleep(0.01)
-        except BaseException:
-            if swallowed:
-                raise
-            swallowed = True
-
-
 def sleep(**_: Any) -> float:
     time.sleep(500)
     return 0.0
@@ -58,7 +47,7 @@ def takes_the_alarm(**_: Any) -> float:
     return 1.0
 
 
-IN_THE_MAIN_THREAD = (loop, loop_that_catches, loop_that_swallows_once, sleep, regular_expression, takes_the_alarm)
+IN_THE_MAIN_THREAD = (loop, loop_that_catches, sleep, regular_expression, takes_the_alarm)
 IN_OTHER_THREADS = (loop, loop_that_catches, sleep)
 
 
@@ -106,15 +95,10 @@ def test_in_another_thread_too(reward: Callable[..., float]) -> None:
 
 @pytest.mark.parametrize("place", [lambda work: work(), in_a_thread], ids=["main", "thread"])
 def test_what_ends_in_time_is_left_alone(place: Callable[[Callable[[], Any]], Any]) -> None:
-    assert place(lambda: call_within(60, lambda: 3)) == 3
+    with pytest.raises(ZeroDivisionError):
+        raise place(lambda: call_within(60, lambda: 1 // 0))
     assert place(lambda: call_within(None, lambda: 3)) == 3
     assert place(lambda: score_responses(lambda **_: 0.5, [PROMPT] * 3, ["x"] * 3, timeout_s=60)) == [0.5] * 3
-
-
-def test_the_functions_own_error_comes_out() -> None:
-    with pytest.raises(ZeroDivisionError):
-        call_within(60, lambda: 1 // 0)
-    assert isinstance(in_a_thread(lambda: call_within(60, lambda: 1 // 0)), ZeroDivisionError)
 
 
 def test_math_verifys_own_alarms_do_not_end_ours() -> None:

@@ -16,38 +16,12 @@ from qarl.metrics.mismatch_limit import (
     times_noise,
 )
 
-HEALTHY = [
-    ("exact", 0.0, 1000),
-    ("exact", 1.2e-6, 50),
-    ("model", 0.0, 50),
-    ("model", 1.5e-4, 1000),
-    ("model", 9.2e-4, 1000),
-    ("model", 1.6e-3, 1000),
-    ("model", 1.0e-4, 50),
-    ("linears", 1.3e-3, 50),
-    ("linears", 2.1e-2, 1000),
-    ("linears", 1e-1, 50),
-    ("off", 5.2e-2, 1000),
-    ("off", 1.9e-2, 50),
-]
 MISTAKES = [
     ("model", 3.4e-2, "biases that no publish writes"),
-    ("model", 2.1e-2, "top_p 0.5 of one side"),
-    ("model", 1.5, "partial_rotary_factor of one side"),
-    ("model", 5.3, "logit_scale of one side"),
     ("exact", 2.1e-2, "top_p 0.5 of one side"),
     ("linears", 1.5, "partial_rotary_factor of one side"),
     ("off", 1.5, "partial_rotary_factor of one side"),
 ]
-
-
-@pytest.mark.parametrize(("level", "abs_mean", "length"), HEALTHY)
-def test_healthy_values_pass_with_room_to_spare(level, abs_mean, length):
-    for first in (True, False):
-        assert (
-            check_mismatch(1.4 * abs_mean, limit=None, level=level, before_first_update=first, response_length=length)
-            is None
-        )
 
 
 def test_the_temperature_by_hand():
@@ -78,9 +52,6 @@ def test_nan_is_over_every_limit():
 @pytest.mark.parametrize(
     ("limit", "level", "length", "expected"),
     [
-        (None, "off", 10, 1.0),
-        (None, "linears", 10, 0.15),
-        (None, "exact", 10_000, 1e-4),
         (None, "model", 0, 5e-3),
         (None, "model", 80, 5.4e-3),
         (None, "model", 1000, 1e-2),
@@ -100,8 +71,6 @@ def test_limits_by_hand(limit, level, length, expected):
         ([4e-4, 1e-4], [1e-4, 1e-4], 2.25),  # (0.02 + 0.01) / (0.01 + 0.01) = 1.5
         ([9e-4, 0.0], [1e-4, 4e-4], 1.0),
         ([0.25, 1e-4, 1e-4], [1e-4, 1e-4, 0.25], 1.0),  # a single token would decide a mean
-        ([0.0, 0.0], [1e-4, 1e-4], 0.0),
-        ([0.0, 0.0], [0.0, 0.0], 0.0),
         ([4e-6, 4e-6], [0.0, 0.0], 4.0),  # noise of at least 1e-6
     ],
 )

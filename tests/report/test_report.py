@@ -6,12 +6,13 @@ import itertools
 import json
 import math
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import chromium
 import pytest
 import torch
 from checkout import ROOT
@@ -32,8 +33,6 @@ def metrics_of(step: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "critic/score/mean": 0.3 + 0.5 * (1 - math.exp(-step / 120)) + 0.05 * wave,
         "mismatch/k3": 1e-4 * (1 + wave) * (100 if step % 97 == 0 else 1),
-        "mismatch/abs_mean": 3e-3 * (1 + wave),
-        "mismatch/abs_p99": 2e-2 * (1 + wave),
         "mismatch/abs_max": 0.3 * (1 + wave),
         "actor/pos_outside_band_frac_after_first": 0.04 * wave,
         "actor/neg_outside_band_frac_after_first": 0.08 * wave,
@@ -42,7 +41,6 @@ def metrics_of(step: int) -> dict[str, Any]:
         "actor/grad_norm": "nan" if step % 100 == 50 else 0.5 + wave,
         "actor/lr": 1e-4,
         "response_length/mean": 120 + 10 * wave,
-        "response_length/max": 160,
         **{f"timing_s/{phase}": 0.3 * (1 + wave) * (place + 1) for place, phase in enumerate(PHASES)},
         **{f"part{place % 5}/metric_{place}": place + wave for place in range(OTHER_METRICS)},
     }
@@ -263,43 +261,14 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     assert only["tokens"] == ["4"]  # nobody knows δ of the other response
 
 
-needs_browser = pytest.mark.skipif(chromium.find_browser() is None, reason="no Chromium opens the report")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@needs_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_opens_it_from_disk(run: Path, report: str, scheme: str) -> None:
-    """No request beside the file, no message on the console; curves, hover, keyboard, samples, dark and light."""
-    path = run / "report.html"
-    with chromium.Browser(chromium.find_browser()) as browser:
-        browser.open(path, scheme=scheme)
-        assert browser.evaluate("document.title") == "made-up · QaRL report"
-        ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 28)"}[scheme]
-        assert browser.evaluate("document.querySelectorAll('#charts svg').length") == 10
-        assert browser.evaluate("document.querySelectorAll('#charts svg:not([aria-label])').length") == 0
-        assert browser.evaluate("document.querySelectorAll('main img, main script').length") == 0
-        assert browser.evaluate("document.querySelector('.response span').textContent") == HOSTILE
-        classes = "[...document.querySelectorAll('.response span')].slice(0, 6).map((one) => one.className)"
-        assert browser.evaluate(classes) == ["", "", "down s1", "up s2", "down s3", "up s4"]
-        box = browser.evaluate("(({x, y, width, height}) => [x, y, width, height])"
-                               "(document.querySelector('#charts svg').getBoundingClientRect())")  # fmt: skip
-        middle = {"x": box[0] + box[2] / 2, "y": box[1] + box[3] / 2}
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", **middle)
-        readout = "document.querySelector('#charts .readout').textContent"
-        step = int(re.match(r"step (\d+)", browser.evaluate(readout))[1])  # type: ignore[index]  # it matches
-        assert 200 < step < 260
-        assert f"reward {metrics_of(step)['critic/score/mean']:.4g}" in browser.evaluate(readout)
-        browser.evaluate("document.querySelector('#charts svg').focus()")
-        for kind in ("rawKeyDown", "keyUp"):
-            browser.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight", windowsVirtualKeyCode=39)
-        assert browser.evaluate(readout).startswith(f"step {step + 1}")
-        browser.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
-        drawn = "document.querySelectorAll('#metrics .grid svg').length"
-        for _ in range(50):  # the browser opens details a little later
-            if browser.evaluate(drawn):
-                break
-        assert browser.evaluate(drawn) == len(metrics_of(40))
-        browser.evaluate("document.getElementById('theme').click()")
-        assert browser.evaluate("getComputedStyle(document.body).backgroundColor") != ground
-        assert browser.requests == [path.as_uri()] and browser.errors == []
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium opens the report")
+def test_a_browser_draws_it_without_a_message_on_the_console(run: Path, report: str, tmp_path: Path) -> None:
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--enable-logging=stderr")
+    command = [str(BROWSER), *flags, "--dump-dom", (run / "report.html").as_uri()]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in drawn.stderr
+    assert "<title>made-up · QaRL report</title>" in drawn.stdout
+    assert drawn.stdout.count("<svg") == 10 and all(f'class="{name}"' in drawn.stdout for name in ("down s1", "up s4"))

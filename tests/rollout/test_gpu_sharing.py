@@ -17,7 +17,7 @@ from qarl.checks.run import CHECKS
 from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import EngineConfig, EngineFailed, EngineRecovery, RolloutEngine, SamplingConfig
-from qarl.rollout.engine_config import GRAPHS, check_free_memory, llm_arguments
+from qarl.rollout.engine_config import check_free_memory, llm_arguments
 
 
 @pytest.fixture
@@ -29,11 +29,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("value", "backend", "on_gpu", "refused"),
     [
         ("1", "local", True, True),
-        (" 1", "local", True, True),
         ("1", "verl", True, False),  # its engines have processes of their own
         ("1", "local", False, False),
         ("0", "local", True, False),
-        ("", "local", True, False),
     ],
 )
 def test_batch_invariance_is_refused_in_the_trainers_process(
@@ -262,14 +260,3 @@ def test_on_a_cpu_the_default_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments["enforce_eager"] is True
     assert "compilation_config" not in arguments and "enable_sleep_mode" not in arguments
     assert llm_arguments(config(enforce_eager=False))["enforce_eager"] is False
-
-
-@pytest.mark.vllm
-def test_vllm_takes_these_arguments(gpu: None) -> None:
-    """vLLM's own parser, and vLLM's names for the two modes."""
-    from vllm import EngineArgs
-    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
-
-    given = EngineArgs(model="model", **GRAPHS).compilation_config
-    assert isinstance(given, CompilationConfig)
-    assert (given.mode, given.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)

@@ -49,11 +49,8 @@ def publish(recovery: EngineRecovery) -> object:
     [
         ([], False, None, 0),
         (["transfer"], False, None, 0),
-        (["disk"], False, None, 0),
         (["transfer", "disk"], True, OSError, 0),
-        (["reload"], False, ReloadFailed, 0),
         (["transfer", "reload"], False, ReloadFailed, 0),
-        (["engine"], True, None, 1),
         (["transfer", "reload"], True, None, 1),
         (["disk", "engine", "transfer"], True, None, 1),
         (["reload", "transfer", "disk"], True, OSError, 1),

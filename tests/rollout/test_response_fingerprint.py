@@ -37,7 +37,6 @@ CHANGES: dict[str, tuple[Callable[[RolloutBatch], object], str]] = {
     "completed": (lambda r: (r.response_token_ids[1].append(2), r.rollout_log_probs[1].append(0.0)), "response 1"),
     "another token": (lambda r: r.response_token_ids[2].__setitem__(0, 1), "response 2 of the step"),
     "another log-prob": (lambda r: r.rollout_log_probs[2].__setitem__(1, -2.0001), "response 2 of the step"),
-    "another prompt": (lambda r: r.prompt_token_ids[1].insert(0, 3), "response 1 of the step"),
     "moved": (lambda r: r.response_token_ids[0].insert(0, r.prompt_token_ids[0].pop()), "response 0 of the step"),
     "swapped": (swap_responses, "response 0 of the step and 1 more"),
     "left out": (

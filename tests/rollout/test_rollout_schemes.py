@@ -63,7 +63,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         max_model_len=64,
         kv_cache_gib=0.25,
         kernels=kernels,
-        delta=kernels != "engine",
+        delta=True,
     )
     before = os.environ.get("VLLM_DISABLED_KERNELS")
     with RolloutEngine(config) as engine:
@@ -115,8 +115,6 @@ def test_publishes_there_and_back_are_exact(running: Running) -> None:
 
 
 def test_a_publish_of_the_only_weight_that_changed(running: Running) -> None:
-    if running.kernels == "engine":
-        pytest.skip("test_publish_delta_engine.py has vLLM's own kernels")
     model, other = (running.load_model(seed) for seed in range(2))
     running.engine.publish(packed_state_dict(model), version=1)
     with torch.no_grad():

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,34 +122,6 @@ def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatc
         assert ModelArchConfigConvertorBase(config, config).get_num_experts() == vllm_plugin.experts_of(config) == 5
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("plugins", "reason"),
-    [("lora_hf_hub_resolver", "leaves it out"), pytest.param("qarl", None, marks=pytest.mark.slow)],
-)
-def test_an_engine_of_a_mixture_needs_the_plugin(tmp_path: Path, plugins: str, reason: str | None) -> None:
-    """By vLLM's own filter, in a process of its own; the engine itself is not started."""
-    folder = save_random_moe(tmp_path / "moe")
-    program = f"""
-from qarl.errors import UserError
-from qarl.quant import get_scheme
-from qarl.rollout.engine import EngineConfig, RolloutEngine
-RolloutEngine._start = lambda self: print("STARTED")
-try:
-    RolloutEngine(EngineConfig({str(folder)!r}, get_scheme("w4a16", 32), {IGNORE!r}, max_model_len=64))
-except UserError as error:
-    print(error)
-"""
-    environment = {**os.environ, "VLLM_PLUGINS": plugins}
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
-    if reason is None:
-        assert "STARTED" in run.stdout
-    else:
-        assert "STARTED" not in run.stdout
-        assert f"VLLM_PLUGINS={plugins} {reason}" in run.stdout and "add qarl to VLLM_PLUGINS" in run.stdout
-
-
 @pytest.mark.parametrize("name", ["w4a16", "w8a8", "fp8"])
 def test_our_schemes_are_known_in_vllms_own_reading_of_them(name: str) -> None:
     scheme = get_scheme(name, 32)
@@ -164,9 +133,7 @@ def test_our_schemes_are_known_in_vllms_own_reading_of_them(name: str) -> None:
     ("name", "part", "change"),
     [
         ("w4a16", "weights", {"symmetric": False}),
-        ("w4a16", "weights", {"num_bits": 8}),
         ("w4a16", "weights", {"strategy": "channel", "group_size": None}),
-        ("w8a8", "weights", {"strategy": "tensor"}),
         ("w8a8", "input_activations", {"symmetric": False}),
         ("fp8", "input_activations", {"dynamic": False, "strategy": "tensor"}),
         ("w4a8", "weights", {}),
@@ -204,7 +171,6 @@ def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any
         (method(ep=True), (128, 64), "expert parallelism"),
         (method(bias=True), (128, 64), "without biases"),
         (method(group_size=48), (96, 64), "not a multiple of the group size 48"),
-        (method(group_size=16), (128, 48), "multiples of 32"),
     ],
 )
 def test_experts_that_the_kernel_does_not_multiply_are_refused(given: Any, sizes: tuple[int, int], why: str) -> None:

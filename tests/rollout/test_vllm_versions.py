@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkout import ROOT
 from cpu_features import NO_VLLM_CPU, vllm_is_for_cpus
 from third_party_uses import Call, package_uses, resolve, why_not_callable
 
@@ -96,14 +95,3 @@ def test_caches_are_found_however_they_are_nested() -> None:
     found = vllm_versions.kv_cache_tensors([a, (b,), {"c": [c]}, None, []])
     assert [id(tensor) for tensor in found] == [id(a), id(b), id(c)]
     assert vllm_versions.kv_cache_tensors(None) == [] and vllm_versions.kv_cache_tensors(a)[0] is a
-
-
-def test_no_other_package_asks_for_the_release() -> None:
-    """Only vllm_versions looks at vLLM's version."""
-    asking = [
-        str(path.relative_to(ROOT))
-        for path in sorted((ROOT / "qarl").rglob("*.py"))
-        if path.stem != "vllm_versions"
-        and any(word in path.read_text() for word in ("vllm.__version__", 'version("vllm")', "installed_version("))
-    ]
-    assert asking == []

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +19,18 @@ from qarl.checkpoint.folder import STATE_FILE, _digest, save_checkpoint
 from qarl.checkpoint.storage import file_sha256
 from qarl.config import Config, OptimConfig
 from qarl.trainer.optim import MasterOptimizer
+
+
+@contextmanager
+def small_disk(limit: int) -> Iterator[None]:
+    """Writing past `limit` bytes of a file fails, by the operating system (EFBIG), as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
 
 CONFIG = {"seed": 0, "trainer": {}, "quant": {}, "optim": {}}
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
 # Name of the write -> what to patch, the loggers, whether the run is finished all the same.
 SITES: dict[str, tuple[Any, str, list[str], bool]] = {
     "metrics, a line": (tracking, "append_lines", [], False),
-    "summary": (tracking, "write_json", [], False),
+    "summary": (finish, "write_json", [], False),
     "plots": (finish, "plot_run", [], True),
     "tensorboard": (tracking._TensorBoard, "log", ["tensorboard"], True),
     "tensorboard, at the end": (tracking._TensorBoard, "close", ["tensorboard"], True),

@@ -30,6 +30,7 @@ import importlib.util
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -126,24 +127,17 @@ _LARGEST = 1 << 28
 _SMALL = 1 << 20
 """Bytes up to which the kernel gets a copy. Half of a layer's tensors are small, with 1% of its bytes. Experts' stacks
 are never copied, so a layer takes as many launches with few experts as with many."""
-_ZEROS = 8 * BLOCK
-
-
-class Checked(NamedTuple):
-    """`digests`: int64 [tensors], on the device of most tensors. `bad`: bool, one per row or tensor that was looked at,
-    or None if it was not asked for. `owners`: the number of the tensor of each of these."""
-
-    digests: torch.Tensor
-    bad: torch.Tensor | None
-    owners: torch.Tensor | None
+_ROW = 8 * BLOCK
+"""Bytes of a row."""
 
 
 class _Plan(NamedTuple):
-    """How tensors of given sizes are laid out. `owners`, `outer` and `several` have a number per row: the tensor, the
-    weight of the row in it, and whether it has other rows."""
+    """How tensors of given sizes are laid out in rows. `counts`: the rows of each tensor. `start`: int64 [2, tensors],
+    the sizes and zeros. `owners`, `outer` and `several` have a number per row: the tensor, the weight of the row in it,
+    and whether it has other rows."""
 
-    padding: tuple[int, ...]
-    sizes: torch.Tensor
+    counts: tuple[int, ...]
+    start: torch.Tensor
     owners: torch.Tensor
     outer: torch.Tensor
     several: torch.Tensor
@@ -151,46 +145,46 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
-    rows = torch.tensor([max(-(-size // (8 * BLOCK)), 1) for size in sizes])
+    rows = torch.tensor([max(-(-size // _ROW), 1) for size in sizes])
     owners = torch.repeat_interleave(torch.arange(len(sizes)), rows)
     places = torch.arange(len(owners)) - (rows.cumsum(0) - rows)[owners]
     outer = weights(2, 1 << int(rows.max()).bit_length(), torch.device("cpu"))[places]
-    padding = tuple(8 * BLOCK * int(count) - size for count, size in zip(rows, sizes, strict=True))
-    return _Plan(padding, *(one.to(device) for one in (torch.tensor(sizes), owners, outer, (rows > 1)[owners])))
+    start = torch.tensor([sizes, [0] * len(sizes)])
+    return _Plan(tuple(rows.tolist()), *(one.to(device) for one in (start, owners, outer, (rows > 1)[owners])))
 
 
 @lru_cache(maxsize=8)
 def _zeros(device: torch.device) -> torch.Tensor:
-    return torch.zeros(_ZEROS, dtype=torch.uint8, device=device)
+    return torch.zeros(_ROW, dtype=torch.uint8, device=device)
 
 
-def check_unit(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> Checked:
-    """Return the checksums of `tensors`, and if `finite`, which of them contain NaN or Inf."""
+def check_unit(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> torch.Tensor:
+    """Return int64 [2, tensors]: the checksums, and if `finite`, a number other than 0 for each tensor that contains
+    NaN or Inf. It is on the device of most tensors."""
     groups: dict[tuple[torch.device, str], list[int]] = {}
     for i, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, _way(tensor)), []).append(i)
     device = max((device for device, _ in groups), key=lambda one: one.type != "cpu")
-    digests, bad, owners = [], [], []
+    found = []
     for (_, way), numbers in groups.items():
-        numbers.sort(key=lambda i: str(tensors[i].dtype) if way == "rows" else "")
-        found = _WAYS[way]([tensors[i].detach() for i in numbers], finite)
-        digests.append(found.digests.to(device, non_blocking=True))
-        if found.bad is not None and found.owners is not None:
-            bad.append(found.bad.to(device, non_blocking=True))
-            owners.append(_order(tuple(numbers), device)[found.owners.to(device, non_blocking=True)])
+        if way == "rows":
+            numbers.sort(key=lambda i: str(tensors[i].dtype))
+        found.append(_WAYS[way]([tensors[i].detach() for i in numbers], finite).to(device, non_blocking=True))
+    together = torch.cat(found, 1) if len(found) > 1 else found[0]
     places = tuple(i for numbers in groups.values() for i in numbers)
-    together = torch.cat(digests) if len(digests) > 1 else digests[0]
-    if places != tuple(range(len(tensors))):
-        together = torch.empty_like(together).index_copy_(0, _order(places, device), together)
-    return Checked(together, torch.cat(bad) if bad else None, torch.cat(owners) if owners else None)
+    return together if places == tuple(range(len(tensors))) else together[:, _inverse(places, device)]
+
+
+@lru_cache(maxsize=1024)
+def _inverse(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(places).argsort().to(device)
 
 
 def _way(tensor: torch.Tensor) -> str:
-    if tensor.nbytes % 8:
+    if tensor.nbytes % 8 or (tensor.is_floating_point() and tensor.dtype not in FLOAT_BITS):
         return "each"
-    readable = tensor.dtype in FLOAT_BITS or not tensor.is_floating_point()
     aligned = tensor.storage_offset() * tensor.itemsize % 8 == 0
-    if is_gpu(tensor.device) and readable and aligned and _has_kernel(tensor.device):
+    if is_gpu(tensor.device) and aligned and _has_kernel(tensor.device):
         return "kernel"
     return "rows" if tensor.nbytes <= (8 * CHUNK if tensor.device.type == "cpu" else _LARGEST) else "each"
 
@@ -208,9 +202,7 @@ def _has_kernel(device: torch.device) -> bool:
     samples = [words, floats, torch.where(floats.cumsum(0) == 700, torch.inf, floats)]
     samples += [stack, torch.where(stack == stack[2, 4, 2000], torch.inf, stack)]
     try:
-        found, wanted = (check(samples, True) for check in (_check_by_kernel, _check_each))
-        assert found.bad is not None and wanted.bad is not None
-        agrees = torch.equal(found.digests, wanted.digests) and torch.equal(found.bad[1:], wanted.bad)
+        agrees = torch.equal(_check_by_kernel(samples, True), _check_each(samples, True))
         why = "its results differ from PyTorch's"
     except Exception as error:  # Triton, its compiler and the driver raise many types
         agrees, why = False, f"{type(error).__name__}: {error}"
@@ -219,12 +211,7 @@ def _has_kernel(device: torch.device) -> bool:
     return agrees
 
 
-@lru_cache(maxsize=1024)
-def _order(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, device=device)
-
-
-def _check_by_kernel(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
+def _check_by_kernel(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
     """Read large tensors where they lie, and small ones together, in copied rows."""
     from qarl.kernels.triton.checksum import add_checksum, add_row_checksums
 
@@ -235,14 +222,14 @@ def _check_by_kernel(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
         if tensor.nbytes <= _SMALL and tensor.ndim < 3:
             small.append(i)
             continue
-        outer = weights(2, 1 << (tensor.nbytes // (8 * BLOCK)).bit_length(), device)
+        outer = weights(2, 1 << (tensor.nbytes // _ROW).bit_length(), device)
         add_checksum(tensor.contiguous(), inner, outer, results[:, i], FLOAT_BITS.get(tensor.dtype) if finite else None)
     if small:
         sizes = tuple(tensors[i].nbytes for i in small)
         table = _row_table(tuple(small), sizes, tuple(tensors[i].dtype if finite else None for i in small), device)
-        rows = _rows([tensors[i] for i in small], _plan(sizes, torch.device("cpu")).padding)
+        rows = _rows([tensors[i] for i in small], _plan(sizes, torch.device("cpu")).counts)
         add_row_checksums(rows, inner, table, results)
-    return Checked(results[0], results[1] != 0 if finite else None, _order(tuple(range(len(tensors))), device))
+    return results
 
 
 @lru_cache(maxsize=1024)
@@ -255,66 +242,39 @@ def _row_table(
     plan = _plan(sizes, torch.device("cpu"))
     found = torch.tensor([lanes(FLOAT_BITS.get(dtype) if dtype else None) for dtype in dtypes])
     first = plan.owners.diff(prepend=torch.tensor([-1])) != 0
-    rows = [torch.tensor(numbers)[plan.owners], plan.outer * plan.several, plan.sizes[plan.owners] * first]
+    rows = [torch.tensor(numbers)[plan.owners], plan.outer * plan.several, plan.start[0, plan.owners] * first]
     return torch.stack([*rows, *found[plan.owners].t()]).to(device)
 
 
-def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
+def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
     digests = torch.stack([checksum(tensor) for tensor in tensors])
-    floats = tuple(i for i, tensor in enumerate(tensors) if finite and tensor.is_floating_point())
-    if not floats:
-        return Checked(digests, None, None)
-    bad = torch.stack([has_nonfinite(tensors[i]) for i in floats])
-    return Checked(digests, bad, _order(floats, bad.device))
+    good = torch.zeros((), dtype=torch.bool, device=digests.device)
+    bad = [has_nonfinite(t) if finite and t.is_floating_point() and t.numel() else good for t in tensors]
+    return torch.stack((digests, torch.stack(bad)))
 
 
-def _rows(tensors: Sequence[torch.Tensor], padding: Sequence[int]) -> torch.Tensor:
-    """Copy the bytes of `tensors` behind each other into rows of `BLOCK` words."""
+def _rows(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
+    """Copy the bytes of `tensors` behind each other into rows of `BLOCK` words. `counts`: the rows of each tensor."""
     zeros, parts = _zeros(tensors[0].device), []
-    for tensor, size in zip(tensors, padding, strict=True):
-        parts += [tensor.contiguous().view(-1).view(torch.uint8), zeros[:size]]
+    for tensor, count in zip(tensors, counts, strict=True):
+        parts += [tensor.contiguous().view(-1).view(torch.uint8), zeros[: count * _ROW - tensor.nbytes]]
     return torch.cat(parts).view(torch.int64).view(-1, BLOCK)
 
 
-def _check_rows(tensors: Sequence[torch.Tensor], finite: bool) -> Checked:
+def _check_rows(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
     """`tensors` are on one device, in the order of their dtypes."""
-    device, sizes = tensors[0].device, tuple(tensor.nbytes for tensor in tensors)
-    plan = _plan(sizes, device)
-    rows = _rows(tensors, plan.padding)
-    bad, owners = _bad_rows(rows, tensors, plan) if finite else (None, None)
+    device = tensors[0].device
+    plan = _plan(tuple(tensor.nbytes for tensor in tensors), device)
+    rows, results, end = _rows(tensors, plan.counts), plan.start.clone(), 0
+    for dtype, group in groupby(zip(tensors, plan.counts, strict=True), key=lambda pair: pair[0].dtype):
+        start, end = end, end + sum(count for _, count in group)
+        if finite and (bits := FLOAT_BITS.get(dtype)):
+            wrong = (rows[start:end].view(bits.integer) & bits.magnitude_mask).amax(1) >= bits.nonfinite
+            results[1].index_add_(0, plan.owners[start:end], wrong.long())
     sums = mix(mix(rows).mul_(weights(1, BLOCK, device))).sum(1)
     again = mix(mix(sums.clone()).mul_(plan.outer))
-    digests = plan.sizes.clone().index_add_(0, plan.owners, torch.where(plan.several, again, sums))
-    return Checked(digests, bad, owners)
-
-
-def _bad_rows(
-    rows: torch.Tensor, tensors: Sequence[torch.Tensor], plan: _Plan
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return which rows of floats contain NaN or Inf, and the tensors of these rows."""
-    found: list[tuple[torch.dtype, int, int]] = []
-    owners, start = [], 0
-    for tensor, padding in zip(tensors, plan.padding, strict=True):
-        count = (tensor.nbytes + padding) // _ZEROS
-        if found and found[-1][0] == tensor.dtype:
-            found[-1] = (tensor.dtype, found[-1][1], start + count)
-        else:
-            found.append((tensor.dtype, start, start + count))
-        start += count
-    flags = []
-    for dtype, first, end in found:
-        if not dtype.is_floating_point:
-            continue
-        bits = FLOAT_BITS.get(dtype)
-        values = rows[first:end].view(dtype if bits is None else bits.integer)
-        wrong = (
-            ~torch.isfinite(values).all(1) if bits is None else (values & bits.magnitude_mask).amax(1) >= bits.nonfinite
-        )
-        flags.append(wrong)
-        owners.append(plan.owners[first:end])
-    if not flags:
-        return None, None
-    return torch.cat(flags), torch.cat(owners)
+    results[0].index_add_(0, plan.owners, torch.where(plan.several, again, sums))
+    return results
 
 
 _WAYS = {"kernel": _check_by_kernel, "rows": _check_rows, "each": _check_each}
@@ -336,7 +296,5 @@ def has_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
 def nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return, as bool [tensors], which of these float tensors of one device contain NaN or Inf."""
     if all(_way(tensor) == "kernel" for tensor in tensors):
-        bad = _check_by_kernel(tensors, True).bad
-        assert bad is not None
-        return bad
+        return _check_by_kernel(tensors, True)[1] != 0
     return torch.stack([has_nonfinite(tensor) for tensor in tensors])

@@ -36,7 +36,7 @@ receiver then compares the checksum of the whole tensor (`qarl.rollout.publish.r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -223,6 +223,14 @@ class PublishedCache:
             self.tensors[name] = tensor.to("cpu", copy=True).contiguous()
         self.digests[name] = digest
 
+    def compare(self, name: str, tensor: torch.Tensor) -> Compared | None:
+        """Compare `tensor` with the one of this name, or return None if there is none like it. This does not wait for a
+        device."""
+        before = self.tensors.get(name)
+        if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
+            return None
+        return compare(before.to(tensor.device, non_blocking=True), tensor.detach().contiguous())
+
     def take(self, name: str, sent: torch.Tensor, digest: int, *, is_delta: bool) -> None:
         """Store what a delta publish has sent for the tensor `name`: the whole tensor, or a payload of its changes.
 
@@ -283,31 +291,3 @@ class Tally:
 
 
 _LOW_BIT = (torch.int32, torch.int8, torch.float8_e4m3fn)
-
-
-def compare_members(members: Iterable[NamedTensor], base: PublishedCache) -> list[Compared | None]:
-    """Compare each tensor of a unit with that in `base`, or return None for it if `base` has none like it.
-
-    This does not wait for a device."""
-    found: list[Compared | None] = []
-    for name, tensor in members:
-        now, before = tensor.detach().contiguous(), base.tensors.get(name)
-        alike = before is not None and before.shape == now.shape and before.dtype == now.dtype
-        found.append(compare(before.to(now.device, non_blocking=True), now) if alike and before is not None else None)
-    return found
-
-
-def changed_members(
-    members: Iterable[NamedTensor], compared: Iterable[Compared | None], counts: Iterable[int], tally: Tally
-) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield (name, tensor to send, whether it is a delta payload) for each tensor that has changed or is new.
-
-    `compared`: of `compare_members`. `counts`: their counts, which the host has read."""
-    for (name, tensor), comparison, count in zip(members, compared, counts, strict=True):
-        if comparison is None:
-            yield name, tensor, False
-            continue
-        changed, payload = find_changes(comparison, count)
-        tally.add(name, tensor, changed)
-        if changed:
-            yield name, tensor if payload is None else payload, payload is not None

@@ -32,29 +32,10 @@ import torch
 
 from qarl.errors import UserError
 from qarl.quant.expert_names import stacked
-from qarl.rollout.publish.checksum import Checked, check_unit
-from qarl.rollout.publish.delta import (
-    Compared,
-    PublishedCache,
-    Tally,
-    changed_members,
-    compare_members,
-    fingerprint_of,
-)
-from qarl.rollout.publish.wire import (
-    BEGIN,
-    COMMIT,
-    UNIT,
-    Manifest,
-    NamedTensor,
-    PublishReport,
-    TensorSpec,
-    TransferFailed,
-    check_complete,
-    quantized_layers,
-    record,
-    unit_of,
-)
+from qarl.rollout.publish import wire
+from qarl.rollout.publish.checksum import check_unit
+from qarl.rollout.publish.delta import PublishedCache, Tally, find_changes, fingerprint_of
+from qarl.rollout.publish.wire import NamedTensor, PublishReport, TransferFailed
 
 if TYPE_CHECKING:
     from qarl.rollout.engine import RolloutEngine
@@ -65,7 +46,6 @@ def encode_publish(
     tensors: Iterable[NamedTensor],
     *,
     version: int,
-    manifest: Manifest | None = None,
     checked: bool = False,
     run: str | None = None,
     keep: bool = False,
@@ -76,8 +56,6 @@ def encode_publish(
     """Yield `tensors` (checkpoint names, in layer order) with the records of a publish between them.
 
     Args:
-        manifest: the specs of all tensors. If given, the engine refuses a missing tensor or a wrong shape before it
-            changes any weight. If None, the engine finds the mistake only when it reaches that tensor.
         checked: whether `check_complete` has accepted the tensors. If not, they are checked for NaN and Inf here.
         run: the name of the run that owns the weights, for transports that two runs could share by mistake.
         keep: whether the receiver caches the tensors, so that the next publish can be a delta.
@@ -88,9 +66,7 @@ def encode_publish(
     Raises:
         UserError: a tensor contains NaN or Inf. The message names the tensor.
     """
-    begin: dict[str, Any] = {"version": version, "tensors": None}
-    if manifest is not None and base is None:
-        begin["tensors"] = {name: str(spec) for name, spec in manifest.items()}
+    begin: dict[str, Any] = {"version": version}
     if run is not None:
         begin["run"] = run
     if keep:
@@ -99,8 +75,8 @@ def encode_publish(
     tally.known = base is not None
     if cache is not None:
         cache.begin(changes=base is not None)
-    yield record(BEGIN, begin)
-    for unit, group in groupby(stacked(tensors), key=lambda item: unit_of(item[0])):
+    yield wire.record(wire.BEGIN, begin)
+    for unit, group in groupby(stacked(tensors), key=lambda item: wire.unit_of(item[0])):
         members = list(group)
         names = [name for name, _ in members]
         units.append((names, check_unit([tensor for _, tensor in members], finite=not checked)))
@@ -111,17 +87,20 @@ def encode_publish(
         if cache is not None:
             for name, tensor in members:
                 cache.put(name, tensor)
-        yield UNIT, units[-1][1].digests
-    _refuse_nonfinite(units)
+        yield wire.UNIT, units[-1][1][0]
+    names = [name for names, _ in units for name in names]
+    read = units and (keep or not checked)
+    sums, bad = torch.cat([results for _, results in units], 1).tolist() if read else ([], [])
+    _refuse_nonfinite(names, bad)
     commit: dict[str, Any] = {"version": version}
     if keep:
-        digests = _digests(units)
+        digests = dict(zip(names, sums, strict=True))
         commit["fingerprint"] = fingerprint_of(version, digests) if cache is None else cache.commit(version, digests)
-    yield record(COMMIT, commit)
+    yield wire.record(wire.COMMIT, commit)
 
 
-_Unit = tuple[list[str], Checked]
-"""The names of a unit's tensors, and their checks."""
+_Unit = tuple[list[str], torch.Tensor]
+"""The names of a unit's tensors, and the results of `check_unit`."""
 
 
 def _changes(
@@ -133,47 +112,34 @@ def _changes(
     tally: Tally,
 ) -> Iterator[NamedTensor]:
     """Yield the changed tensors of a unit, and its record."""
-    compared = compare_members(members, base)
-    numbers, counts, bad = _read_unit(checked[1], compared)
-    if bad:
-        _refuse_nonfinite([checked])
-    digests = dict(zip(checked[0], numbers, strict=True))
-    sent: dict[str, torch.Tensor] = {}
+    names, results = checked
+    compared = [base.compare(name, tensor) for name, tensor in members]
+    none = results.new_zeros(())
+    counts = [none if one is None else one.count.to(results.device, non_blocking=True) for one in compared]
+    sums, bad, differing = torch.cat((results, torch.stack(counts)[None])).tolist()  # the host waits once
+    _refuse_nonfinite(names, bad)
+    digests: dict[str, int] = {}
     deltas: list[str] = []
-    for name, tensor, is_delta in changed_members(members, compared, counts, tally):
-        sent[name] = tensor
-        if is_delta:
-            deltas.append(name)
+    for (name, tensor), comparison, digest, count in zip(members, compared, sums, differing, strict=True):
+        if comparison is not None:
+            changed, payload = find_changes(comparison, count)
+            tally.add(name, tensor, changed)
+            if not changed:
+                continue
+            if payload is not None:
+                tensor = payload
+                deltas.append(name)
+        digests[name] = digest
+        if cache is not None:
+            cache.take(name, tensor, digest, is_delta=name in deltas)
         yield name, tensor
-    if cache is not None:
-        for name, tensor in sent.items():
-            cache.take(name, tensor, digests[name], is_delta=name in deltas)
-    yield record(UNIT, {"unit": unit, "digests": {name: digests[name] for name in sent}, "deltas": deltas})
+    yield wire.record(wire.UNIT, {"unit": unit, "digests": digests, "deltas": deltas})
 
 
-def _read_unit(checked: Checked, compared: list[Compared | None]) -> tuple[list[int], list[int], bool]:
-    """Return the checksums of a unit, the counts of `compared` and whether a tensor contains NaN or Inf.
-
-    The host reads all of it at once."""
-    device = checked.digests.device
-    none = torch.zeros((), dtype=torch.int64, device=device)
-    counts = [none if one is None else one.count.to(device, non_blocking=True) for one in compared]
-    numbers = torch.stack([*counts, none if checked.bad is None else checked.bad.any().to(torch.int64)])
-    read = torch.cat((checked.digests, numbers)).tolist()
-    return read[: len(compared)], read[len(compared) : -1], bool(read[-1])
-
-
-def _digests(units: Sequence[_Unit]) -> dict[str, int]:
-    """Return the checksums of all units by name."""
-    names = [name for names, _ in units for name in names]
-    return dict(zip(names, torch.cat([checked.digests for _, checked in units]).tolist(), strict=True))
-
-
-def _refuse_nonfinite(units: Sequence[_Unit]) -> None:
-    flagged = [(names, checked.bad, checked.owners) for names, checked in units if checked.bad is not None]
-    if not flagged or not bool(torch.stack([bad.any() for _, bad, _ in flagged]).any()):
+def _refuse_nonfinite(names: Sequence[str], flags: Sequence[int]) -> None:
+    bad = [name for name, flag in zip(names, flags, strict=False) if flag]
+    if not bad:
         return
-    bad = [names[i] for names, flags, owners in flagged if owners is not None for i in owners[flags].unique().tolist()]
     raise UserError(
         f"{len(bad)} tensors to publish hold NaN or Inf",
         where=", ".join(bad[:8]),
@@ -222,14 +188,12 @@ def publish_weights(
     start, tally = time.perf_counter(), Tally()
     try:
         tensors = list(stream)
-        check_complete(tensors, engine.expected)
+        wire.check_complete(tensors, engine.expected)
         tensors = list(stacked(tensors))
-        manifest = {name: TensorSpec.of(tensor) for name, tensor in tensors}
         validated = time.perf_counter()
-        base = receiver.cache if delta and receiver.cache is not None and _fits(receiver.cache, manifest) else None
-        encoded = encode_publish(
-            tensors, version=version, manifest=manifest, checked=True, keep=delta, base=base, tally=tally
-        )
+        complete = receiver.cache is not None and receiver.cache.fingerprint is not None
+        base = receiver.cache if delta and complete else None
+        encoded = encode_publish(tensors, version=version, checked=True, keep=delta, base=base, tally=tally)
         receiver.feed(engine.transport(tally.count(encoded)))
         if receiver.version != version:
             raise TransferFailed(
@@ -248,16 +212,10 @@ def publish_weights(
     return replace(report, sent_bytes=tally.bytes, is_delta=tally.known, changed=tally.metrics())
 
 
-def _fits(cache: PublishedCache, manifest: Manifest) -> bool:
-    """Return whether `cache` has the last complete publish, and exactly the tensors of `manifest`."""
-    have = {name: TensorSpec.of(tensor) for name, tensor in cache.tensors.items()}
-    return cache.fingerprint is not None and have == manifest
-
-
 def _report(
-    tensors: Sequence[NamedTensor], expected: Manifest, version: int, seconds: dict[str, float]
+    tensors: Sequence[NamedTensor], expected: wire.Manifest, version: int, seconds: dict[str, float]
 ) -> PublishReport:
-    layers, quantized_bytes, elements = quantized_layers(expected), 0, 0
+    layers, quantized_bytes, elements = wire.quantized_layers(expected), 0, 0
     for name, tensor in tensors:
         layer, _, leaf = name.rpartition(".")
         if layer not in layers or leaf == "bias":

@@ -90,12 +90,7 @@ class WeightServer:
     `_HELLO_SECONDS`."""
 
     def __init__(
-        self,
-        token: str,
-        *,
-        host: str = LOOPBACK,
-        receivers: int = 1,
-        seconds: float = DEFAULT_SECONDS,
+        self, token: str, *, host: str = LOOPBACK, receivers: int = 1, seconds: float = DEFAULT_SECONDS
     ) -> None:
         self.token, self.receivers, self.seconds = token, receivers, seconds
         self._socket = socket.create_server((host, 0))
@@ -202,8 +197,7 @@ class WeightClient:
                 "the program that sends weights is not the trainer of this run",
                 where=where,
                 why="it did not prove that it knows the token of this run, so its data was not accepted",
-                fix="with vLLM, pass the trainer's address and token again by init_weight_transfer_engine; with verl, "
-                "find the program that has taken the port, because verl passes both for every publish",
+                fix="pass the trainer's address and token again (vLLM), or find the program that took the port (verl)",
             )
 
     def stream(self) -> Iterator[NamedTensor]:

@@ -1,6 +1,6 @@
 """The wire format of one publish, from trainer to engine: tensors in layer order, with records between them.
 
-    qarl.begin    the version; also name, dtype and shape of every tensor that will follow, if they are known
+    qarl.begin    the version
     tensors       the tensors of one unit: a decoder layer, or a module outside the decoder layers
     qarl.unit     the checksums of the unit's tensors, int64, in their order
     ...           more units
@@ -12,7 +12,7 @@ can carry them, for example verl's buckets or a list in one process. `qarl.rollo
 layer that the engine fuses (q/k/v, gate/up), and its experts as stacks (`qarl.quant.expert_names`).
 
 A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.delta`). `qarl.begin` then contains
-the fingerprint of that publish, `base`, and no list of tensors. A unit contains only changed tensors. `qarl.unit` is
+the fingerprint of that publish, `base`. A unit contains only changed tensors. `qarl.unit` is
 JSON then, with the checksums by name. It lists under `deltas` the tensors that are sent as payloads. Checksums are
 always of whole tensors.
 
@@ -240,10 +240,8 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
         raise UserError(
             "trainer and rollout engine would quantize different layers",
             where=f"only the trainer: {only_ours}; only the engine: {only_engine}",
-            why="trainer and engine read an entry of quant.ignore differently, or the entry covers only a part of a "
-            "fused layer; an expert router is a linear layer in vLLM but not in transformers",
-            fix="use exact layer names in quant.ignore, list all parts of a fused layer (q/k/v, gate/up), and add "
-            '"re:.*mlp[.]gate$" for routers',
+            why="they read an entry of quant.ignore differently, or it covers only a part of a fused layer",
+            fix='in quant.ignore, name all parts of a fused layer (q/k/v, gate/up), and "re:.*mlp[.]gate$" for routers',
         )
 
 

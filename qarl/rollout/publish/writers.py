@@ -167,10 +167,8 @@ class WritePlan:
             raise UserError(
                 f"the engine has {len(left)} parameters or buffers that QaRL would never write",
                 where=f"{type(self.model).__name__}: {shown}",
-                why="the trainer's model has no such tensors, so the engine would generate with the random numbers "
-                "that it starts with",
-                fix="remove the setting in config.json that makes the engine add them (such as a bias), or report "
-                "this model family",
+                why="the trainer's model has no such tensors, so they would keep the random numbers of the start",
+                fix="remove the setting in config.json that adds them (such as a bias), or report this model family",
             )
 
     @torch.no_grad()

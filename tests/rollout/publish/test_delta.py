@@ -98,29 +98,3 @@ def test_views_and_shapes(offset):
     copy = base.clone()
     apply_changes(copy, moved)
     assert raw(copy) == raw(now)
-
-
-@pytest.mark.parametrize("share", [0.001, 0.05, 0.4])
-def test_damaged_payloads_change_nothing_or_are_found_by_size(share):
-    """Every cut and every flipped bit: either refused with the tensor unchanged, or only words of it changed."""
-    generator = torch.Generator().manual_seed(2)
-    before = random_bits(1_500, torch.int32)
-    positions = (torch.rand(1_500, generator=generator) < share).nonzero().squeeze(1).tolist() or [700]
-    payload = changes(before, with_other_words(before, positions))[1]
-    refused = 0
-    for size in range(0, payload.numel(), 1 + payload.numel() // 20):
-        copy = before.clone()
-        with pytest.raises(ValueError, match="payload"):
-            apply_changes(copy, payload[:size])
-        assert raw(copy) == raw(before)
-    for i in range(0, 8 * payload.numel(), 1 + payload.numel() // 20):
-        damaged, copy = payload.clone(), before.clone()
-        damaged[i // 8] ^= 1 << i % 8
-        try:
-            apply_changes(copy, damaged)
-        except ValueError:
-            refused += 1
-            assert raw(copy) == raw(before)
-    assert refused
-    with pytest.raises(ValueError, match="no header"):
-        apply_changes(before, payload.to(torch.int32))

@@ -101,11 +101,8 @@ class EngineModel(nn.Module):
     ("engine", "trainer", "only_trainer", "only_engine"),
     [
         ({"qkv_proj", "o_proj"}, ["q_proj", "k_proj", "v_proj", "o_proj"], [], []),
-        (set(), [], [], []),
         ({"qkv_proj"}, ["q_proj", "k_proj", "v_proj", "o_proj"], ["o_proj"], []),
-        (set(), ["o_proj"], ["o_proj"], []),
         ({"qkv_proj", "o_proj"}, ["q_proj", "k_proj", "v_proj"], [], ["o_proj"]),
-        ({"qkv_proj"}, ["q_proj", "v_proj"], [], ["k_proj"]),
         ({"gate_up_proj"}, ["o_proj"], ["o_proj"], ["gate_proj", "up_proj"]),
     ],
 )

@@ -32,7 +32,7 @@ import logging
 import pickle
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import yaml
 
-from qarl.checkpoint.open import load_part, refuse_code, step_of, what_is_missing
+from qarl.checkpoint.open import load_part, refuse_code, step_of, what_is_missing, whole_and_torn
 from qarl.checkpoint.storage import StorageError, fresh_run_dir, remove_folder, write_json
 from qarl.config import Config
 from qarl.console import note, say
@@ -97,43 +97,31 @@ def find_verl_start(config: Config) -> tuple[int, bool]:
 
 
 def newest_whole(checkpoints: Path) -> Path | None:
-    """Return the checkpoint that verl's tracker file names. If it is incomplete, print a note and return the newest
-    complete one. Return None if there are no checkpoints. Raise UserError if all checkpoints are incomplete."""
-    tracker = checkpoints / TRACKER
-    folders = sorted((folder for folder in checkpoints.glob("global_step_*") if step_of(folder)), key=step_of)
-    named = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
-    if not named and not folders:
-        return None
-    problem = what_is_missing(checkpoints / f"global_step_{named}")
-    if problem is None:
-        return checkpoints / f"global_step_{named}"
-    whole = next((folder for folder in reversed(folders) if what_is_missing(folder) is None), None)
-    if whole is None:
+    """Return the newest complete checkpoint. If a later one is incomplete, print a note. Return None if there are no
+    checkpoints. Raise UserError if all are incomplete."""
+    whole, torn = whole_and_torn(checkpoints)
+    newest, last = max(whole, default=0), max(torn, default=0)
+    if last and not newest:
         raise UserError(
             "the run has no complete checkpoint",
-            where=str(checkpoints),
-            why=f"{tracker.name} says {named!r}: {problem}",
+            where=str(checkpoints / f"global_step_{last}"),
+            why=torn[last],
             fix="copy the checkpoint again, or set trainer.resume_mode=disable to move the run aside and start fresh",
         )
-    note(f"{tracker} says {named!r} ({problem}); {whole.name} is the newest complete checkpoint and is used instead")
-    return whole
+    if last > newest:
+        note(f"global_step_{last} is incomplete ({torn[last]}); global_step_{newest} is the newest complete checkpoint")
+    return whole.get(newest)
 
 
 def _choose(config: Config) -> Path | None:
     settings, run_dir = config.trainer, config.run_dir
     if settings.resume_mode == "disable":
         return None
-    if settings.resume_from_path is not None:
-        folder: Path | None = Path(settings.resume_from_path)
-        if problem := what_is_missing(Path(settings.resume_from_path)):
-            raise UserError(
-                f"{folder} is not a complete checkpoint of verl",
-                where="trainer.resume_from_path",
-                why=problem,
-                fix="give a complete folder RUN/checkpoints/global_step_N",
-            )
-    else:
+    if settings.resume_from_path is None:
         folder = None if is_finished(run_dir) else newest_whole(run_dir / "checkpoints")
+    elif problem := what_is_missing(folder := Path(settings.resume_from_path)):
+        what, fix = f"{folder} is not a complete checkpoint of verl", "give a complete RUN/checkpoints/global_step_N"
+        raise UserError(what, where="trainer.resume_from_path", why=problem, fix=fix)
     if folder is not None:
         _check_config(config, folder)
         refuse_code(sorted(folder.rglob("*.pt")))
@@ -147,7 +135,7 @@ def _check_config(config: Config, folder: Path) -> None:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
         saved = None
-    if not isinstance(saved, Mapping):
+    if not saved:
         note(f"{path} is missing or not readable, so the run's first config is not compared with this one")
         return
     rest = {key: value for key, value in saved.items() if key != "verl"}
@@ -188,9 +176,7 @@ class Saving:
         run that has a checkpoint by time replaces it at its end."""
         if self._freq > 0 and (last or step % self._freq == 0):
             return False
-        if last:
-            return bool(self._passing())
-        return 0 < self._seconds <= time.monotonic() - self._since
+        return bool(self._passing()) if last else 0 < self._seconds <= time.monotonic() - self._since
 
     def folder(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`, and mark it if the next checkpoint replaces it."""
@@ -204,12 +190,12 @@ class Saving:
         """Remove the checkpoint that the complete checkpoint in `folder` replaces. Log a warning if that fails."""
         self.begin()
         if self._keep is None and what_is_missing(folder) is None:
-            for other in self._passing():
-                if step_of(other) < step_of(folder):
-                    try:
+            try:
+                for other in self._passing():
+                    if step_of(other) < step_of(folder):
                         remove_folder(other)
-                    except StorageError as error:
-                        _log.warning("an old checkpoint stays, training continues: %s", error)
+            except StorageError as error:
+                _log.warning("an old checkpoint stays, training continues: %s", error)
 
     def _passing(self) -> list[Path]:
         return [mark.parent for mark in self._checkpoints.glob(f"global_step_*/{BY_TIME}") if step_of(mark.parent)]
@@ -224,8 +210,7 @@ def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
     if "optimizer" in parts:
         optimizer = engine.optimizer.state_dict()
         for index, one in optimizer["state"].items():
-            for name, value in one.items():
-                tensors[f"optimizer.{index}.{name}"] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in one.items()}
         groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer["param_groups"]]
         state["optimizer.param_groups"] = _digest(repr(groups).encode())
     if "extra" in parts:
@@ -283,10 +268,8 @@ def check_record(engine: Any, folder: str) -> str:
             why="a file of the checkpoint was damaged or replaced, or verl did not load all of it",
             fix="resume from an earlier checkpoint (trainer.resume_mode=resume_path)",
         )
-    digest = _digest(repr(sorted(live.items())).encode())
-    return (
-        f"resumed state equals the saved one by checksum: {len(live)} parts, {digest} (of {', '.join(sorted(parts))})"
-    )
+    what, digest = f"{len(live)} parts", _digest(repr(sorted(live.items())).encode())
+    return f"resumed state equals the saved one by checksum: {what}, {digest} (of {', '.join(sorted(parts))})"
 
 
 def _parts(manager: Any, action: str) -> set[str]:

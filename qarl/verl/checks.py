@@ -59,20 +59,12 @@ BATCH_KEYS = {
 """verl's batch sizes that QaRL's config sets, and QaRL's names for them."""
 
 
-def unsupported(config: Config) -> list[str]:
-    """Return the keys of `config` that are true and that verl does not support."""
-    # verl's reference policy needs keys of its own, which only the section verl has.
-    keys = {
-        "rollout.rebuild_on_failure": config.rollout.rebuild_on_failure,
-        "actor.use_kl_loss": config.actor.use_kl_loss,
-    }
-    return [key for key, value in keys.items() if value]
-
-
 def refuse_unsupported(config: Config) -> None:
-    """Raise a UserError that names all keys that `unsupported` returns, if it returns any."""
-    if keys := unsupported(config):
-        wanted = ", ".join(f"{key}=false" for key in keys)
+    """Raise a UserError that names all keys of `config` that are true and that verl does not support."""
+    rebuild, kl_loss = config.rollout.rebuild_on_failure, config.actor.use_kl_loss
+    # verl's reference policy needs keys of its own, which only the section verl has.
+    keys = ["rollout.rebuild_on_failure"] * rebuild + ["actor.use_kl_loss"] * kl_loss
+    if wanted := ", ".join(f"{key}=false" for key in keys):
         fix = f"set {wanted}, or backend=local"
         raise UserError(f"backend=verl supports only {wanted}", where=", ".join(keys), fix=fix)
 
@@ -100,7 +92,6 @@ def check_run_config(config: Config, composed: Any) -> None:
     try:
         refuse_keys(config, composed)
         refuse_partial_batches(composed, {key.removeprefix("+") for key in config.verl})
-        refuse_bad_time_limit(composed)
         check_composed(composed)
         reference, critic = need_reference_policy(composed), need_critic(composed)
         validate_config(config=composed, use_reference_policy=reference, use_critic=critic)
@@ -145,16 +136,6 @@ def refuse_keys(config: Config, composed: Any) -> None:
     refuse(problems, prefix="verl.")
 
 
-def refuse_bad_time_limit(composed: Any) -> None:
-    """Raise UserError for an invalid publish timeout, which would otherwise fail only at the first publish."""
-    from omegaconf import OmegaConf
-
-    from qarl.verl.plugin.publish import TIMEOUT_VARIABLE, publish_timeout
-
-    variables = OmegaConf.select(composed, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
-    publish_timeout(str(variables.get(TIMEOUT_VARIABLE) or ""))
-
-
 def refuse_partial_batches(composed: Any, written: set[str]) -> None:
     """Raise UserError unless all ranks get equal shares of each batch, and a share splits into whole micro-batches.
 
@@ -169,12 +150,8 @@ def refuse_partial_batches(composed: Any, written: set[str]) -> None:
 
     actor, rollout, trainer = composed.actor_rollout_ref.actor, composed.actor_rollout_ref.rollout, composed.trainer
     reference = actor.use_kl_loss or composed.algorithm.use_kl_in_reward
-    prompts, mini, ranks = (
-        composed.data.train_batch_size,
-        actor.ppo_mini_batch_size,
-        trainer.nnodes * trainer.n_gpus_per_node,
-    )
-    responses = mini * rollout.n
+    prompts, mini = composed.data.train_batch_size, actor.ppo_mini_batch_size
+    ranks, responses = trainer.nnodes * trainer.n_gpus_per_node, mini * rollout.n
 
     def refuse(key: str, problem: str, fix: str) -> UserError:
         name = BATCH_KEYS[key] if key in BATCH_KEYS and key not in written else f"verl.{key}"
@@ -188,15 +165,13 @@ def refuse_partial_batches(composed: Any, written: set[str]) -> None:
     multiple = math.lcm(responses, ranks)
     step = math.ceil(prompts * rollout.n / multiple) * multiple
     longest = composed.data.max_prompt_length + composed.data.max_response_length
-    computes_log_probs = not composed.algorithm.rollout_correction.bypass_mode
-    for used, root, part, share in (
-        (True, ACTOR, "ppo", responses // ranks),
-        (computes_log_probs or actor.use_dynamic_bsz, ROLLOUT, "log_prob", step // ranks),
-        (reference, REFERENCE, "log_prob", step // ranks),
-    ):
-        key = f"{root}.{part}_{'max_token_len' if actor.use_dynamic_bsz else 'micro_batch_size'}_per_gpu"
-        if not used:
-            continue
+    shares = [(f"{ACTOR}.ppo", responses // ranks)]
+    if actor.use_dynamic_bsz or not composed.algorithm.rollout_correction.bypass_mode:
+        shares.append((f"{ROLLOUT}.log_prob", step // ranks))
+    if reference:
+        shares.append((f"{REFERENCE}.log_prob", step // ranks))
+    for part, share in shares:
+        key = f"{part}_{'max_token_len' if actor.use_dynamic_bsz else 'micro_batch_size'}_per_gpu"
         limit = OmegaConf.select(composed, key)
         if not isinstance(limit, int) or limit < 1:
             raise refuse(key, "is not a whole number above 0", "set it to 1 or more")
@@ -276,12 +251,13 @@ def refuse_other_engine(composed: Any, quant: QuantSettings) -> None:
         "tensor_model_parallel_size": rollout.tensor_model_parallel_size,
         "enforce_eager": quant.enforce_eager if on_cpu else rollout.enforce_eager,
     }
-    for name, value in engines_values.items():
-        why = f"{ROLLOUT} makes it {value} in the engine, and the actor computes as the engine only if both are equal"
-        refuse([(getattr(quant, name) != value, f"{QUANT}.{name}", getattr(quant, name), value, why)])
+    why = f"{ROLLOUT} makes it that in the engine, and the actor computes as the engine only if both are equal"
+    rows = [(name, getattr(quant, name), value) for name, value in engines_values.items()]
+    problems = [(mine != value, f"{QUANT}.{name}", mine, value, why) for name, mine, value in rows]
     receiver = str(OmegaConf.select(composed, RECEIVER) or "verl.")
     why = "it is no receiver for what QaRL publishes: verl's does not know the records of a publish"
-    refuse([(receiver.startswith("verl."), RECEIVER, receiver, f"{PLUGIN}.worker_extension.QaRLWorkerExtension", why)])
+    good = f"{PLUGIN}.worker_extension.QaRLWorkerExtension"
+    refuse([*problems, (receiver.startswith("verl."), RECEIVER, receiver, good, why)])
 
 
 def _mapping(section: Any) -> dict[str, Any]:

@@ -121,10 +121,9 @@ def model_keys(config: Config) -> Keys:
 
 def actor_keys(config: Config) -> Keys:
     actor, root = config.actor, "actor_rollout_ref.actor"
-    limits = {  # null: verl's default, which for log-probs is the limit of the update
-        f"{root}.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": actor.log_prob_max_token_len_per_gpu,
-    }
+    # null: verl's default, which for log-probs is the limit of the update
+    limits = same(root, actor, "ppo_max_token_len_per_gpu")
+    limits |= same("actor_rollout_ref.rollout", actor, "log_prob_max_token_len_per_gpu")
     return {
         f"{root}.strategy": "fsdp2",
         **same(root, actor, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"),
@@ -142,11 +141,8 @@ def actor_keys(config: Config) -> Keys:
 def objective_keys(config: Config) -> Keys:
     """Return the keys of the loss: `loss_mode`, verl's other keys, and those of `TBPOPolicyLossConfig`."""
     settings, root = objective_settings(config), "actor_rollout_ref.actor"
-    ours = {name: getattr(config.actor, name) for name in KEYS} | {
-        "objective": settings.loss,
-        "mis_imp_ratio_cap": settings.mis_imp_ratio_cap,
-        "correction": config.rollout_correction.model_dump(),
-    }
+    ours = {name: getattr(config.actor, name) for name in (*KEYS, "mis_imp_ratio_cap")}
+    ours |= {"objective": settings.loss, "correction": config.rollout_correction.model_dump()}
     keys = {
         f"{root}.loss_agg_mode": settings.loss_agg_mode,
         f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
@@ -193,11 +189,8 @@ def optim_keys(config: Config) -> Keys:
     if optim.name == "adamw" and optim.master_dtype == "fp32":
         return keys
     muon = {"muon_lr": optim.muon_lr, "muon_momentum": optim.muon_momentum} if optim.name == "muon" else {}
-    return keys | {
-        f"{root}.optimizer_impl": "qarl.optim.optimizer",
-        f"{root}.optimizer": "MuonAdamW",
-        f"{root}.override_optimizer_config": {"eps": optim.eps, "seed": config.seed, **muon},
-    }
+    keys |= {f"{root}.optimizer_impl": "qarl.optim.optimizer", f"{root}.optimizer": "MuonAdamW"}
+    return keys | {f"{root}.override_optimizer_config": {"eps": optim.eps, "seed": config.seed, **muon}}
 
 
 def rollout_keys(config: Config, on_cpu: bool) -> Keys:
@@ -278,15 +271,12 @@ def trainer_keys(config: Config) -> Keys:
     # Like the local backend, evaluate after the last step if the run evaluates before the first.
     only_last = trainer.test_freq == -1 and trainer.val_before_train
     asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
-    sampler: Keys = {
-        "trainer.v1.sampler.custom_sampler.path": f"pkg://{PLUGIN}.trainer",
-        "trainer.v1.sampler.custom_sampler.name": "PromptReplayBuffer",
-        "+trainer.v1.sampler.sampler_kwargs.filter_groups": False,
-        "+trainer.v1.sampler.sampler_kwargs.sync_refill_failed_groups": False,
-    }
+    root, sampler = "trainer.v1.sampler", Keys()
     # Only verl's own samplers have these features. They count a group with failed responses as complete.
-    if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
-        sampler = {}
+    if not (asked.get("algorithm.filter_groups.enable") or asked.get(f"{root}.sync_refill_failed_groups")):
+        sampler |= {f"{root}.custom_sampler.path": f"pkg://{PLUGIN}.trainer"}
+        sampler |= {f"{root}.custom_sampler.name": "PromptReplayBuffer"}
+        sampler |= {f"+{root}.sampler_kwargs.{name}": False for name in ("filter_groups", "sync_refill_failed_groups")}
     return {
         **same("trainer", trainer, "nnodes", "n_gpus_per_node", "total_training_steps", "val_before_train"),
         "trainer.total_epochs": total,
@@ -373,9 +363,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
             **VLLM_ENVIRONMENT,
         }
     variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT"):
-        if value := os.environ.get(name):
-            variables[name] = value
+    variables |= {name: os.environ[name] for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT") if os.environ.get(name)}
     threads = config.trainer.num_threads or os.environ.get("OMP_NUM_THREADS")
     if on_cpu and not threads:  # trainer processes share the cores, and engines use the same cores at other times
         threads = max(1, len(os.sched_getaffinity(0)) // config.trainer.n_gpus_per_node)

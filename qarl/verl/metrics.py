@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -38,12 +37,9 @@ _ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
 
 def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of one step under QaRL's names. A metric that QaRL has no name for keeps verl's name."""
-    named: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            # verl adds this prefix to every metric of an actor.
-            plain = name.removeprefix("actor/") if name.startswith(_OURS) else name
-            named[RENAMED.get(plain, plain)] = value
+    # verl adds the prefix to every metric of an actor.
+    plain = {name.removeprefix("actor/") if name.startswith(_OURS) else name: value for name, value in metrics.items()}
+    named = {RENAMED.get(name, name): value for name, value in plain.items() if isinstance(value, int | float)}
     accuracies = [value for name, value in named.items() if _ACCURACY.match(name)]
     if len(accuracies) == 1:  # for several data sources verl logs one accuracy each, but not their sizes
         named["val/accuracy"] = accuracies[0]
@@ -64,17 +60,12 @@ class MetricsFollower:
         self._lost: StorageError | None = None
 
     def __enter__(self) -> MetricsFollower:
-        trainer = self.config.trainer
+        trainer, config = self.config.trainer, self.config.model_dump()
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_bytes(b"")
-        self._tracker = Tracker(
-            self.config.run_dir,
-            trainer.logger,
-            total_steps=trainer.total_training_steps,
-            config_dict=self.config.model_dump(),
-            start_step=self.start_step,
-        )
+        steps: dict[str, Any] = {"total_steps": trainer.total_training_steps, "start_step": self.start_step}
+        self._tracker = Tracker(self.config.run_dir, trainer.logger, config_dict=config, **steps)
         self._start_up = StartUp()
         self._thread.start()
         return self
@@ -108,8 +99,7 @@ class MetricsFollower:
             except StorageError as error:
                 self._lost = self._lost or error
             except Exception as error:  # later lines must still be logged
-                what = f"{type(error).__name__}: {str(error)[:300]}"
-                print(f"warning: a line of {self.path} was not logged ({what})", file=sys.stderr)
+                say(f"warning: a line of {self.path} was not logged ({type(error).__name__}: {str(error)[:300]})")
             self._offset += len(line)
 
     def _log(self, entry: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from qarl.checkpoint.open import whole_and_torn
-from qarl.checkpoint.storage import checkpoints_dir
+from qarl.checkpoint.storage import checkpoints_dir, write_text
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.run import check_run
 from qarl.config import Config, write_resolved
@@ -32,13 +32,7 @@ from qarl.process import runs_on_cpu
 from qarl.trainer.finish import finish_run
 from qarl.verl import checks
 from qarl.verl.checkpoint import open_verl_run
-from qarl.verl.keys import (
-    VERL_BATCHED_TOKENS,
-    batched_tokens,
-    hf_config_of,
-    set_environment,
-    verl_keys,
-)
+from qarl.verl.keys import VERL_BATCHED_TOKENS, batched_tokens, hf_config_of, set_environment, verl_keys
 from qarl.verl.metrics import MetricsFollower
 from qarl.verl.plugin.servers import KILLED, RESUME
 
@@ -59,15 +53,14 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
         note(text)
     with open_verl_run(config) as start_step:
         write_resolved(config, config.run_dir / "config.yaml")
-        return run(config, resolved, start, start_step)
+        return _run(config, resolved, start, start_step)
 
 
-def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[str, Any]:
+def _run(config: Config, resolved: Any, start: float, start_step: int) -> dict[str, Any]:
     """Run verl's trainer from `start_step` and return the summary. The caller must hold the lock of the run folder."""
     import ray
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 
-    from qarl.checkpoint.storage import write_text
     from qarl.trainer.loop import summarize
 
     write_versions(config.run_dir)
@@ -88,9 +81,7 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
     interrupted = isinstance(failure, KeyboardInterrupt)
     summary = summarize(history) | {
         "backend": "verl",
-        "quant_scheme": config.quant.scheme,
-        "quant_kernels": config.quant.kernels,
-        "quant_align": config.quant.align,
+        **{f"quant_{key}": getattr(config.quant, key) for key in ("scheme", "kernels", "align")},
         "interrupted": interrupted,
         "seconds": time.perf_counter() - start,
     }
@@ -118,30 +109,23 @@ def export_final(config: Config, output: Path) -> Path:
     try:
         print(export(ExportRequest(config.run_dir, output, step, overwrite=True, trust_remote_code=trust)))
     except UserError as error:
-        command = f"python -m qarl.export run={config.run_dir} output={output}"
-        fix = f"{error.fix}; the checkpoint is complete; to export it, run {command}"
+        fix = f"{error.fix}; then run python -m qarl.export run={config.run_dir} output={output}"
         what = f"the trained model could not be exported: {error.what}"
         raise UserError(what, where=error.where, why=error.why, fix=fix) from error
     return output
 
 
 def dry_run(config: Config) -> str:
-    """Return verl's whole config for this run as YAML, after verl's own checks. Start nothing.
-
-    The last lines name the keys that verl does not support. A run with such keys is refused (`refuse_unsupported`).
-    """
-    on_cpu, missing = runs_on_cpu(config.backend), checks.unsupported(config)
+    """Return verl's whole config for this run as YAML, after verl's own checks. Start nothing."""
+    on_cpu = runs_on_cpu(config.backend)
     set_environment(config, on_cpu)
     resolved = verl_config(config, on_cpu=on_cpu)
     lines = [f"# note: {note}" for note in differences(config, on_cpu)]
     lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
-    hf_config = hf_config_of(config)
-    if lower := hf_config and lower_level(config, hf_config):
+    if (hf_config := hf_config_of(config)) and (lower := lower_level(config, hf_config)):
         lines += [f"# note: {lower}"]
     lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
-    lines += [as_yaml(resolved).rstrip("\n")]
-    lines += [f"# not supported by verl: a value of {key} other than false" for key in missing]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, as_yaml(resolved)])
 
 
 def verl_config(config: Config, *, on_cpu: bool) -> Any:
@@ -209,15 +193,9 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         size = ModelSize.from_config(hf_config)
     except (UserError, KeyError) as error:
         return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]
-    found = estimate(
-        size,
-        config,
-        device=device,
-        gpu_memory_bytes=gpu_memory,
-        align=applied_level(config, hf_config, device)[0],
-        kernels={},
-        offload=all(config.verl.get(key) for key in OFFLOAD),
-    )
+    align, offload = applied_level(config, hf_config, device)[0], all(config.verl.get(key) for key in OFFLOAD)
+    machine: dict[str, Any] = {"device": device, "gpu_memory_bytes": gpu_memory, "align": align}
+    found = estimate(size, config, **machine, kernels={}, offload=offload)
     phase, needed = found.peak
     where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device
     host = [f"host memory, {line}" for line in found.host_lines()]
@@ -269,21 +247,19 @@ def as_user_error(failure: BaseException, checkpoints: Path) -> UserError | None
     error = failure
     while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
-    if isinstance(error, UserError):
-        what, where, why, fix = error.what, error.where, error.why, error.fix
-    elif isinstance(error, zmq.Again):
+    if isinstance(error, zmq.Again):
         what = "a rollout engine stopped answering while the trainer published weights to it"
-        where, fix = "the socket between trainer and engine", RESUME
         why = "the engine or its server has died or is stuck; QARL_PUBLISH_TIMEOUT is the limit in seconds"
+        error = UserError(what, where="the socket between trainer and engine", why=why, fix=RESUME)
     elif isinstance(error, ray.exceptions.RayActorError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         known = [line for line in lines if line.startswith(("class_name:", "pid:", "ip:", "name:"))]
-        what, where, fix = "a process of the verl run died", ", ".join(known) or lines[0][:200], RESUME
-        why = KILLED
-    else:
+        where = ", ".join(known) or lines[0][:200]
+        error = UserError("a process of the verl run died", where=where, why=KILLED, fix=RESUME)
+    if not isinstance(error, UserError):
         return None
-    resumes = f": {what_resumes(checkpoints)}" if fix and fix.endswith(RESUME) else ""
-    return UserError(what, where=where, why=why, fix=fix and fix + resumes)
+    resumes = f": {what_resumes(checkpoints)}" if error.fix and error.fix.endswith(RESUME) else ""
+    return UserError(error.what, where=error.where, why=error.why, fix=error.fix and error.fix + resumes)
 
 
 def what_resumes(checkpoints: Path) -> str:

@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from checkout import ROOT
 from transformers import AutoModelForCausalLM
 
 from qarl.quant import get_scheme
+from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
 from qarl.trainer.batch import Batch
 from qarl.trainer.policy import Policy
 
@@ -82,6 +83,27 @@ def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
     tensors: dict[str, Any] = {name: rows[name] for name in names}
     tensors |= dict.fromkeys(("rollout_log_probs", "rewards", "advantages"), zeros)
     return Batch(**tensors, weight_version=0)
+
+
+def local_update(model: str, rows: dict[str, torch.Tensor], scheme: str = "w4a16") -> tuple[float, dict, dict, Policy]:
+    """The local backend's loss, gradients and metrics of the rows, in one micro-batch, and its policy."""
+    policy = load_policy(model, scheme)
+    log_probs = policy.response_log_probs(as_batch(rows), slice(0, 8), temperature=1.0)
+    names = ("old_log_probs", "rollout_log_probs", "advantages", "response_mask")
+    given: list[Any] = [*(rows[name] for name in names), TBPOConfig(**cast(Any, BANDS))]
+    loss, statistics = tbpo_loss(log_probs, *given)
+    loss.backward()
+    gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients, reduce_metrics([statistics]), policy
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Within one BF16 step of the largest element, because gradients of parts are rounded before they are added."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        difference, gradient = found[name].float() - gradient.float(), gradient.float()
+        assert float(difference.abs().max()) <= 2**-7 * float(gradient.abs().max()), name
+        assert float(difference.norm()) <= 2**-7 * float(gradient.norm()), name
 
 
 def run_engine(

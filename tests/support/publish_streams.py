@@ -3,6 +3,7 @@ go wrong with a stream on its way."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ def engine_model(family: str, *, tie: bool = False, seed: int = 1) -> Any:
         model.lm_head.quant_method = PackedHead()
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
     return model
+
+
+def runner_of(model: Any) -> Any:
+    """A model runner of vLLM's with `model` in the place of its own."""
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
+    return SimpleNamespace(vllm_config=config, get_model=lambda: model, kv_caches=[], device="cpu")
 
 
 def receiver(model: Any, **options: Any) -> WeightReceiver:

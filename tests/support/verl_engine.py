@@ -46,16 +46,13 @@ def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:
     settings = {"strategy": "fsdp2", "use_torch_compile": False} | job.get("engine", {})
     quant = job["quant"]
     engine_config = FSDPEngineConfig(**settings) if quant is None else QuantFSDPEngineConfig(quant=quant, **settings)
-    if "loss" in job:
-        policy_loss = PolicyLossConfig(loss_mode=job["loss"])
-    else:
-        policy_loss = TBPOPolicyLossConfig(**job.get("bands", {}))
+    verls = PolicyLossConfig(loss_mode=job["loss"]) if "loss" in job else None
     actor = FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
         loss_agg_mode="seq-mean-token-mean",
-        policy_loss=policy_loss,
+        policy_loss=verls or TBPOPolicyLossConfig(**job.get("bands", {})),
         fsdp_config=engine_config,
     )
     parts = ["model", "optimizer", "extra"]
@@ -121,7 +118,7 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     rows = {name: tensor.clone() for name, tensor in job.get("rows", content["rows"]).items()}
     mine = list(range(int(rank), len(rows["input_ids"]), int(world)))
     packed, tokens = job.get("remove_padding", False), job.get("tokens")
-    result: dict[str, Any] = {"metrics": [], "widths": row_widths(engine)}
+    result: dict[str, Any] = {"metrics": []}
     if "guard" in job:
         spoilt = make_data(rows | {"rollout_log_probs": job["guard"]}, mine, job["micro"], packed)
         engine.module.train()
@@ -143,7 +140,6 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         torch.distributed.all_reduce(values)
         result["loss"] = float(values) / int(world)
         result["metrics"].append({name: value for name, value in output["metrics"].items() if isinstance(value, list)})
-    result["widths"] = gathered(list(result["widths"]))  # of the steps alone
     result["masters"] = {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
     result["state_dtypes"] = {
         str(value.dtype)
@@ -156,7 +152,8 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     result["version"], result["made_again"] = published_version(engine), generations(engine) != before
     if "servers" in job:
         result["servers"] = {dead: ask_servers(engine, dead) for dead in (False, True)}
-    result["bypass"] = refusal(lambda: engine.train_batch(make_data(bypassed(rows), mine, job["micro"]), loss))
+    bypassed = rows | {"old_log_probs": rows["rollout_log_probs"]}  # verl's `rollout_correction.bypass_mode`
+    result["bypass"] = refusal(lambda: engine.train_batch(make_data(bypassed, mine, job["micro"]), loss))
     if "log_prob_micro" in job:
         result["log_probs"] = gathered((mine, log_probs(engine, rows, mine, job)))
     if "checkpoint" in job:
@@ -176,14 +173,6 @@ def log_probs(engine: Any, rows: dict[str, torch.Tensor], mine: list[int], job: 
 def generations(engine: Any) -> list[int]:
     """How often each layer was quantized."""
     return [layer.generation for layer in engine.module.modules() if hasattr(layer, "generation")]
-
-
-def row_widths(engine: Any) -> list[int]:
-    """Fills with the number of tokens in a row, or in a pack, of every forward."""
-    widths: list[int] = []
-    embedding = engine.module.get_input_embeddings()
-    embedding.register_forward_pre_hook(lambda module, inputs: widths.append(inputs[0].shape[-1]))
-    return widths
 
 
 def publish(engine: Any) -> dict[str, torch.Tensor]:
@@ -224,11 +213,6 @@ def gathered(text: Any) -> list[Any]:
     found: list[Any] = [None] * int(world)
     torch.distributed.all_gather_object(found, text)
     return found
-
-
-def bypassed(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The rows as verl's `rollout_correction.bypass_mode` makes them."""
-    return rows | {"old_log_probs": rows["rollout_log_probs"]}
 
 
 def refusal(action: Callable[[], Any]) -> str:

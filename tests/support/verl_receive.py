@@ -8,7 +8,6 @@ For each case: what the worker raised, the names that its receiver was fed, whet
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import sys
@@ -18,10 +17,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {"VERL_PLATFORM": "cpu", "RAY_RAYLET_PID": str(os.getpid()), "RAY_JOB_ID": "01000000"}
-
 import torch
 import verl  # noqa: F401  registers its platform
+from publish_streams import engine_model, feed_in_buckets, runner_of, weights
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+from qarl.rollout.publish.send import DeltaSender, encode_publish
+from qarl.verl.plugin import worker_extension
+from qarl.verl.plugin.publish import publication
 
 
 class Receiver:
@@ -44,17 +47,12 @@ class Receiver:
                 raise ValueError(f"no room for {name}, {view.numel()} elements")
 
 
-MAKE: Any = None
+MAKE = worker_extension.make_receiver  # `publish` replaces it
 TENSORS = [(f"part{i}", torch.full((1 << 18,), i, dtype=torch.float32)) for i in range(3)]
 
 
 def publish(make_receiver: Any, tensors: Any = TENSORS) -> dict[str, Any]:
     """Three buckets through shared memory."""
-    # The platform is registered by now; verl's package of the rollout asks for it.
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
-
-    from qarl.verl.plugin import worker_extension
-
     worker_extension.make_receiver = make_receiver
     handle = f"ipc://{tempfile.mkdtemp()}/socket"
     sender = BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
@@ -87,31 +85,15 @@ def cannot_be_made(runner: Any) -> Any:
 
 def reuses_its_buffer() -> dict[str, Any]:
     """The receiver that a worker makes, given views of memory that the next tensor overwrites."""
-    from publish_streams import engine_model, feed_in_buckets, weights
-
-    from qarl.rollout.publish.send import encode_publish
-    from qarl.verl.plugin import worker_extension
-
-    model = engine_model("llama")
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
-    runner = SimpleNamespace(vllm_config=vllm_config, get_model=lambda: model, kv_caches=[])
-    receiver = worker_extension.make_receiver(runner)
+    receiver = MAKE(runner_of(engine_model("llama")))
     feed_in_buckets(receiver, encode_publish(weights("llama"), version=1))
     return {"version": receiver.version}
 
 
 def changes_through_buckets() -> dict[str, Any]:
     """Three publishes of one worker through verl's sender: all tensors, changes, and all tensors after a loss."""
-    from publish_streams import engine_model, weights
-
-    from qarl.rollout.publish.send import DeltaSender
-    from qarl.verl.plugin import worker_extension
-    from qarl.verl.plugin.publish import publication
-
     model, tensors, outbox = engine_model("llama"), weights("llama"), DeltaSender()
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
-    runner = SimpleNamespace(vllm_config=vllm_config, get_model=lambda: model, kv_caches=[])
-    receiver = MAKE(runner)
+    receiver = MAKE(runner_of(model))
     worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
     worker.parallel_config, worker.rank = SimpleNamespace(world_size=2), 1  # the last of two workers answers
     answers: list[str | None] = []
@@ -139,9 +121,6 @@ def changes_through_buckets() -> dict[str, Any]:
         result.append({"raised": found["raised"], "equal": equal, "version": receiver.version, **outbox.metrics()})
         tensors = [(name, tensor + (name == "model.norm.weight")) for name, tensor in tensors]
     return {"publishes": result, "answers": [answer is not None for answer in answers]}
-
-
-MAKE = importlib.import_module("qarl.verl.plugin.worker_extension").make_receiver  # `publish` replaces it
 
 
 results = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from contextlib import ExitStack
@@ -19,13 +20,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["VERL_PLATFORM"] = "cpu"
-
 import ray
 import torch
 import verl  # noqa: F401  registers its platform
 from checkout import ROOT
-from publish_streams import engine_model, weights
+from publish_streams import engine_model, runner_of, weights
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.single_controller.base import Worker
@@ -48,12 +47,9 @@ class Server:
     def __init__(self) -> None:
         from qarl.verl.plugin import worker_extension
 
-        model = engine_model("llama")
-        config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
-        runner = SimpleNamespace(vllm_config=config, get_model=lambda: model, kv_caches=[], device="cpu")
         job = ray.get_runtime_context().get_job_id()
         worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
-        worker.device, worker.model_runner, worker.rank = torch.device("cpu"), runner, 0
+        worker.device, worker.model_runner, worker.rank = torch.device("cpu"), runner_of(engine_model("llama")), 0
         worker.parallel_config = SimpleNamespace(world_size=1)
         worker.check_health = lambda: None
         worker._get_zmq_handle = lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{REPLICA}-rank-0.sock"
@@ -139,17 +135,9 @@ class Replica:
 
 
 def main(folder: str) -> None:
-    environment = {
-        "VERL_PLATFORM": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "QARL_PUBLISH_TIMEOUT": str(LIMIT),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]),
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "RAY_LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-    }
+    environment = {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "QARL_PUBLISH_TIMEOUT": str(LIMIT)}
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "RAY_LOCAL_WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/support'}"}
 
     def started(kind: type, port: int, *arguments: Any, **options: Any) -> tuple[Any, Any]:
         remote: Any = ray.remote(kind)
@@ -157,9 +145,8 @@ def main(folder: str) -> None:
         return remote, remote.options(runtime_env={"env_vars": variables}, **options).remote(*arguments)
 
     with ExitStack() as stack:
-        ray.init(
-            address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
-        )
+        quiet: Any = {"include_dashboard": False, "log_to_driver": False}
+        ray.init(address="local", num_cpus=4, object_store_memory=100 * 2**20, **quiet)
         stack.callback(ray.shutdown)
         _, server = started(Server, 0, name=f"vllm_server_{REPLICA}_0")
         actor_class, actor = started(Actor, 0)
@@ -185,8 +172,6 @@ def main(folder: str) -> None:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as one:
         return int(one.getsockname()[1])
 

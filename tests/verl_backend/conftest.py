@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,16 +38,3 @@ def opened(own_environment: None, tmp_path: Path) -> Callable[..., int]:
     write_resolved(quickstart(output_dir=str(tmp_path)), run / "config.yaml")
     start.run, start.tracker = run, run / "checkpoints" / "latest_checkpointed_iteration.txt"
     return start
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that declares verl's entry points of pyproject.toml, as an installation would."""
-    info = tmp_path_factory.mktemp("site") / "qarl_under_test-0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qarl-under-test\nVersion: 0.0\n")
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
-    (info / "entry_points.txt").write_text(
-        "\n".join(["[verl.plugins]", *(f"{n} = {p}" for n, p in points.items()), ""])
-    )
-    return info.parent

@@ -1,9 +1,14 @@
 """Our config as verl's: verl's schema accepts it, the run follows it, and differences are stated. The arguments of
-engines and workers that follow from several keys: compilation, graphs, splits, tokens."""
+engines and workers that follow from several keys: compilation, graphs, splits, tokens. The check of verl's batch sizes
+accepts a config exactly if verl's own code, run on it, does not stop."""
 
 from __future__ import annotations
 
+import itertools
 import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +19,19 @@ from verl_runs import quickstart
 
 pytest.importorskip("verl")
 
-from omegaconf import OmegaConf
-from verl.utils.config import omega_conf_to_dataclass
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils import tensordict_utils as tu
+from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.workers.engine.utils import prepare_micro_batches
+from verl.workers.engine_workers import TrainingWorker
 
 from qarl.config import describe_keys, load_config
 from qarl.errors import UserError
-from qarl.objectives.settings import objective_settings
-from qarl.quant.scheme import get_scheme
 from qarl.trainer.optim import lr_scale
-from qarl.verl.checks import OWN_KEYS
-from qarl.verl.keys import set_environment, verl_keys, worker_environment
-from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
+from qarl.verl.checks import OWN_KEYS, refuse_partial_batches
+from qarl.verl.keys import verl_keys, worker_environment
 from qarl.verl.run import differences, dry_run, verl_config
 
 pytestmark = pytest.mark.usefixtures("own_environment")
@@ -40,20 +47,6 @@ def test_shipped_configs_resolve_against_verls_schema(name, on_cpu):
     resolved = verl_config(load_config([f"config={name}"]), on_cpu=on_cpu)
     assert resolved.actor_rollout_ref.actor.policy_loss.loss_mode == "tbpo"
     assert resolved.actor_rollout_ref.actor.use_kl_loss is False and resolved.algorithm.use_kl_in_reward is False
-
-
-def test_the_parts_that_verl_builds_hold_our_values():
-    config = quickstart()
-    resolved = verl_config(config, on_cpu=True)
-    OmegaConf.resolve(resolved)
-    actor = omega_conf_to_dataclass(resolved.actor_rollout_ref.actor)
-    assert isinstance(actor.policy_loss, TBPOPolicyLossConfig) and isinstance(actor.engine, QuantFSDPEngineConfig)
-    assert tbpo_config(actor.policy_loss, actor.loss_agg_mode) == objective_settings(config).tbpo
-    quant = actor.engine.quant
-    assert (quant.scheme, quant.group_size, quant.ignore, quant.align) == ("w4a16", 32, ["lm_head"], "model")
-    assert actor.engine.strategy == "fsdp2" and actor.optim.override_optimizer_config == {"eps": 1e-8}
-    overrides = OmegaConf.to_container(resolved.actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides)
-    assert overrides["quantization_config"] == get_scheme("w4a16", group_size=32).quantization_config(["lm_head"])
 
 
 def test_workers_get_the_environment_where_ray_runs_already(monkeypatch):
@@ -82,14 +75,6 @@ def test_threads_are_shared_on_a_cpu_and_rays_own_on_gpus(monkeypatch):
     config = quickstart(**{"trainer.num_threads": None, "trainer.n_gpus_per_node": 4})
     assert worker_environment(config, True)["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS" not in worker_environment(config, False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert worker_environment(config, False)["OMP_NUM_THREADS"] == "2"
-
-
-def test_a_dry_run_says_what_is_missing():
-    text = dry_run(load_config(["config=qwen3_30b_w4a16.yaml", "rollout.rebuild_on_failure=true"]))
-    assert "# not supported by verl: a value of rollout.rebuild_on_failure" in text and "loss_mode: tbpo" in text
-    assert "# not supported" not in dry_run(load_config(["config=qwen3_30b_w4a16.yaml"]))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -195,24 +180,19 @@ def test_differences_are_said():
     assert f"{tokens}=null is 8192" in said(on_cpu=False)
     assert tokens not in said(on_cpu=False, **{tokens: 300})
     assert tokens not in said(**{tokens: 300})
-    small = {tokens: 300, "data.max_response_length": 500}
-    assert f"{tokens}=300 is 532" in said(**small) and tokens not in said(on_cpu=False, **small)
+    assert f"{tokens}=300 is 532" in said(**{tokens: 300, "data.max_response_length": 500})
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_learning_rates_are_those_of_the_local_backend(schedule, warmup):
-    from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
-
     config = quickstart(**{"optim.lr_scheduler_type": schedule, "optim.lr_warmup_steps": warmup})
     keys = verl_keys(config, True)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    steps = keys["trainer.total_training_steps"]
-    warmup_steps = keys["actor_rollout_ref.actor.optim.lr_warmup_steps"]
-    if schedule == "constant":
-        scheduler = get_constant_schedule_with_warmup(optimizer, warmup_steps)
-    else:
-        ratio = keys["actor_rollout_ref.actor.optim.min_lr_ratio"]
+    steps, optim = keys["trainer.total_training_steps"], "actor_rollout_ref.actor.optim"
+    warmup_steps, ratio = keys[f"{optim}.lr_warmup_steps"], keys[f"{optim}.min_lr_ratio"]
+    scheduler = get_constant_schedule_with_warmup(optimizer, warmup_steps)
+    if schedule == "cosine":
         scheduler = get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps, ratio)
     for step in range(steps):
         assert scheduler.get_last_lr()[0] == pytest.approx(lr_scale(step, config.optim, steps), rel=1e-12)
@@ -223,53 +203,11 @@ def test_learning_rates_are_those_of_the_local_backend(schedule, warmup):
 def test_reward_functions_are_found_by_verl():
     from verl.trainer.ppo.reward import get_custom_reward_fn
 
-    for function in (
-        "arithmetic",
-        "qarl.data.rewards:arithmetic",
-        str(ROOT / "qarl" / "data" / "rewards.py") + ":arithmetic",
-    ):
+    for function in ("arithmetic", "qarl.data.rewards:arithmetic", f"{ROOT}/qarl/data/rewards.py:arithmetic"):
         resolved = verl_config(quickstart(**{"reward.function": function}), on_cpu=True)
         reward = get_custom_reward_fn(resolved)
         arguments = {"data_source": "x", "ground_truth": "12", "extra_info": {}}
         assert reward(solution_str="5+7=12", **arguments) == 1.0
-
-
-LIMIT = "ray_kwargs.ray_init.runtime_env.env_vars.QARL_PUBLISH_TIMEOUT"
-
-
-@pytest.mark.parametrize("place", ["environment", "section verl"])
-@pytest.mark.parametrize(("value", "good"), [("soon", False), ("7.5", True)])
-def test_a_bad_time_limit_is_refused_before_anything_starts(monkeypatch, place, value, good):
-    """The first publish would be minutes later."""
-    monkeypatch.setenv("QARL_PUBLISH_TIMEOUT", value if place == "environment" else "")
-    config = quickstart(verl={} if place == "environment" else {f"+{LIMIT}": value})
-    set_environment(config, True)
-    if good:
-        env_vars = verl_config(config, on_cpu=True).ray_kwargs.ray_init.runtime_env.env_vars
-        assert value == env_vars.QARL_PUBLISH_TIMEOUT
-        return
-    with pytest.raises(UserError, match=f"QARL_PUBLISH_TIMEOUT='{value}' is not a time limit"):
-        verl_config(config, on_cpu=True)
-
-
-BY_TOKENS = {
-    "actor.use_dynamic_bsz": True,
-    "actor.ppo_micro_batch_size_per_gpu": None,
-    "actor.log_prob_micro_batch_size_per_gpu": None,
-    "actor.ppo_max_token_len_per_gpu": 300,
-}
-
-
-def test_micro_batches_by_tokens_arrive_in_verls_config():
-    """The limit for log-probs is by default the one for the update, as in verl's own config."""
-    for given, log_probs in ((500, 500), (None, 300)):
-        resolved = verl_config(quickstart(**BY_TOKENS | {"actor.log_prob_max_token_len_per_gpu": given}), on_cpu=True)
-        actor, rollout = resolved.actor_rollout_ref.actor, resolved.actor_rollout_ref.rollout
-        assert (actor.use_dynamic_bsz, rollout.log_prob_use_dynamic_bsz) == (True, True)
-        assert (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) == (300, log_probs)
-        assert resolved.actor_rollout_ref.model.use_remove_padding is True
-    plain = verl_config(quickstart(), on_cpu=True)
-    assert plain.actor_rollout_ref.actor.use_dynamic_bsz is False
 
 
 def test_a_cpu_never_compiles():
@@ -295,12 +233,8 @@ def test_engines_on_gpus_compile_where_the_trainer_follows_none_of_their_operato
 
 
 def test_engines_capture_graphs_unless_they_are_eager():
-    for asked, on_cpu, wanted in (
-        (None, False, GRAPHS),
-        (False, False, GRAPHS),
-        (True, False, None),
-        (None, True, None),
-    ):
+    for asked, on_cpu in ((None, False), (False, False), (True, False), (None, True)):
+        wanted = None if asked or on_cpu else GRAPHS
         resolved = verl_config(quickstart(**{"rollout.enforce_eager": asked}), on_cpu=on_cpu).actor_rollout_ref
         rollout = resolved.rollout
         assert rollout.engine_kwargs.vllm.get("compilation_config") == wanted
@@ -324,3 +258,126 @@ def test_engines_on_gpus_have_one_split_only_where_the_trainer_follows_it(tmp_pa
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         assert one_split() is level
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SIZES = {
+    "data.train_batch_size": (4, 6, 12),
+    "actor.ppo_mini_batch_size": (2, 4, 6),
+    "rollout.n": (1, 2, 3),
+    "trainer.n_gpus_per_node": (1, 2, 4),
+    "actor.ppo_micro_batch_size_per_gpu": (1, 3, 4),
+    "actor.log_prob_micro_batch_size_per_gpu": (2, 9),
+}
+VERLS = {key: f"actor_rollout_ref.{key}" if key.startswith(("actor", "rollout")) else key for key in SIZES}
+VERLS["actor.log_prob_micro_batch_size_per_gpu"] = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
+
+
+def refused(composed: DictConfig) -> bool:
+    try:
+        refuse_partial_batches(composed, set())
+    except UserError:
+        return True
+    return False
+
+
+def stops(composed: DictConfig, ranks: int) -> bool:
+    """Whether one of verl's own assertions ends the first step: of its batches, and nothing else, is it made."""
+    actor, rollout = composed.actor_rollout_ref.actor, composed.actor_rollout_ref.rollout
+    trainer = SimpleNamespace(config=composed, use_critic=False, global_steps=1)
+    multiple = PPOTrainer._get_required_batch_multiple(trainer, ranks)
+    responses = composed.data.train_batch_size * rollout.n
+    share = (responses + -responses % multiple) // ranks
+    worker = stand_in(ranks, actor.ppo_micro_batch_size_per_gpu)
+    try:
+        micro_batches(batch(share), rollout.log_prob_micro_batch_size_per_gpu)
+        update = batch(share)
+        tu.assign_non_tensor(update, mini_batch_size=actor.ppo_mini_batch_size * rollout.n)
+        TrainingWorker.train_mini_batch(worker, update)
+    except AssertionError:
+        return True
+    return False
+
+
+def batch(responses: int) -> TensorDict:
+    return tu.get_tensordict({"advantages": torch.zeros(responses)}, {})
+
+
+def micro_batches(data: TensorDict, size: int) -> list[Any]:
+    tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=size)
+    return prepare_micro_batches(data)[0]
+
+
+def stand_in(ranks: int, micro: int) -> Any:
+    """For verl's worker of one of `ranks` ranks. Its training on a mini-batch is to cut it into micro-batches."""
+    engine = SimpleNamespace(
+        get_data_parallel_size=lambda: ranks,
+        get_data_parallel_rank=lambda: 0,
+        get_data_parallel_group=lambda: None,
+        train_mode=lambda **settings: nullcontext(),
+        is_mp_src_rank_with_outputs=lambda: False,
+    )
+    profiler = SimpleNamespace(step=lambda: None)
+    return SimpleNamespace(engine=engine, profiler=profiler, train_batch=lambda data: micro_batches(data, micro))
+
+
+def test_the_check_is_verls_own_rule() -> None:
+    """Also with mini-batches that do not divide a step, which the section `verl` can set: verl pads the step."""
+    composed = verl_config(quickstart(), on_cpu=True)
+    answers = []
+    for sizes in itertools.product(*SIZES.values()):
+        given = dict(zip(SIZES, sizes, strict=True))
+        for key, value in given.items():
+            OmegaConf.update(composed, VERLS[key], value)
+        answers.append(refused(composed))
+        assert answers[-1] == stops(composed, given["trainer.n_gpus_per_node"]), given
+    assert min(answers.count(True), answers.count(False)) > len(answers) // 10
+
+
+LOG_PROBS = "actor.log_prob_micro_batch_size_per_gpu"
+MICRO, MINI = "actor.ppo_micro_batch_size_per_gpu", "actor.ppo_mini_batch_size"
+REFERENCE = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
+GPUS = "trainer.n_gpus_per_node"
+KL = {f"{ACTOR}.use_kl_loss": True}
+BY_TOKENS = {f"{ACTOR}.use_dynamic_bsz": True}
+TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
+REFERENCE_TOKENS = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "verls", "key", "parts"),
+    [
+        ({LOG_PROBS: 36}, {}, LOG_PROBS, ["does not divide a rank's 96 responses", "1 ranks"]),
+        ({GPUS: 4}, {}, MICRO, [f"{MICRO}=24", "rank's 12 responses", "1, 2, 3, 4, 6, 12"]),
+        ({GPUS: 7}, {}, MINI, ["7 ranks the same number", "data.train_batch_size multiples of 7"]),
+        ({}, {f"{ROLLOUT}.n": 5}, MICRO, ["rank's 30 responses", "5 responses each"]),
+        ({LOG_PROBS: 36, MICRO: 16}, {VERLS[MINI]: 8}, LOG_PROBS, ["rank's 128 responses"]),
+        ({}, KL | {REFERENCE: 7}, f"verl.{REFERENCE}", ["rank's 96 responses"]),
+        ({}, {VERLS[MICRO]: "many"}, f"verl.{VERLS[MICRO]}", ["whole number above 0"]),
+        ({}, BY_TOKENS | {TOKENS: 111}, f"verl.{TOKENS}", ["a row of 112 tokens", "to 112 or more"]),
+        ({}, BY_TOKENS | KL | {REFERENCE_TOKENS: 100}, f"verl.{REFERENCE_TOKENS}", ["does not hold"]),
+    ],
+)
+def test_a_refusal_names_the_key_as_it_was_written(
+    changes: dict[str, int], verls: dict[str, Any], key: str, parts: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        verl_config(quickstart(**changes, verl=verls), on_cpu=True)
+    assert caught.value.where == key
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verls"),
+    [
+        ({GPUS: 2, "trainer.nnodes": 2, MICRO: 6, LOG_PROBS: 24}, {}),
+        ({}, KL | {REFERENCE: 32}),
+        ({}, BY_TOKENS | {TOKENS: 112, REFERENCE_TOKENS: 100}),
+        (
+            {LOG_PROBS: 36},
+            {"algorithm.rollout_correction.bypass_mode": True, f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+        ),
+    ],
+)
+def test_what_verl_can_split_is_accepted(changes: dict[str, int], verls: dict[str, Any]) -> None:
+    assert verl_config(quickstart(**changes, verl=verls), on_cpu=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from cpu_features import needs_w4a16_cpu
-from fsdp_ranks import BANDS, QUANT, as_batch, load_policy, make_rows, run_engine
+from fsdp_ranks import BANDS, QUANT, assert_same_gradients, local_update, make_rows, run_engine
 from random_models import save_random_model
 from same_bytes import same_bytes
 
@@ -18,7 +18,6 @@ from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.export import ExportRequest, export
 from qarl.quant import get_scheme, packed_state_dict, quantize
 from qarl.quant.expert_names import matrices, stacked, unstacked
-from qarl.tbpo import TBPOConfig, tbpo_loss
 
 pytest.importorskip("verl")
 pytestmark = [needs_w4a16_cpu, pytest.mark.verl]
@@ -62,21 +61,11 @@ def results(checkpoints: dict[int, Path], model: str, rows: dict[str, torch.Tens
 def test_loss_gradient_and_publish_are_those_of_the_local_backend(
     results: Any, model: str, rows: dict[str, torch.Tensor], scheme: str, world: int
 ) -> None:
-    """Gradients within one BF16 step of the largest element, as of a dense model."""
-    policy = load_policy(model, scheme)
-    log_probs = policy.response_log_probs(as_batch(rows), slice(0, 8), temperature=1.0)
-    given = [rows[name] for name in ("old_log_probs", "rollout_log_probs", "advantages", "response_mask")]
-    loss, _ = tbpo_loss(log_probs, *given, TBPOConfig(**BANDS))
-    loss.backward()
+    loss, gradients, _, policy = local_update(model, rows, scheme)
     found = results[world][2 * SCHEMES.index(scheme)]
-    assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    gradients = {name: p.grad.float() for name, p in policy.model.named_parameters() if p.grad is not None}
-    assert found["gradients"].keys() == gradients.keys()
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert any("gate_up_proj" in name for name in gradients)
-    for name, expected in gradients.items():
-        actual = found["gradients"][name].float()
-        assert float((actual - expected).abs().max()) <= 2**-7 * float(expected.abs().max()), name
-        assert float((actual - expected).norm()) <= 2**-7 * float(expected.norm()), name
+    assert_same_gradients(found["gradients"], gradients)
     published = dict(packed_state_dict(policy.model, stacks=True))
     assert found["published"].keys() == published.keys()
     assert all(same_bytes(tensor, found["published"][name]) for name, tensor in published.items())

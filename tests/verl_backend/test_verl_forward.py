@@ -94,40 +94,28 @@ def test_entropies_come_with_the_old_log_probs(tmp_path: Path) -> None:
 
 
 def test_everything_else_gets_logits(tmp_path: Path) -> None:
-    model = load(tmp_path)
-    head = replace_head(model, VOCABULARY)
+    head = replace_head(load(tmp_path), VOCABULARY)
     batch, arguments, _ = packed()
+    several = packed()[0]
+    several["temperature"] = torch.full((2,), 0.7)  # one for each row
     padded = {key: value for key, value in arguments.items() if key != "temperature_rmpad"}
-    rows = torch.full((2,), 0.7)
-    cases = [
-        (batch, padded),
-        (packed(calculate_entropy=True)[0], arguments),  # with gradients
-        (packed(calculate_sum_pi_squared=True)[0], arguments),
-        (packed(distillation_use_topk=True)[0], arguments),
-    ]
-    for case, given in cases:
+    # With gradients, for the entropies.
+    flags = ("calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
+    for case, given in ((batch, padded), (several, arguments), *((packed(**{f: True})[0], arguments) for f in flags)):
         request_log_probs(head, case, given)
         assert head.request is None
     request_log_probs(head, batch, arguments)
-    assert head.request is not None and head.request.temperature == 0.7
-    several = packed()[0]
-    several["temperature"] = rows
-    request_log_probs(head, several, arguments)
-    assert head.request is None  # a temperature for each row
+    assert head.request.temperature == 0.7
 
 
-def test_other_heads_stay(tmp_path: Path) -> None:
-    model = load(tmp_path)
-    for change in ({"model_type": "gemma2"}, {"head": torch.nn.Linear(128, 64)}):
-        plain = SimpleNamespace(config=SimpleNamespace(model_type=change.get("model_type", "qwen3")))
-        plain.get_output_embeddings = lambda change=change: change.get("head", model.lm_head)
-        assert replace_head(plain, VOCABULARY) is None
-
-
-def test_a_tied_head_keeps_its_weight(tmp_path: Path) -> None:
+def test_other_heads_stay_and_a_tied_one_keeps_its_weight(tmp_path: Path) -> None:
     model = load(tmp_path, tie=True)
-    head = replace_head(model, VOCABULARY)
-    assert head is not None and head.weight is model.model.embed_tokens.weight
+    for family, head in (("gemma2", model.lm_head), ("qwen3", torch.nn.Linear(128, 64))):
+        config: Any = SimpleNamespace(model_type=family)
+        plain = SimpleNamespace(config=config, get_output_embeddings=lambda head=head: head)
+        assert replace_head(plain, VOCABULARY) is None
+    replaced = replace_head(model, VOCABULARY)
+    assert replaced is not None and replaced.weight is model.model.embed_tokens.weight
 
 
 REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"

@@ -15,15 +15,13 @@ from qarl.quant.quantize import quantize
 pytest.importorskip("verl")
 pytestmark = needs_w4a16_cpu
 
-GUARDED = QUANT | {"mismatch_limit": None}
+JOB = {"quant": QUANT, "bands": BANDS, "lr": 1e-2, "micro": 2}
 JOBS = {
-    "tbpo alone": {"quant": None, "bands": BANDS, "lr": 1e-2, "micro": 2, "steps": 2},
-    "quantized alone": {"quant": QUANT, "loss": "vanilla", "lr": 1e-2, "micro": 2, "steps": 2, "servers": True},
-    "guarded": {"quant": GUARDED, "bands": BANDS, "lr": 1e-2, "micro": 2},
-    "raised limit": {"quant": QUANT, "bands": BANDS, "lr": 1e-2, "micro": 2},
-    "guarded without quantization": {"quant": None, "bands": BANDS, "lr": 1e-2, "micro": 2},
-    "noise at linears": {"quant": GUARDED | {"align": "linears"}, "bands": BANDS, "lr": 1e-2, "micro": 4},
-    "noise at off": {"quant": GUARDED | {"align": "off"}, "bands": BANDS, "lr": 1e-2, "micro": 4},
+    "tbpo alone": JOB | {"quant": None, "steps": 2},
+    "quantized alone": JOB | {"loss": "vanilla", "steps": 2, "servers": True},
+    "guarded": JOB | {"quant": QUANT | {"mismatch_limit": None}},
+    "raised limit": JOB,
+    "guarded without quantization": JOB | {"quant": None},
 }
 
 
@@ -40,9 +38,6 @@ def results(tmp_path_factory):
     noise = 1e-5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
     rows["rollout_log_probs"] = (old + noise) * rows["response_mask"]
     jobs = [job | ({} if name.endswith("alone") else {"guard": spoilt}) for name, job in JOBS.items()]
-    for name, job in zip(JOBS, jobs, strict=True):
-        if name.startswith("noise"):  # far below the limits of the levels
-            job["guard"] = rows["rollout_log_probs"] + 0.05
     return dict(zip(JOBS, run_engine(folder, 2, model, rows, jobs), strict=True))
 
 
@@ -81,15 +76,6 @@ def test_a_mismatch_over_the_limit_stops_all_ranks_before_the_first_update(resul
     for text in results[job]["guard"]:
         assert "trainer and engine disagree" in text and f"nats per token, over the {limit}" in text
     (metrics,) = results[job]["metrics"]  # the update after it, of healthy log-probs
-    assert metrics["mismatch/over_limit"] == [0.0]
-
-
-@pytest.mark.parametrize("level", ["linears", "off"])
-def test_more_than_rounding_noise_stops_all_ranks_before_the_first_update(results, level):
-    found = results[f"noise at {level}"]
-    for text in found["guard"]:
-        assert "trainer and engine compute different models" in text and "quant.align=model allows" in text
-    (metrics,) = found["metrics"]  # the update after it, of healthy log-probs
     assert metrics["mismatch/over_limit"] == [0.0]
 
 

@@ -58,13 +58,10 @@ def saved(opened, sharded) -> Path:
     return folder
 
 
-def hide(file: Path, marker: Path, where: str) -> None:
+def hide(file: Path, marker: Path) -> None:
     """Put something that runs when it is unpickled into a file."""
     content = torch.load(file, weights_only=False)
-    if where == "in place of the content":
-        content = Malicious(marker)
-    else:
-        content[next(iter(content))] = {"deep": [(1, Malicious(marker))]}
+    content[next(iter(content))] = {"deep": [(1, Malicious(marker))]}
     torch.save(content, file)
 
 
@@ -74,11 +71,10 @@ def test_verls_own_files_are_read(opened, saved):
     assert state[0] == "MT19937" and np.array_equal(state[1], np.random.get_state()[1])
 
 
-@pytest.mark.parametrize("where", ["in place of the content", "deep inside"])
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("mode", ["auto", "resume_path"])
-def test_a_file_that_could_run_code_is_refused_by_name(opened, saved, tmp_path, name, where, mode):
-    hide(saved / name, tmp_path / "ran", where)
+def test_a_file_that_could_run_code_is_refused_by_name(opened, saved, tmp_path, name, mode):
+    hide(saved / name, tmp_path / "ran")
     changes = {} if mode == "auto" else {"trainer.resume_mode": mode, "trainer.resume_from_path": str(saved)}
     with pytest.raises(UserError, match="could run any code") as caught:
         opened(**changes)
@@ -92,7 +88,7 @@ def test_the_engine_refuses_it_too(saved, tmp_path, monkeypatch, name):
     """From verl's own command line no set-up of ours comes before it."""
     monkeypatch.setattr(FSDPEngineWithLMHead, "load_checkpoint", lambda *args, **kwargs: pytest.fail("loaded"))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args: 1)
-    hide(saved / name, tmp_path / "ran", "deep inside")
+    hide(saved / name, tmp_path / "ran")
     engine = object.__new__(QaRLFSDPEngine)
     engine.quant, engine.rank = QuantFSDPEngineConfig(strategy="fsdp2").quant, 0
     with pytest.raises(UserError, match="could run any code"):

@@ -42,12 +42,8 @@ def flat(node: dict, prefix: str = "") -> dict[str, object]:
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "w4a8"])
 def test_hydra_groups_say_what_the_mapping_says(scheme):
     """The groups that a verl user names on verl's own command line."""
-    overrides = ["hydra.searchpath=[pkg://qarl.verl.plugin.hydra]", f"+qarl={scheme}", "+qarl_machine=cpu"]
-    overrides.append("trainer.n_gpus_per_node=1")
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        group = compose("ppo_trainer", overrides=overrides)
+    group = composed(f"+qarl={scheme}", "+qarl_machine=cpu", "trainer.n_gpus_per_node=1")
     ours = quickstart(**{"quant.scheme": scheme, "quant.group_size": 128, "trainer.n_gpus_per_node": 1})
-    group.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 1
     CheckBeforeRay().on_job_start(group, task_function=None)
     actor, rollout = group.actor_rollout_ref.actor, group.actor_rollout_ref.rollout
     assert tbpo_config(omega_conf_to_dataclass(actor.policy_loss), actor.loss_agg_mode) == TBPOConfig()
@@ -76,10 +72,8 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
         assert named.get(key) == OmegaConf.select(group, key), (key, value)
 
 
-GIVEN = (
-    "hydra.searchpath=[pkg://qarl.verl.plugin.hydra]",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-)
+SEARCH = "hydra.searchpath=[pkg://qarl.verl.plugin.hydra]"
+GIVEN = (SEARCH, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -123,9 +117,8 @@ def test_the_group_of_a_loss_says_what_the_mapping_says(loss):
 
 def test_a_correction_can_be_set_on_verls_command_line():
     key = "actor_rollout_ref.actor.policy_loss.correction"
-    group = composed(
-        "+qarl=w4a16", "+qarl_loss=grpo", f"{key}.rollout_rs=[seq_sum_k3]", f"{key}.rollout_rs_threshold=[1]"
-    )
+    given = [f"{key}.rollout_rs=[seq_sum_k3]", f"{key}.rollout_rs_threshold=[1]"]
+    group = composed("+qarl=w4a16", "+qarl_loss=grpo", *given)
     found = objective_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
     assert found.correction == RolloutCorrectionConfig(rollout_rs=["seq_sum_k3"], rollout_rs_threshold=[1])
 
@@ -206,12 +199,8 @@ def test_the_groups_are_in_the_package_that_is_built():
 
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qarl/verl/plugin/hydra").rglob("*.yaml")}
-    packaged = {
-        path.relative_to(ROOT).as_posix()
-        for package, patterns in tools["package-data"].items()
-        for pattern in patterns
-        for path in (ROOT / package.replace(".", "/")).glob(pattern)
-    }
+    globs = [(package.replace(".", "/"), one) for package, many in tools["package-data"].items() for one in many]
+    packaged = {path.relative_to(ROOT).as_posix() for folder, one in globs for path in (ROOT / folder).glob(one)}
     assert len(files) == 13 and files <= packaged
     modules = [path.parent.relative_to(ROOT) for path in ROOT.glob("qarl/**/__init__.py")]
     assert {path.as_posix().replace("/", ".") for path in modules} <= set(tools["packages"])

@@ -29,14 +29,9 @@ Row = tuple[str, str, str, str, bool]
 """Family, scheme, dtype of the masters, optimizer, whether rows are packed."""
 
 
-def choose(*bits: int) -> tuple[str, str, str, bool]:
-    family, masters, optimizer, packed = bits
-    return ("qwen3", "qwen3_moe")[family], ("fp32", "bf16")[masters], ("muon", "adamw")[optimizer], bool(packed)
-
-
-def row(scheme: str, *bits: int) -> Row:
-    family, masters, optimizer, packed = choose(*bits)
-    return family, scheme, masters, optimizer, packed
+def row(scheme: str, family: int, masters: int, optimizer: int, packed: int) -> Row:
+    chosen = ("fp32", "bf16")[masters], ("muon", "adamw")[optimizer], bool(packed)
+    return ("qwen3", "qwen3_moe")[family], scheme, *chosen
 
 
 PAIRS = [
@@ -65,9 +60,8 @@ def differences(folder: Any, rows_wanted: list[Row], world: int) -> dict[Row, fl
     for family in sorted({one[0] for one in rows_wanted}):
         model = str(save_random_model(folder / family, family))
         batch, chosen = make_rows(model), [one for one in rows_wanted if one[0] == family]
-        for one, found in zip(
-            chosen, run_engine(folder, world, model, batch, [job(one) for one in chosen]), strict=True
-        ):
+        results = run_engine(folder, world, model, batch, [job(one) for one in chosen])
+        for one, found in zip(chosen, results, strict=True):
             expected = local_log_probs(model, one[1], found["masters"], batch)
             assert not torch.equal(expected, local_log_probs(model, one[1], {}, batch))  # the steps moved the weights
             mask = batch["response_mask"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from checkout import ROOT
 from verl_old_log_probs import COUNT, SCENARIOS
+from verl_runs import RAYS, run_program
 
 pytestmark = pytest.mark.verl
 
@@ -19,12 +16,7 @@ pytestmark = pytest.mark.verl
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each scenario shows, from one process."""
     folder = tmp_path_factory.mktemp("old_log_probs")
-    script = str(ROOT / "tests/support/verl_old_log_probs.py")
-    command = [sys.executable, script, str(folder / "files"), str(folder / "found.pt")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
-    environment |= {"RAY_RAYLET_PID": str(os.getpid()), "RAY_JOB_ID": "01000000"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program("verl_old_log_probs.py", folder / "files", folder / "found.pt", **RAYS)
     found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=False)
     return found
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from checkout import ROOT
@@ -38,9 +37,9 @@ print("RESULT" + json.dumps(found))
 """
 
 
-def probe(site: Path, **variables: str) -> dict:
+def probe(**variables: str) -> dict:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
-    environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "OMP_NUM_THREADS": "1", **variables}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROBE], env=environment, capture_output=True, text=True, timeout=200
     )
@@ -69,9 +68,9 @@ def test_on_cpu_if_verl_has_been_imported_before():
 
 
 @pytest.mark.parametrize("platform", ["cpu", "nvidia"])
-def test_what_is_registered(site, platform):
+def test_what_is_registered(platform):
     """verl's CUDA platform has engines for `cuda` itself, and registering them again would raise."""
-    found = probe(site, VERL_PLATFORM=platform)
+    found = probe(VERL_PLATFORM=platform)
     assert found["loaded"] and found["early"] == [] and found["file"]
     assert ("cpu" in found["platforms"]) == (platform == "cpu")
     assert found["detected"] != "cpu"  # a process without a visible GPU must not train on the CPU unasked

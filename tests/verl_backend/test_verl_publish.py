@@ -5,17 +5,14 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 import zmq
-from checkout import ROOT
+from verl_runs import RAYS, run_program
 
 from qarl.errors import UserError
 from qarl.rollout.publish.send import encode_publish
@@ -25,7 +22,7 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 from qarl.verl.plugin import publish
-from qarl.verl.plugin.publish import Publication, decode, numbered, publish_timeout, run_identity
+from qarl.verl.plugin.publish import Publication, decode, numbered, publish_timeout, turn_on_host
 
 TENSORS = [("model.norm.weight", torch.ones(4))]
 
@@ -33,8 +30,8 @@ TENSORS = [("model.norm.weight", torch.ones(4))]
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(publish, "SOCKET_FOLDER", tmp_path)
-    monkeypatch.setenv("RAY_RAYLET_PID", "1")
-    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    for name, value in RAYS.items():
+        monkeypatch.setenv(name, value)
     return tmp_path
 
 
@@ -46,16 +43,6 @@ def test_weights_of_another_run_are_refused_by_name(sender):
     assert sender in caught.value.where and "host/1/01000000" in caught.value.where
 
 
-def test_the_identity_is_that_of_rays_processes(monkeypatch):
-    seen = set()
-    for raylet, job in (("1", "01000000"), ("2", "01000000"), ("2", "02000000")):
-        monkeypatch.setenv("RAY_RAYLET_PID", raylet)
-        monkeypatch.setenv("RAY_JOB_ID", job)
-        assert run_identity() == run_identity()
-        seen.add(run_identity())
-    assert len(seen) == 3
-
-
 @pytest.mark.parametrize("name", ["RAY_RAYLET_PID", "RAY_JOB_ID"])
 def test_a_process_that_does_not_know_its_run_does_not_publish(monkeypatch, name):
     """Two of them would take each other's weights."""
@@ -65,78 +52,36 @@ def test_a_process_that_does_not_know_its_run_does_not_publish(monkeypatch, name
     assert name in caught.value.where
 
 
-def publish_as(run: str, folder, events, hold: float, ready, together) -> None:
-    """Ask for the turn once everybody is `ready`; keep it `hold` seconds after all ranks of the run have it."""
-    publish.SOCKET_FOLDER = folder
-    publish.run_identity = lambda: run
-    ready.wait(30)
-    held = Publication(iter(())).reserve()
-    events.put((time.monotonic(), run, "begin"))
-    together.wait(30)
-    time.sleep(hold)
-    events.put((time.monotonic(), run, "end"))
-    del held
-
-
-def start(*runs: str, folder, hold: float):
-    """A process for each of `runs`, and the queue of what they do."""
-    fork = multiprocessing.get_context("fork")
-    events, ready = fork.Queue(), fork.Barrier(len(runs))
-    together = {run: fork.Barrier(runs.count(run)) for run in runs}
-    arguments = [(run, folder, events, hold, ready, together[run]) for run in runs]
-    processes = [fork.Process(target=publish_as, args=one, daemon=True) for one in arguments]
-    for process in processes:
-        process.start()
-    return processes, events
-
-
-def test_runs_wait_for_each_other_and_ranks_of_one_do_not(folder):
-    processes, events = start("a", "a", "b", "b", folder=folder, hold=0.2)
-    found = sorted(events.get(timeout=60) for _ in range(8))
-    for process in processes:
-        process.join(60)
-    runs = [run for _, run, _ in found]
-    assert runs == [runs[0]] * 4 + [runs[4]] * 4 and runs[0] != runs[4]
-    for ranks in (found[:4], found[4:]):  # of one run at the same time
-        assert [what for _, _, what in ranks] == ["begin", "begin", "end", "end"]
+def test_runs_wait_for_each_other_and_ranks_of_one_do_not():
+    with turn_on_host("host/1/a", seconds=0.1), turn_on_host("host/1/a", seconds=0.1):
+        with pytest.raises(UserError, match="another run has blocked publishing on this host") as caught:
+            turn_on_host("host/1/b", seconds=0.1).__enter__()
+        assert f".{os.getpid()}." in caught.value.where
+    with turn_on_host("host/1/b", seconds=0.1):
+        pass
 
 
 def test_the_turn_of_a_killed_process_is_free(folder):
-    (killed,), events = start("a", folder=folder, hold=600.0)
-    assert events.get(timeout=60)[1:] == ("a", "begin")
-    killed.kill()
-    killed.join(60)
-    (follower,), events = start("b", folder=folder, hold=0.0)
-    assert events.get(timeout=60)[1:] == ("b", "begin")
-    follower.join(60)
+    """The system frees its lock."""
+    program = "import sys, time, fcntl; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('ok')"
+    left = folder / f"qarl-publish-{os.getuid()}" / "a.1.0.holder"
+    left.parent.mkdir()
+    command = [sys.executable, "-c", f"{program}; sys.stdout.flush(); time.sleep(60)", str(left)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ok\n"
+        with pytest.raises(UserError, match="blocked publishing"):
+            turn_on_host("b", seconds=0.1).__enter__()
+        process.kill()
+        process.wait()
+    with turn_on_host("b", seconds=0.1):
+        assert not left.exists()
 
 
-def test_what_a_stopped_process_keeps_is_an_error_in_time(monkeypatch, folder):
-    """Without a limit this process would wait until the other one is continued."""
-    context = multiprocessing.get_context("fork")
-    (stopped,), events = start("a", folder=folder, hold=60.0)
-    assert events.get(timeout=20)[1:] == ("a", "begin")
-    os.kill(stopped.pid, signal.SIGSTOP)
-    monkeypatch.setenv("QARL_PUBLISH_TIMEOUT", "0.05")
-    events = context.Queue()  # the other's locks may be held by the stopped process
-    waiting = context.Process(target=refused_publish, args=(events,))
-    waiting.start()
-    try:
-        text = events.get(timeout=20)
-        assert "another run has blocked publishing on this host for 0.5 s" in text
-        assert f"process {stopped.pid}" in text
-    finally:
-        for process in (stopped, waiting):
-            process.kill()
-            process.join(20)
-
-
-def refused_publish(events) -> None:
-    context: zmq.Context = zmq.Context.instance()
-    try:
+def test_a_refused_turn_leaves_no_time_limit(monkeypatch):
+    monkeypatch.setenv("QARL_PUBLISH_TIMEOUT", "0.01")
+    with turn_on_host("another", seconds=1), pytest.raises(UserError, match="blocked publishing"):
         Publication(iter(())).reserve()
-    except UserError as error:
-        events.put(str(error) if zmq.RCVTIMEO not in context.sockopts else "the sockets keep the time limit")
+    assert zmq.RCVTIMEO not in zmq.Context.instance().sockopts
 
 
 def is_held(folder) -> bool:
@@ -156,7 +101,6 @@ def test_a_publication_holds_its_turn_to_the_last_reference(folder, read):
     publication = Publication(iter(TENSORS * 2)).reserve()
     assert [name for name, _ in (next(publication) for _ in range(read))] == ["model.norm.weight"] * read
     assert is_held(folder) and context.sockopts[zmq.RCVTIMEO] == 120_000
-    assert isinstance(publication, Publication)
     del publication
     gc.collect()
     assert not is_held(folder) and zmq.RCVTIMEO not in context.sockopts
@@ -172,10 +116,7 @@ def test_a_time_limit_that_is_none_is_refused(monkeypatch, text):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     output = tmp_path_factory.mktemp("receive") / "results.json"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "verl_receive.py"), str(output)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_program("verl_receive.py", output, **RAYS)
     return json.loads(output.read_text())
 
 

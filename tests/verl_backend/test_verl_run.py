@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from bad_runs import row
 from checkout import ROOT
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from random_models import save_random_model
@@ -50,29 +51,18 @@ def experts(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    rows = [
-        {
-            "data_source": "random",
-            "prompt": [{"role": "user", "content": f"t{3 + i} t{20 + i} t{40 + i}"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "7"},
-            "extra_info": {"index": i},
-        }
-        for i in range(16)
-    ]
     path = tmp_path_factory.mktemp("data") / "train.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    pq.write_table(pa.Table.from_pylist([row(f"t{3 + i} t{20 + i} t{40 + i}") for i in range(16)]), path)
     return path
 
 
-def start(command: list[str], site: Path, **variables: str) -> str:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "OMP_NUM_THREADS": "1", **variables}
+def start(command: list[str], **variables: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    return run.stdout
 
 
-def run_quickstart(output: Path, model: Path, data: Path, site: Path, changes: dict[str, object]) -> Path:
+def run_quickstart(output: Path, model: Path, data: Path, changes: dict[str, object]) -> Path:
     """Two steps at learning rate 0. Returns the run's folder."""
     settings = {
         "output_dir": output,
@@ -89,12 +79,12 @@ def run_quickstart(output: Path, model: Path, data: Path, site: Path, changes: d
         "trainer.logger": "[console]",
     }
     given = [f"{key}={value}" for key, value in (settings | changes).items()]
-    start([sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *given], site)
+    start([sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *given])
     return output / "quickstart_verl"
 
 
 @needs_vllm_cpu
-def test_a_run_from_our_config(tmp_path, model, data, site):
+def test_a_run_from_our_config(tmp_path, model, data):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     changes = {
@@ -104,7 +94,7 @@ def test_a_run_from_our_config(tmp_path, model, data, site):
         "reward.function": f"{reward}:length_reward",
         "trainer.val_max_prompts": 4,
     }
-    run_dir = run_quickstart(tmp_path, model, data, site, changes)
+    run_dir = run_quickstart(tmp_path, model, data, changes)
     steps = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
     assert [entry["step"] for entry in steps] == [1, 2]
     for entry in steps:
@@ -124,7 +114,7 @@ def test_a_run_from_our_config(tmp_path, model, data, site):
 
 
 @pytest.mark.slow
-def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
+def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data):
     """At learning rate 0 trainer and engine agree. Ratios stay 1, though rows fall into other packs in the update. The
     second publish knows that nothing has changed."""
     changes = {
@@ -138,7 +128,7 @@ def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
         "trainer.val_before_train": "false",
         "trainer.save_final": "false",
     }
-    run_dir = run_quickstart(tmp_path, model, data, site, changes)
+    run_dir = run_quickstart(tmp_path, model, data, changes)
     steps = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
     assert [entry["step"] for entry in steps] == [1, 2]
     for entry in steps:
@@ -153,7 +143,7 @@ def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
-def test_experts_on_two_ranks_of_one_engine(tmp_path, experts, data, site, scheme):
+def test_experts_on_two_ranks_of_one_engine(tmp_path, experts, data, scheme):
     """Two workers share the engine, so `model` falls back to `linears`, and the actor replays the experts."""
     changes = {
         "rollout.n": 2,
@@ -165,7 +155,7 @@ def test_experts_on_two_ranks_of_one_engine(tmp_path, experts, data, site, schem
         "trainer.val_before_train": "false",
         "optim.lr": 1e-3,
     }
-    run_dir = run_quickstart(tmp_path, experts, data, site, changes)
+    run_dir = run_quickstart(tmp_path, experts, data, changes)
     first, second = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
     for entry in (first, second):
         limit = resolve_limit(None, "linears", response_length=entry["response_length/mean"])
@@ -177,7 +167,7 @@ def test_experts_on_two_ranks_of_one_engine(tmp_path, experts, data, site, schem
 
 
 @pytest.mark.slow
-def test_a_verl_users_own_command_line(tmp_path, model, data, site):
+def test_a_verl_users_own_command_line(tmp_path, model, data):
     log = tmp_path / "verl.jsonl"
     given = [
         f"actor_rollout_ref.model.path={model}",
@@ -195,7 +185,7 @@ def test_a_verl_users_own_command_line(tmp_path, model, data, site):
         "trainer.test_freq=-1",
     ]
     script = ["bash", str(ROOT / "scripts" / "verl_command_line.sh")]
-    start([*script, *given], site, PYTHON=sys.executable, VERL_FILE_LOGGER_PATH=str(log))
+    start([*script, *given], PYTHON=sys.executable, VERL_FILE_LOGGER_PATH=str(log))
     steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     assert len(steps) == 2
     for metrics in steps:

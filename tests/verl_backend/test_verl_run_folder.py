@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import nn
 from verl_runs import quickstart
 
@@ -20,7 +19,7 @@ from qarl.checkpoint.open import find_checkpoint, open_ranks, whole_and_torn, wh
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
-from qarl.verl.checkpoint import engine_state, open_verl_run
+from qarl.verl.checkpoint import engine_state
 from qarl.verl.keys import trainer_keys
 from qarl.verl.metrics import STAGES, MetricsFollower, StartUp, our_names
 from qarl.verl.run import answered_interrupt
@@ -33,20 +32,13 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 def test_metrics_take_our_names():
-    named = our_names(
-        {
-            "actor/mismatch/k3": 1.0,
-            "actor/pg_loss": 2.0,
-            "timing_s/gen": 3.0,
-            "val-core/column_addition/acc/mean@1": 0.5,
-            "text": "no number",
-        }
-    )
-    assert named["mismatch/k3"] == 1.0 and named["actor/pg_loss"] == 2.0
-    assert named["timing_s/rollout"] == 3.0 and named["val/accuracy"] == 0.5 and "text" not in named
+    accuracy = "val-core/column_addition/acc/mean@1"
+    verls = {"actor/mismatch/k3": 1.0, "actor/pg_loss": 2.0, "timing_s/gen": 3.0, accuracy: 0.5, "text": "no number"}
+    ours = {"mismatch/k3": 1.0, "actor/pg_loss": 2.0, "timing_s/rollout": 3.0, accuracy: 0.5, "val/accuracy": 0.5}
+    assert our_names(verls) == ours
 
 
-def test_one_bad_line_of_verls_does_not_end_the_metrics(tmp_path, capsys, monkeypatch):
+def test_one_bad_line_of_verls_does_not_end_the_metrics(tmp_path, capsys):
     config = quickstart(**{"output_dir": str(tmp_path), "trainer.logger": []})
     config.run_dir.mkdir()
     path = config.run_dir / "verl.jsonl"
@@ -62,23 +54,12 @@ def test_one_bad_line_of_verls_does_not_end_the_metrics(tmp_path, capsys, monkey
         follower._read()
         with path.open("a") as file:
             file.write(line(4)[8:])
-        logged = follower._tracker.log
-
-        def interrupted(*arguments: object, **more: object) -> None:
-            monkeypatch.setattr(follower._tracker, "log", logged)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(follower._tracker, "log", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            follower._read()
     assert [entry["step"] for entry in read_metrics(config.run_dir)] == [1, 3, 4]
     assert capsys.readouterr().err.count("was not logged") == 2
 
 
 def checkpoint(run: Path, step: int, *, ranks: int = 1) -> Path:
     """A folder as verl's FSDP checkpoint manager and trainer leave it, with next to nothing in its files."""
-    import torch
-
     folder = run / "checkpoints" / f"global_step_{step}"
     (folder / "actor").mkdir(parents=True)
     torch.save({}, folder / "data.pt")
@@ -106,10 +87,9 @@ def loop(tmp_path, monkeypatch):
     monkeypatch.setattr(PPOTrainerSync, "_save_checkpoint", save)
     monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.tq", SimpleNamespace(kv_clear=lambda **more: None))
 
-    def run(*changes: str, minutes: float, start: int = 0, total: int = 9) -> list[int]:
+    def run(minutes: float, start: int = 0, total: int = 9, **changes: object) -> list[int]:
         trainer = object.__new__(QaRLTrainerSync)
-        given = {key: yaml.safe_load(value) for key, value in (change.split("=") for change in changes)}
-        keys = trainer_keys(quickstart(**{"trainer.save_final": False, **given}))
+        keys = trainer_keys(quickstart(**{"trainer.save_final": False, **changes}))
         trainer.config = OmegaConf.create({"skip": {}, "global_profiler": {"steps": None}, "trainer": {}})
         for key, value in keys.items():
             OmegaConf.update(trainer.config, key.removeprefix("+"), value, force_add=True)
@@ -136,26 +116,26 @@ def loop(tmp_path, monkeypatch):
 # The table of tests/trainer/test_saving.py without its interrupts: keys, minutes of a step, steps that are saved, and
 # those that are left. With max_ckpt_to_keep verl's workers remove old checkpoints.
 SAVES = {
-    "short": ([], 1, [], []),
-    "by time": ([], 3, [4, 8, 9], [9]),
-    "by another time": (["trainer.save_minutes=6"], 3, [2, 4, 6, 8, 9], [9]),
-    "by steps": (["trainer.save_freq=4"], 0, [4, 8, 9], [4, 8, 9]),
-    "by steps and time": (["trainer.save_freq=4"], 4, [3, 4, 7, 8, 9], [4, 8, 9]),
-    "the newest": (["trainer.max_ckpt_to_keep=2"], 3, [4, 8, 9], [4, 8, 9]),
-    "never": (["trainer.save_minutes=-1"], 30, [], []),
+    "short": ({}, 1, [], []),
+    "by time": ({}, 3, [4, 8, 9], [9]),
+    "by another time": ({"trainer.save_minutes": 6}, 3, [2, 4, 6, 8, 9], [9]),
+    "by steps": ({"trainer.save_freq": 4}, 0, [4, 8, 9], [4, 8, 9]),
+    "by steps and time": ({"trainer.save_freq": 4}, 4, [3, 4, 7, 8, 9], [4, 8, 9]),
+    "the newest": ({"trainer.max_ckpt_to_keep": 2}, 3, [4, 8, 9], [4, 8, 9]),
+    "never": ({"trainer.save_minutes": -1}, 30, [], []),
 }
 
 
 @pytest.mark.parametrize("case", SAVES)
 def test_when_a_run_saves_and_what_it_leaves(loop, tmp_path, case):
     changes, minutes, steps, left = SAVES[case]
-    assert loop(*changes, minutes=minutes) == steps
+    assert loop(minutes, **changes) == steps
     assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == left
 
 
 def test_a_resumed_run_replaces_only_what_was_saved_by_time(loop, tmp_path):
-    assert loop("trainer.save_freq=3", minutes=4, total=5) == [3, 5]
-    assert loop(minutes=3, start=5) == [9]
+    assert loop(4, total=5, **{"trainer.save_freq": 3}) == [3, 5]
+    assert loop(3, start=5) == [9]
     assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [3, 9]
 
 
@@ -202,24 +182,15 @@ def test_half_a_checkpoint_is_none(opened, capsys):
 def test_an_export_says_what_a_checkpoint_lacks(tmp_path, capsys):
     folder = checkpoint(tmp_path, 6, ranks=2)
     (folder / "actor" / "model_world_size_2_rank_1.pt").unlink()
-    for step in (None, 6):
-        with pytest.raises(UserError, match="step 6 is incomplete") as caught:
-            find_checkpoint(tmp_path, step)
-        assert caught.value.why == "actor/ lacks the weights of at least one rank"
     whole = checkpoint(tmp_path, 4)
-    assert find_checkpoint(tmp_path, 4) == whole
-    assert capsys.readouterr().err == ""
     assert find_checkpoint(tmp_path, None) == whole
     assert "note: the checkpoint of step 6 is incomplete: actor/ lacks" in capsys.readouterr().err
-    with pytest.raises(UserError, match="step 6 is incomplete"):
-        find_checkpoint(tmp_path, 6)
-    with pytest.raises(UserError, match="no checkpoint of step 8"):
-        find_checkpoint(tmp_path, 8)
+    for step, what in ((6, "step 6 is incomplete"), (8, "no checkpoint of step 8")):
+        with pytest.raises(UserError, match=what):
+            find_checkpoint(tmp_path, step)
 
 
 def test_weights_are_checked_by_a_record_or_said_to_be_unchecked(tmp_path, capsys):
-    import torch
-
     actor = checkpoint(tmp_path, 4) / "actor"
     weight = torch.randn(4, 4)
     torch.save({"a": weight, "b": weight + 1}, actor / "model_world_size_1_rank_0.pt")
@@ -256,11 +227,6 @@ def test_a_dry_run_refuses_a_resume_that_the_run_refuses(opened, tmp_path):
     assert opened.tracker.read_text() == "4"
 
 
-def test_two_verl_runs_do_not_share_a_folder(opened, tmp_path):
-    with open_verl_run(quickstart(output_dir=str(tmp_path))), pytest.raises(UserError, match="another process"):
-        opened()
-
-
 def test_each_part_of_the_start_is_said_once_with_its_seconds(capsys, monkeypatch):
     seen = [[], ["xWorkerDict_0:0"], ["xWorkerDict_0:0", "vllm_server_0_0", "agent_loop_worker_0_a"]]
     start = StartUp()
@@ -289,32 +255,24 @@ def test_the_first_interrupt_is_answered_and_ends_the_run(capfd, number, ray_has
     assert signal.getsignal(number) is before
 
 
-def engine(module: nn.Module, optimizer: Any) -> Any:
-    return SimpleNamespace(module=module, optimizer=optimizer, lr_scheduler=SimpleNamespace(state_dict=dict))
-
-
 def test_copies_to_the_host_are_complete_before_they_are_read(monkeypatch):
     """With param_offload on a GPU the copies end only at the device's next synchronization. Here that is when they are
     made."""
-    torch.manual_seed(1)
     module = nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    expected = engine_state(engine(module, optimizer))
-    pending: dict[torch.Tensor, torch.Tensor] = {}
+    scheduler: Any = SimpleNamespace(state_dict=dict)
+    engine = SimpleNamespace(module=module, optimizer=optimizer, lr_scheduler=scheduler)
+    expected = engine_state(engine)
     tensors = [*module.parameters(), *(one["exp_avg"] for one in optimizer.state.values())]
-    with torch.no_grad():
-        for tensor in tensors:
-            pending[tensor] = tensor.clone()
-            tensor.zero_()
+    copies = [tensor.detach().clone() for tensor in tensors]
+    torch._foreach_zero_([tensor.detach() for tensor in tensors])
 
     def synchronize() -> None:
-        with torch.no_grad():
-            for tensor, copy in pending.items():
-                tensor.copy_(copy)
+        torch._foreach_copy_([tensor.detach() for tensor in tensors], copies)
 
-    assert engine_state(engine(module, optimizer)) != expected, "without an accelerator nothing is waited for"
+    assert engine_state(engine) != expected, "without an accelerator nothing is waited for"
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
-    assert engine_state(engine(module, optimizer)) == expected
+    assert engine_state(engine) == expected

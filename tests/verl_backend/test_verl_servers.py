@@ -91,11 +91,6 @@ def test_a_good_answer_from_before_says_nothing_of_now(actors):
     answers["vllm_server_0_0"] = RuntimeError("EngineCore encountered an issue")
     watch.ask()
     assert watch.dead(1.0) == {"vllm_server_0_0": "RuntimeError: EngineCore encountered an issue"}
-    answers["agent_loop_worker_0_ab"] = RuntimeError("gone")
-    watch.ask()
-    answers["agent_loop_worker_0_ab"] = None
-    watch.ask()
-    assert watch.dead(1.0)["agent_loop_worker_0_ab"] == "RuntimeError: gone"  # a bad one is kept until it is read
 
 
 def prompts(**statuses: str) -> dict[str, dict[str, dict]]:
@@ -210,39 +205,30 @@ def counters(*values: float) -> str:
 
 @pytest.fixture
 def servers(monkeypatch):
-    """Answers of two servers of a run at /metrics, by name; Ray knows them and others."""
-    answers = {"vllm_server_0_0": counters(0.0), "vllm_server_1_0": counters(0.0, 0.0)}
-    running, addresses = [], {}
-    for name in answers:
+    """What each of two servers of a run answers at /metrics. Ray knows them and others."""
+    answers = {"text": counters(0.0, 0.0)}
 
-        class Handler(BaseHTTPRequestHandler):
-            server_name = name
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text = answers["text"] if self.path == "/metrics" else ""
+            self.send_response(200 if text else 500)
+            self.end_headers()
+            self.wfile.write(text.encode())
 
-            def do_GET(self) -> None:
-                text = answers[self.server_name] if self.path == "/metrics" else ""
-                self.send_response(200 if text else 500)
-                self.end_headers()
-                self.wfile.write(text.encode())
+        def log_message(self, *args: object) -> None: ...
 
-            def log_message(self, *args: object) -> None: ...
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        running.append(server)
-        addresses[name] = server.server_address
-
-    def actor(name: str) -> SimpleNamespace:
-        return SimpleNamespace(get_server_address=SimpleNamespace(remote=lambda: addresses[name]))
-
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    actor = SimpleNamespace(get_server_address=SimpleNamespace(remote=lambda: server.server_address))
+    named = ["vllm_server_0_0", "vllm_server_1_0", "vllm_server_0_1", "agent_loop_worker_0"]
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray.util, "list_named_actors", lambda: [*answers, "vllm_server_0_1", "agent_loop_worker_0"])
-    monkeypatch.setattr(ray, "get_actor", actor)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda: named)
+    monkeypatch.setattr(ray, "get_actor", lambda name: actor)
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
     yield answers
-    for server in running:
-        server.shutdown()
-        server.server_close()
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture
@@ -254,21 +240,21 @@ def counter(monkeypatch, servers):
 def test_a_step_logs_the_preemptions_of_its_generation(counter, servers, caplog):
     assert counter.sample(1, "train", 4) == ("batch", {"verls": 1.0, "rollout/preemptions": 0.0})
     assert "KV cache" not in caplog.text
-    servers |= {"vllm_server_0_0": counters(2.0), "vllm_server_1_0": counters(1.0, 4.0)}
+    servers["text"] = counters(1.0, 2.0)
     with caplog.at_level(logging.WARNING):
-        assert counter.sample(2, "train", 4)[1]["rollout/preemptions"] == 7.0
-    assert "7 times vLLM interrupted a response and computed it again, because the KV cache is too small" in caplog.text
+        assert counter.sample(2, "train", 4)[1]["rollout/preemptions"] == 6.0
+    assert "6 times vLLM interrupted a response and computed it again, because the KV cache is too small" in caplog.text
 
 
 @pytest.mark.parametrize("answer", [OTHERS, ""])
 def test_a_server_that_does_not_say_is_a_warning_once(counter, servers, caplog, answer):
     """Without statistics a server publishes other metrics. A metric ends no run, and comes back with the answers."""
-    good, servers["vllm_server_1_0"] = servers["vllm_server_1_0"], answer
+    good, servers["text"] = servers["text"], answer
     for _ in range(2):
         assert counter.sample(1, "train", 4)[1] == {"verls": 1.0}
     (record,) = caplog.records
     assert "disable_log_stats=False" in record.getMessage()
-    servers["vllm_server_1_0"] = good
+    servers["text"] = good
     assert counter.sample(1, "train", 4)[1]["rollout/preemptions"] == 0.0
 
 

@@ -73,29 +73,14 @@ class Recorder:
         return found
 
 
-def score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Any = None,
-    *,
-    function: str,
-    timeout_s: float | None,
-    **more: Any,
-) -> float | dict[str, Any]:
+def score(*, function: str, timeout_s: float | None, **arguments: Any) -> float | dict[str, Any]:
     """Score one response with the reward function `function`. Return the score, or the function's dict with `score`.
 
-    `more`: other arguments that verl passes to a reward function. Raise the same UserErrors as
+    `arguments`: those that verl passes to a reward function, all by name. Raise the same UserErrors as
     `qarl.data.rewards.score_responses`.
     """
     with _LOADING:
         fn = _load(function)
-    arguments = {
-        "data_source": data_source,
-        "solution_str": solution_str,
-        "ground_truth": ground_truth,
-        "extra_info": extra_info,
-    } | more
     result = call_reward(fn, arguments, timeout_s=None if function in BUILTIN else timeout_s)
     number = score_of(fn, result, arguments)
     return {**result, "score": number} if isinstance(result, Mapping) else number

@@ -70,15 +70,12 @@ class QaRLCheckpointEngine(CheckpointEngine):
         """Return the arguments of `init_process_group` for every rank of the actor and for every rollout worker."""
         (master,) = [one for one in metadata[:actor_wg_world_size] if one]
 
-        def arguments(size: int, first: int) -> dict[str, list[Any]]:
-            return {
-                "rank": list(range(first, first + size)),
-                "receivers": [rollout_world_size] * size,
-                "address": [master["address"]] * size,
-                "token": [master["token"]] * size,
-            }
+        same = master | {"receivers": rollout_world_size}
 
-        return arguments(actor_wg_world_size, 0), arguments(rollout_world_size, actor_wg_world_size)
+        def arguments(first: int, size: int) -> dict[str, list[Any]]:
+            return {"rank": list(range(first, first + size))} | {key: [value] * size for key, value in same.items()}
+
+        return arguments(0, actor_wg_world_size), arguments(actor_wg_world_size, rollout_world_size)
 
     def init_process_group(self, **arguments: Any) -> None:
         """Store the arguments that `build_topology` returned for this rank. Connections are made later."""

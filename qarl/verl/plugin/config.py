@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 from pydantic import ValidationError, create_model
@@ -53,21 +53,11 @@ class TBPOPolicyLossConfig(_LossKeys):
 
     def __post_init__(self) -> None:
         """Raise UserError if the objective is unknown, or if `loss_mode` would ignore it."""
-        where = "actor_rollout_ref.actor.policy_loss"
-        late = "+qarl=SCHEME sets tbpo, so write +qarl_loss=NAME after it"
-        names, ignored = ", ".join(LOSSES), self.loss_mode == "tbpo" and self.objective != "tbpo"
-        refuse(
-            [
-                (
-                    self.objective not in LOSSES,
-                    f"{where}.objective",
-                    self.objective,
-                    f"one of {names}",
-                    "it is unknown",
-                ),
-                (ignored, f"{where}.objective", self.objective, "tbpo, or loss_mode to qarl", f"it is ignored: {late}"),
-            ]
-        )
+        known, ignored = self.objective in LOSSES, self.loss_mode == "tbpo" and self.objective != "tbpo"
+        key = ("actor_rollout_ref.actor.policy_loss.objective", self.objective)
+        late = "it is ignored: +qarl=SCHEME sets tbpo, so write +qarl_loss=NAME after it"
+        unknown = (not known, *key, f"one of {', '.join(LOSSES)}", "it is unknown")
+        refuse([unknown, (ignored, *key, "tbpo, or loss_mode to qarl", late)])
 
 
 _QuantKeys: Any = create_model("_QuantKeys", __base__=Section, **engine_fields())
@@ -127,16 +117,14 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
 
     Raise UserError if a value is out of range or `loss_agg_mode` aggregates over tokens.
     """
+    actor = "actor_rollout_ref.actor"
     try:
         return TBPOConfig.of(policy_loss, loss_agg_mode=loss_agg_mode)
     except ValueError as error:
-        raise UserError(
-            "the configuration of loss_mode=tbpo is not valid",
-            where="actor_rollout_ref.actor.policy_loss, actor_rollout_ref.actor.loss_agg_mode",
-            why=str(error),
-            fix="set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean, "
-            "and give each band as a positive distance from 1",
-        ) from error
+        fix = f"set {actor}.loss_agg_mode=seq-mean-token-mean, and give each band as a positive distance from 1"
+        where = f"{actor}.policy_loss, {actor}.loss_agg_mode"
+        what = "the configuration of loss_mode=tbpo is not valid"
+        raise UserError(what, where=where, why=str(error), fix=fix) from error
 
 
 def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
@@ -151,15 +139,10 @@ def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
     lacks = loss_agg_mode == "seq-mean-token-sum-norm" and not factor
     why = "seq-mean-token-sum-norm divides by it, and the loss sees only one micro-batch, whose width may differ"
     refuse([(lacks, f"{where}.loss_scale_factor", factor, "data.max_response_length, as +qarl=SCHEME does", why)])
-    keys = {name: getattr(actor, name) for name in SAME_IN_VERL} | {
-        "loss": policy_loss.objective,
-        "loss_agg_mode": loss_agg_mode,
-        "mis_imp_ratio_cap": policy_loss.mis_imp_ratio_cap,
-        "loss_scale_factor": factor or 1,
-        "correction": correction,
-    }
-    settings: Settings = checked(Settings, keys, where)
-    return settings
+    keys = {name: getattr(actor, name) for name in SAME_IN_VERL}
+    keys |= {"loss": policy_loss.objective, "loss_agg_mode": loss_agg_mode, "correction": correction}
+    keys |= {"loss_scale_factor": factor or 1, "mis_imp_ratio_cap": policy_loss.mis_imp_ratio_cap}
+    return cast(Settings, checked(Settings, keys, where))
 
 
 def check_engine_config(model: Any, engine: Any) -> None:
@@ -167,12 +150,11 @@ def check_engine_config(model: Any, engine: Any) -> None:
 
     `engine`: the actor's `fsdp_config`. If it is not quantized, only attention is QaRL's."""
     where, shards = "actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config"
-    precision = engine.mixed_precision or {}
+    precision, ranks = engine.mixed_precision or {}, engine.ulysses_sequence_parallel_size
     known = {"param_dtype", "reduce_dtype", "buffer_dtype"}  # the keys that QaRL's engine follows
     # verl exchanges heads between ranks only in Flash Attention.
     rows = "each rank would compute attention only within its own part of a row"
     hooks = "low-bit weights are sent through hooks of FSDP2, and FSDP1 does not run without GPUs"
-    ranks = engine.ulysses_sequence_parallel_size
     problems = [
         (ranks > 1, f"{where}.ulysses_sequence_parallel_size", ranks, 1, rows),
         (engine.strategy != "fsdp2", f"{where}.strategy", engine.strategy, "fsdp2", hooks),
@@ -183,25 +165,14 @@ def check_engine_config(model: Any, engine: Any) -> None:
             from qarl.checks.machine import check_this_gpu
 
             check_this_gpu(engine.quant.scheme, "engine")
-        dtype = str(precision.get("param_dtype", "bf16"))
         reference, lora = "actor_rollout_ref.ref.fsdp_config._target_", model.lora_rank
+        dtype, plain = str(precision.get("param_dtype", "bf16")), "verl.workers.config.FSDPEngineConfig"
+        other = dtype not in ("bf16", "bfloat16")
         wraps = "it replaces or wraps layers that QaRL computes as vLLM does"
         problems += [
-            (
-                dtype not in ("bf16", "bfloat16"),
-                f"{shards}.mixed_precision.param_dtype",
-                dtype,
-                "bf16",
-                "vLLM uses BF16",
-            ),
+            (other, f"{shards}.mixed_precision.param_dtype", dtype, "bf16", "vLLM uses BF16"),
             (engine.offload_policy, f"{shards}.offload_policy", True, False, "shards are quantized on the GPU"),
-            (
-                engine.forward_only,
-                reference,
-                "it",
-                "verl.workers.config.FSDPEngineConfig",
-                "a reference is not quantized",
-            ),
+            (engine.forward_only, reference, "it", plain, "a reference is not quantized"),
             (engine.qat.enable, f"{shards}.qat.enable", True, False, "qat would quantize the weights a second time"),
             (lora > 0, "actor_rollout_ref.model.lora_rank", lora, 0, "QaRL publishes whole weights, no adapters"),
         ]

@@ -127,13 +127,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         precision = self.engine_config.mixed_precision or {}
         param_dtype = PrecisionType.to_dtype(precision.get("param_dtype", "bf16"))
         reduce_dtype = PrecisionType.to_dtype(precision.get("reduce_dtype", "fp32"))
-        casts = self.quant is None
-        fsdp_kwargs = {
-            "mesh": self.device_mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=casts),
-            "offload_policy": None,
-            "reshard_after_forward": self.engine_config.reshard_after_forward,
-        }
+        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=self.quant is None)
+        fsdp_kwargs = {"mesh": self.device_mesh, "mp_policy": policy, "offload_policy": None}
+        fsdp_kwargs["reshard_after_forward"] = self.engine_config.reshard_after_forward
         full_state = module.state_dict()
         apply_fsdp2(module, fsdp_kwargs, self.engine_config)
         fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
@@ -155,12 +151,10 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.quant is not None and micro_batch["position_ids"].dim() == 3:
-            raise UserError(
-                "QaRL's quantized actor takes one position per token, but this batch has several per token",
-                where="actor_rollout_ref.model.path",
-                why="models for images have positions along three axes (mrope), and QaRL does not support their layers",
-                fix="train a text-only model",
+            what = (
+                "QaRL's quantized actor does not support models for images: their tokens have several positions (mrope)"
             )
+            raise UserError(what, where="actor_rollout_ref.model.path", fix="train a text-only model")
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.quant is not None:
             inputs |= log_probs.row_inputs(inputs, micro_batch, exact=self.align == "exact")
@@ -176,15 +170,11 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if outputs is not None:
             return outputs
         chosen: dict[str, torch.Tensor] = {}
-        if self.quant is not None and getattr(output, "logits", None) is not None:
-            flash = log_probs.flash_cross_entropy()
-            # verl divides by the temperature, if it is not 1, in the logits' own dtype.
-            in_fp32 = flash and output_args.get("temperature_is_one", False)
-            logits = output.logits if in_fp32 else output.logits.float()
+        if self.quant is not None:
+            logits = output.logits = output.logits.float()  # verl divides by the temperature in the logits' own dtype
             # verl masks these logits in the rollout, too (monkey_patch_compute_logits in vllm_rollout/utils.py).
             logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
-            output.logits = logits
-            if not flash and not tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
+            if not tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
                 chosen["log_probs"] = log_probs.log_softmax_of_chosen(logits, output_args, micro_batch, gather)
                 micro_batch = micro_batch.copy()
                 tu.assign_non_tensor(micro_batch, distillation_only=True)  # verl then computes no log-probs
@@ -205,7 +195,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             step.begin_mini_batch(data, group)
             all_equal = step.mini_batch.tokens > 0 and step.mini_batch.differing == 0
             refuse_hidden_mismatch(loss_function, step.relies, all_equal=all_equal, asked=self._asked_for_log_probs)
-            if not self._updated and not step.relies:
+            if not self._updated and not step.relies and "rollout_log_probs" in data:
                 self._check_limit(step, step.mini_batch.mismatch, step.mini_batch.response_length)
             number = step.statistics.begin_mini_batch()
 
@@ -243,12 +233,10 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 metrics["muon_lr"] = group["lr"]  # in the unit of `qarl.optim.muon`
         return metrics | (self._outbox.metrics() if self._outbox else {})
 
-    def _check_limit(self, step: mismatch.TrainingStep, abs_mean: float | None, response_length: float) -> bool:
+    def _check_limit(self, step: mismatch.TrainingStep, abs_mean: float, response_length: float) -> bool:
         """Return whether the mismatch is over its limit, and warn if it is. Before the first update, raise instead.
 
-        `abs_mean`: mean |trainer's - rollout's log-prob| per token, or None if it is not known."""
-        if abs_mean is None:
-            return False
+        `abs_mean`: mean |trainer's - rollout's log-prob| per token."""
         warning = check_mismatch(
             abs_mean,
             limit=BF16_LIMIT if self.quant is None else self.quant.mismatch_limit,
@@ -276,16 +264,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         finally:
             MICRO_BATCH.reset(token)
-        step.statistics.add(mine.statistics)
+        if mine.statistics:
+            step.statistics.tbpo[-1].append(mine.statistics)
         step.statistics.add_text(micro_batch, vocabulary=len(self.model_config.tokenizer))
         if rollout is not None:
             step.see(output, rows, micro_batch)
         return loss, output
 
     def lr_scheduler_step(self) -> float:
-        if self._last_dropped:
-            return float(self.lr_scheduler.get_last_lr()[0])
-        return float(super().lr_scheduler_step())
+        return float(self.lr_scheduler.get_last_lr()[0] if self._last_dropped else super().lr_scheduler_step())
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)

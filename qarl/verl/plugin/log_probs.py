@@ -28,7 +28,6 @@ last bits, by up to 1.2e-6 if everything else is equal.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from verl.utils import tensordict_utils as tu
-from verl.utils import torch_functional
 
 from qarl.align.router_replay import RecordedRouting, known_routing, recorded_routing, replayed_routing
 from qarl.align.router_replay import differing_tokens as differing
@@ -72,14 +70,10 @@ class LogProbHead(nn.Linear):
             input, weight = input.float(), weight.float()
         if request is None:
             return F.linear(input, weight)
-        hidden, weight = input[0], weight[: self.vocabulary]
-        temperature = request.temperature
-        if request.entropy:
-            log_probs, request.entropies = log_probs_and_entropies(
-                hidden, weight, request.tokens, temperature=temperature
-            )
-        else:
-            log_probs, _ = chosen_log_probs(hidden, weight, request.tokens, temperature=temperature)
+        compute = log_probs_and_entropies if request.entropy else chosen_log_probs
+        weight = weight[: self.vocabulary]
+        log_probs, second = compute(input[0], weight, request.tokens, temperature=request.temperature)
+        request.entropies = second if request.entropy else None
         return log_probs[None, :, None]
 
 
@@ -158,12 +152,6 @@ def log_softmax_of_chosen(
     if packed:
         chosen = gather(chosen, output_args["pad_size"])
     return torch.nested.nested_tensor_from_jagged(chosen, offsets)
-
-
-def flash_cross_entropy() -> bool:
-    """Return whether verl uses flash-attn's kernel for log-probs. It computes in FP32 for logits of any dtype."""
-    available = getattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
-    return bool(available) and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
 
 
 def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool) -> dict[str, Any]:

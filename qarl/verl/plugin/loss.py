@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from verl.trainer.ppo.core_algos import register_policy_loss
 
-from qarl.errors import UserError
 from qarl.objectives.loss import objective_loss
-from qarl.verl.checks import refuse
+from qarl.verl.checks import ACTOR, refuse
 from qarl.verl.plugin.config import objective_settings
 
 OURS = ("tbpo", "qarl")
@@ -69,21 +68,14 @@ def refuse_hidden_mismatch(loss_function: Any, relies: str | None, *, all_equal:
     for the trainer's log-probs since the last step."""
     tbpo = loss_mode(loss_function) == "tbpo"
     weights = tbpo or getattr(_policy_loss(loss_function), "objective", None) == "mis_gspo"
-    source, bypass = (
-        "actor_rollout_ref.actor.fsdp_config.quant.old_log_probs",
-        "algorithm.rollout_correction.bypass_mode",
-    )
+    source, bypass = f"{ACTOR}.fsdp_config.quant.old_log_probs", "algorithm.rollout_correction.bypass_mode"
     hidden = "the objective weights the mismatch, and the weight of every response would be 1"
-    unasked = (
-        "old and rollout log-probs are equal on every token, and verl has not asked the actor for its own since the "
-    )
-    unasked += "last step; TBPO's weight for the mismatch would always be 1"
-    refuse(
-        [
-            (weights and relies == "rollout", source, relies, "auto or recompute, or choose another objective", hidden),
-            (tbpo and all_equal and not asked and relies is None, bypass, True, False, unasked),
-        ]
-    )
+    unasked = "old and rollout log-probs are equal on every token, and verl has not asked the actor for its own since "
+    unasked += "the last step; TBPO's weight for the mismatch would always be 1"
+    others = "auto or recompute, or choose another objective"
+    unweighted = tbpo and all_equal and not asked and relies is None
+    refuse([(weights and relies == "rollout", source, relies, others, hidden)])
+    refuse([(unweighted, bypass, True, False, unasked)])
 
 
 @register_policy_loss("tbpo")
@@ -103,32 +95,20 @@ def policy_loss(
     The returned dict is empty, because the engine reports the metrics. Raise UserError if the batch has no rollout
     log-probs, if verl passes its own weights to TBPO, or if the configuration is not valid.
     """
-    mode = config.policy_loss.loss_mode
-    if mode == "tbpo" and rollout_is_weights is not None:
-        raise UserError(
-            "TBPO already weights the mismatch, and verl would add a second weight",
-            where="algorithm.rollout_correction.rollout_is",
-            fix="set it to null; actor_rollout_ref.actor.policy_loss.seq_tis_imp_ratio_cap caps TBPO's weight",
-        )
-    micro_batch = MICRO_BATCH.get()
-    if micro_batch is None:
-        raise UserError(
-            f"loss_mode={mode} needs an engine that passes it the rollout's log-probs",
-            where="actor_rollout_ref.actor.strategy",
-            why="only QaRL's FSDP engine passes rollout_log_probs to the loss",
-            fix="set actor_rollout_ref.actor.strategy=fsdp2",
-        )
-    if micro_batch.rollout_log_prob is None:
-        raise UserError(
-            f"loss_mode={mode} needs the rollout engine's log-probs, but the batch has no rollout_log_probs",
-            where="actor_rollout_ref.rollout.calculate_log_probs",
-            why="the trainer's own log-probs cannot replace them, because that would hide every mismatch",
-            fix="set actor_rollout_ref.rollout.calculate_log_probs=True",
-        )
+    mode, micro_batch = config.policy_loss.loss_mode, MICRO_BATCH.get()
+    twice = mode == "tbpo" and rollout_is_weights is not None
+    weighted = f"TBPO already weights the mismatch ({ACTOR}.policy_loss.seq_tis_imp_ratio_cap caps its weight)"
+    engine = f"loss_mode={mode} needs the rollout's log-probs, which only QaRL's FSDP engine passes to the loss"
+    hidden = f"loss_mode={mode} needs the rollout's log-probs; the trainer's own would hide every mismatch"
+    refuse([(twice, "algorithm.rollout_correction.rollout_is", "on", "null", weighted)])
+    refuse([(micro_batch is None, f"{ACTOR}.strategy", "another engine", "fsdp2", engine)])
+    rollout = None if micro_batch is None else micro_batch.rollout_log_prob
+    refuse([(rollout is None, "actor_rollout_ref.rollout.calculate_log_probs", False, True, hidden)])
+    assert micro_batch is not None and rollout is not None
     loss, statistics = objective_loss(
         log_prob,
         old_log_prob,
-        micro_batch.rollout_log_prob.to(log_prob.device),
+        rollout.to(log_prob.device),
         advantages,
         response_mask,
         objective_settings(config, loss_agg_mode),

@@ -29,7 +29,9 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from itertools import chain
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -60,41 +62,33 @@ _log = logging.getLogger("qarl.verl.plugin")
 @dataclass
 class Counts:
     """Counts of some rows: non-empty `responses`, their unmasked `tokens`, `differing` tokens, whose δ between trainer
-    and rollout is not 0, and `delta`, the sum of |δ|. If δ is not known, `delta` is None and all tokens differ."""
+    and rollout is not 0, and `delta`, the sum of |δ|."""
 
     responses: float = 0.0
     tokens: float = 0.0
     differing: float = 0.0
-    delta: float | None = 0.0
+    delta: float = 0.0
 
     @classmethod
-    def of(cls, mask: torch.Tensor, mine: torch.Tensor | None, rollout: torch.Tensor | None) -> Counts:
+    def of(cls, mask: torch.Tensor, mine: torch.Tensor, rollout: torch.Tensor) -> Counts:
         """Count rows. `mine`: the trainer's log-probs. All tensors are [B, T], and only `mine` may have a gradient."""
-        mask = mask != 0
-        if mine is None or rollout is None:
-            tokens = float(mask.sum())
-            return cls(float(mask.any(-1).sum()), tokens, tokens, None)
-        mask, rollout = mask.to(mine.device), rollout.to(mine.device)
+        mask, rollout = (mask != 0).to(mine.device), rollout.to(mine.device)
         # Positions without a token may have any value. NaN counts as different, because NaN != 0.
         delta = torch.where(mask, mine.detach().float() - rollout.float(), 0.0).abs()
         sums = [mask.any(-1).sum(), mask.sum(), (delta != 0).sum(), delta.double().sum()]
         return cls(*torch.stack([value.double() for value in sums]).tolist())
 
     def __add__(self, other: Counts) -> Counts:
-        delta = None if self.delta is None or other.delta is None else self.delta + other.delta
-        tokens, differing = self.tokens + other.tokens, self.differing + other.differing
-        return Counts(self.responses + other.responses, tokens, differing, delta)
+        return Counts(*map(add, astuple(self), astuple(other)))
 
     def over_ranks(self, group: Any) -> Counts:
         """Return the counts of all ranks of `group`. All must call this, because it is a collective."""
-        counts = (self.responses, self.tokens, self.differing, self.delta or 0.0)
-        responses, tokens, differing, delta = summed(counts, group)
-        return Counts(responses, tokens, differing, None if self.delta is None else delta)
+        return Counts(*summed(astuple(self), group))
 
     @property
-    def mismatch(self) -> float | None:
-        """Mean |δ| per token, or None if it is not known."""
-        return None if self.delta is None or not self.tokens else self.delta / self.tokens
+    def mismatch(self) -> float:
+        """Mean |δ| per token."""
+        return self.delta / max(self.tokens, 1.0)
 
     @property
     def response_length(self) -> float:
@@ -119,13 +113,13 @@ def log_prob_rows(batch: Any) -> Any:
 def temperature_of(data: Any) -> float:
     """Return the lowest temperature of a verl batch. verl gives a number for all rows or a tensor with one per row."""
     value = data.get("temperature", 1.0)
-    value = value if isinstance(value, torch.Tensor) else getattr(value, "data", value)
-    return float(value.min()) if isinstance(value, torch.Tensor) else float(value)
+    return float(value.min() if isinstance(value, torch.Tensor) else getattr(value, "data", value))
 
 
 @dataclass
 class StepStatistics:
-    """Statistics that one rank has collected since the step began."""
+    """Statistics that one rank has collected since the step began. `tbpo`: for each mini-batch, the objective's
+    statistics of its micro-batches."""
 
     tbpo: list[list[dict[str, float]]] = field(default_factory=list)
     text: list[dict[str, float]] = field(default_factory=list)
@@ -135,11 +129,6 @@ class StepStatistics:
         """Begin a mini-batch, and return its number in the step, from 1."""
         self.tbpo.append([])
         return len(self.tbpo)
-
-    def add(self, statistics: dict[str, float]) -> None:
-        """Add the objective's statistics of one micro-batch."""
-        if statistics:
-            self.tbpo[-1].append(statistics)
 
     def add_text(self, micro_batch: Any, *, vocabulary: int) -> None:
         """Add statistics of the text of one micro-batch, if it has what they need. `vocabulary`: number of tokens of
@@ -175,7 +164,7 @@ class StepStatistics:
         everything = [part for rank in ranks for mini_batch in rank for part in mini_batch]
         later = [part for rank in ranks for mini_batch in rank[1:] for part in mini_batch]
         metrics = reduce_metrics(everything) | after_first_metrics(later)
-        metrics |= text_metrics(part for parts in texts for part in parts) | mismatch
+        metrics |= text_metrics(chain(*texts)) | mismatch
         other, known = (sum(counts) for counts in zip(*routings, strict=True))
         if known:
             metrics["mismatch/other_experts_frac"] = other / known
@@ -235,14 +224,16 @@ class TrainingStep:
         return cls(None if value is None else str(value))
 
     def begin_mini_batch(self, data: Any, group: Any) -> None:
-        """Count the mini-batch `data`. Every rank of `group` must call this, because it is a collective."""
+        """Count the mini-batch `data`. Every rank of `group` must call this, because it is a collective. Without
+        rollout log-probs all tokens differ, and δ is NaN."""
         rows = log_prob_rows(data)
-        columns = (rows.get(name, None) for name in ("old_log_probs", "rollout_log_probs"))
-        self.mini_batch = Counts.of(rows["response_mask"], *columns).over_ranks(group)
+        old = rows["old_log_probs"]
+        rollout = rows.get("rollout_log_probs", torch.full_like(old, torch.nan))
+        self.mini_batch = Counts.of(rows["response_mask"], old, rollout).over_ranks(group)
         self.temperature = temperature_of(data)
 
     def see(self, output: Any, rows: Any, micro_batch: Any) -> None:
-        """Use the log-probs of a forward. `rows`: padded `old_log_probs`, `rollout_log_probs` and `response_mask`."""
+        """Use the log-probs of a forward. `rows`: those of `log_prob_rows`."""
         rollout, mask = rows["rollout_log_probs"], rows["response_mask"]
         if self.relies is None:
             self.statistics.add_tokens(rows["old_log_probs"], rollout, mask)
@@ -275,9 +266,8 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
         rows: padded `rollout_log_probs` and `response_mask` of `micro_batch`, each [B, T].
     """
     rollout, level = rows.get("rollout_log_probs", None), engine.limit_level
-    if rollout is None or engine.compared or level not in NOISE_LIMITS:
-        return
-    if engine.quant is None or engine.quant.mismatch_limit is not None:
+    limited = engine.quant is None or engine.quant.mismatch_limit is not None
+    if rollout is None or engine.compared or limited or level not in NOISE_LIMITS:
         return
 
     def log_probs() -> torch.Tensor:
@@ -316,25 +306,20 @@ def log_samples(engine: Any, data: Any) -> None:
     if not folder or engine.rank != 0 or not is_logged(step, total) or not Path(folder).is_dir():
         return
     try:
-        append_samples(folder, samples_of(data, step, engine.model_config.tokenizer))
+        append_samples(folder, samples_of(data, step, engine.model_config.tokenizer.decode))
     except (UserError, OSError, KeyError, RuntimeError) as error:
         _log.warning("the samples of step %d were not written: %s", step, error)
 
 
-def samples_of(data: Any, step: int, tokenizer: Any) -> list[dict[str, Any]]:
+def samples_of(data: Any, step: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
     """Return the samples of a mini-batch. Raise KeyError if it lacks old or rollout log-probs."""
     names = ("prompts", "responses", "response_mask", "old_log_probs", "rollout_log_probs", "advantages")
     prompts, responses, masks, old, rollout, advantages = ([row.cpu() for row in data[name].unbind()] for name in names)
-    deltas = [
-        torch.where(mask != 0, mine.float() - theirs.float(), 0.0).tolist()
-        for mask, mine, theirs in zip(masks, old, rollout, strict=True)
-    ]
-    first = [float(row[0]) if len(row) else 0.0 for row in advantages]
+    differences = (torch.where(m != 0, a.float() - b.float(), 0.0) for m, a, b in zip(masks, old, rollout, strict=True))
+    deltas, first = [row.tolist() for row in differences], [float(row[:1].sum()) for row in advantages]
     scores = [float(row.sum()) for row in data["rm_scores"].unbind()] if "rm_scores" in data else [None] * len(first)
-    decode = tokenizer.decode
     samples = []
     for row in choose_rows(deltas, first):
-        prompt, response, given = decode(prompts[row].tolist()), responses[row].tolist(), deltas[row]
-        sample = make_sample(step, prompt, response, given, decode, advantage=first[row], reward=scores[row])
-        samples.append(sample)
+        texts = decode(prompts[row].tolist()), responses[row].tolist()
+        samples.append(make_sample(step, *texts, deltas[row], decode, advantage=first[row], reward=scores[row]))
     return samples

@@ -23,7 +23,7 @@ import socket
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -35,7 +35,7 @@ from qarl.rollout.publish.send import DeltaSender, encode_publish
 from qarl.rollout.publish.wire import BEGIN, NamedTensor, TransferFailed, is_record, read_record
 
 TIMEOUT_VARIABLE = "QARL_PUBLISH_TIMEOUT"
-DEFAULT_TIMEOUT = 120.0
+DEFAULT_TIMEOUT = "120"
 TURN_LIMITS = 10
 """A run waits for its turn up to this many times `publish_timeout`, which limits the wait for a single message."""
 RUN_VARIABLES = ("RAY_RAYLET_PID", "RAY_JOB_ID")
@@ -53,36 +53,24 @@ def run_identity() -> str:
     different Raylet process ids. Runs that share a Ray have different job ids. Ray sets environment variables with
     both ids in its workers, and vLLM's processes inherit them. Raise UserError if one of the variables is missing.
     """
-    values = {name: os.environ.get(name, "") for name in RUN_VARIABLES}
-    if missing := [name for name, value in values.items() if not value]:
+    if missing := [name for name in RUN_VARIABLES if not os.environ.get(name)]:
         raise UserError(
             "this process cannot tell which run it belongs to, so it does not publish",
             where="the environment variables " + ", ".join(missing),
             why="Ray sets them in its workers; without them a publish could reach another run's engine unnoticed",
             fix="start the run through verl's trainer, and do not unset Ray's variables",
         )
-    return "/".join((socket.gethostname(), *values.values()))
+    return "/".join((socket.gethostname(), *(os.environ[name] for name in RUN_VARIABLES)))
 
 
-def publish_timeout(text: str | None = None) -> float:
-    """Return the seconds that each side waits for the next message. Raise UserError for a bad QARL_PUBLISH_TIMEOUT.
-
-    `text`: the value of the variable. If it is None, the value is read from the environment.
-    """
-    text = os.environ.get(TIMEOUT_VARIABLE, "") if text is None else text
-    if not text:
-        return DEFAULT_TIMEOUT
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise UserError(
-            f"{TIMEOUT_VARIABLE}={text!r} is not a time limit",
-            where=f"the environment variable {TIMEOUT_VARIABLE}",
-            fix="set a number of seconds above 0, or unset the variable",
-        )
-    return seconds
+def publish_timeout() -> float:
+    """Return the seconds that each side waits for the next message. Raise UserError for a bad QARL_PUBLISH_TIMEOUT."""
+    text = os.environ.get(TIMEOUT_VARIABLE) or DEFAULT_TIMEOUT
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < 1e6:
+            return seconds
+    what, fix = f"{TIMEOUT_VARIABLE}={text!r} is not a time limit", "set a number of seconds above 0, or unset it"
+    raise UserError(what, where="the environment variables", fix=fix)
 
 
 @contextmanager
@@ -107,9 +95,19 @@ def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
 
     Raise UserError if the turn does not come within `seconds`, because a process of another run is stopped or stuck.
     """
-    folder = SOCKET_FOLDER / f"qarl-publish-{os.getuid()}"
+    folder, deadline = SOCKET_FOLDER / f"qarl-publish-{os.getuid()}", time.monotonic() + seconds
     folder.mkdir(mode=0o700, exist_ok=True)
-    mine = _wait_for_turn(folder, run.replace("/", "_"), seconds)
+    while isinstance(mine := _try_turn(folder, run.replace("/", "_")), Path):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"another run has blocked publishing on this host for {seconds:g} s",
+                where=str(mine),
+                why="the process in its name (RUN.PROCESS.NUMBER.holder) is stopped or stuck in a publish; runs on one "
+                "host publish one after the other",
+                fix="continue or end that process, then run the same command again: it resumes from the last "
+                f"checkpoint; the limit is {TURN_LIMITS} times {TIMEOUT_VARIABLE}",
+            )
+        time.sleep(_POLL_SECONDS)
     try:
         yield
     finally:
@@ -117,34 +115,22 @@ def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
         mine.close()
 
 
-def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
-    """Wait until no process of another run has a locked file in `folder`. Then lock and return this process's file."""
-    start = time.monotonic()
-    while True:
-        # Locks are only tried, never waited for, because their holder may be a stopped process.
-        with (folder / "guard").open("w") as guard:
-            in_the_way = Path(guard.name)
-            if _lock(guard):
-                holder = next((path for path in folder.glob("*.holder") if not path.name.startswith(run + ".")), None)
-                if holder is None:
-                    # The number tells files of one process apart: a traceback may keep an earlier publish alive.
-                    mine = (folder / f"{run}.{os.getpid()}.{next(_numbers)}.holder").open("w")
-                    _lock(mine)
-                    return mine
-                if _is_abandoned(holder):
-                    continue
-                in_the_way = holder
-        if time.monotonic() - start > seconds:
-            parts = in_the_way.name.split(".")
-            who = f"process {parts[-3]} of that run" if in_the_way.suffix == ".holder" else "a process of that run"
-            raise UserError(
-                f"another run has blocked publishing on this host for {seconds:g} s",
-                where=str(in_the_way),
-                why=f"{who} is stopped or stuck in a publish; runs on one host publish one after the other",
-                fix="continue or end that process, then run the same command again: it resumes from the last "
-                f"checkpoint; the limit is {TURN_LIMITS} times {TIMEOUT_VARIABLE}",
-            )
-        time.sleep(_POLL_SECONDS)
+def _try_turn(folder: Path, run: str) -> IO[str] | Path:
+    """Return the file in `folder` that a process of another run has locked. Without one, lock and return this process's
+    file. Locks are only tried, never waited for, because their process may be stopped."""
+    with (folder / "guard").open("w") as guard:
+        if not _lock(guard):
+            return Path(guard.name)
+        for path in folder.glob("*.holder"):
+            if not path.name.startswith(f"{run}."):
+                with suppress(FileNotFoundError), path.open("r+") as file:
+                    if not _lock(file):
+                        return path
+                    path.unlink()  # its process has died
+        # The number tells files of one process apart: a traceback may keep an earlier publish alive.
+        mine = (folder / f"{run}.{os.getpid()}.{next(_numbers)}.holder").open("w")
+        _lock(mine)
+        return mine
 
 
 def _lock(file: IO[str]) -> bool:
@@ -153,18 +139,6 @@ def _lock(file: IO[str]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
-
-
-def _is_abandoned(holder: Path) -> bool:
-    """Return whether no process has locked the file. In that case also remove the file."""
-    try:
-        with holder.open("r+") as file:
-            if not _lock(file):
-                return False
-    except FileNotFoundError:
-        return True
-    holder.unlink(missing_ok=True)
     return True
 
 
@@ -178,7 +152,7 @@ class Publication:
     def __init__(self, stream: Iterator[NamedTensor], receivers: list[str | None] | None = None) -> None:
         self._stream, self._receivers = stream, [] if receivers is None else receivers
         self._reserved = ExitStack()
-        self._release = weakref.finalize(self, self._reserved.close)
+        weakref.finalize(self, self._reserved.close)
 
     def tell(self, fingerprints: Sequence[str | None]) -> None:
         """Say what each receiver has (see `DeltaSender.stream`), before the first tensor is read."""
@@ -201,9 +175,6 @@ class Publication:
     def __next__(self) -> NamedTensor:
         return next(self._stream)
 
-    def close(self) -> None:
-        self._release()
-
 
 def publication(
     tensors: Iterable[NamedTensor],
@@ -214,10 +185,8 @@ def publication(
     """Return the publish of `tensors` as `version` by this run. With an `outbox`, only changes are sent, if all
     `receivers` have what it sent last: their fingerprints, which `Publication.tell` may also say later."""
     known: list[str | None] = [] if receivers is None else receivers
-    if outbox is None:
-        stream = encode_publish(tensors, version=version, run=run_identity())
-    else:
-        stream = outbox.stream(tensors, version=version, run=run_identity(), held=known)
+    options: dict[str, Any] = {"version": version, "run": run_identity()}
+    stream = outbox.stream(tensors, held=known, **options) if outbox else encode_publish(tensors, **options)
     return Publication(numbered(stream), known)
 
 

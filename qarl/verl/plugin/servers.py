@@ -58,17 +58,15 @@ class Watch:
         for name, actor in self._actors.items():
             if name not in self._asked:
                 # `check_health` reaches vLLM's workers; `__ray_ready__` says only that the process exists.
-                question = (
-                    actor.collective_rpc.remote("check_health") if _has_engine(name) else actor.__ray_ready__.remote()
-                )
+                engine = _has_engine(name)
+                question = actor.collective_rpc.remote("check_health") if engine else actor.__ray_ready__.remote()
                 self._asked[name] = question.future()
 
     def dead(self, timeout: float = 0.0) -> dict[str, str]:
         """Wait up to `timeout` seconds for answers. Return name -> error of the actors that answered with an error."""
         wait(self._asked.values(), timeout=timeout)
-        answered = {name: answer for name, answer in self._asked.items() if answer.done()}
-        self._asked = {name: answer for name, answer in self._asked.items() if name not in answered}
-        errors = {name: answer.exception() for name, answer in answered.items()}
+        errors = {name: answer.exception() for name, answer in self._asked.items() if answer.done()}
+        self._asked = {name: answer for name, answer in self._asked.items() if name not in errors}
         return {name: _in_short(error) for name, error in errors.items() if error is not None}
 
 
@@ -89,9 +87,8 @@ def all_have(fingerprint: str, seconds: float) -> bool:
     import ray
 
     try:
-        servers = engine_servers()
-        questions = [server.collective_rpc.remote("qarl_compare", args=(fingerprint,)) for server in servers.values()]
-        ray.get(questions, timeout=seconds)
+        servers = engine_servers().values()
+        ray.get([one.collective_rpc.remote("qarl_compare", args=(fingerprint,)) for one in servers], timeout=seconds)
     except Exception:  # in doubt, all tensors are published, and that publish reports what is wrong
         return False
     return bool(servers)
@@ -118,7 +115,7 @@ def ask_before_publish(watch: Watch, fingerprint: str | None, *, is_first: bool,
     if dead:
         names = ", ".join(sorted(dead)[:8])
         raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", dead)
-    return agreed if agreed is None else str(agreed)
+    return None if agreed is None else str(agreed)
 
 
 def has_stopped(what: str, dead: dict[str, str]) -> UserError:
@@ -153,15 +150,14 @@ class Preemptions:
         """Return the preemptions of all servers since the last successful call. If a server reports no counter, return
         None, and log a warning the first time."""
         try:
-            total = self._total()
+            before, self._before = self._before, self._total()
         except Exception as error:  # a missing metric must not end the run, whether Ray, urllib or the server failed
             if not self._complained:
                 needs = "actor_rollout_ref.rollout.disable_log_stats=False"
                 _log.warning("rollout/preemptions is not known (%r); it needs %s", error, needs)
             self._complained = True
             return None
-        new, self._before = total - self._before, total
-        return new
+        return self._before - before
 
     def _total(self) -> int:
         import ray
@@ -172,11 +168,8 @@ class Preemptions:
                 self._urls[name] = f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics"
         # Without a proxy, because the servers are in the run's own network.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        total = 0
-        for url in self._urls.values():
-            with opener.open(url, timeout=ANSWER_SECONDS) as answer:
-                total += preemptions_in(answer.read().decode())
-        return total
+        answers = (opener.open(url, timeout=ANSWER_SECONDS).read().decode() for url in self._urls.values())
+        return sum(map(preemptions_in, answers))
 
 
 def preemptions_in(metrics: str) -> int:

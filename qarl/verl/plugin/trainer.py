@@ -133,10 +133,8 @@ class QaRLTrainerSync(PPOTrainerSync):
         self._skipping.fell_back()
         metrics |= dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 1.0)
         metrics |= {"old_log_probs/checked_frac": 1.0, "old_log_probs/from_rollout": 0.0}
-        what = (
-            "step %d: the trainer's log-probs differ from the rollout's, so this and the next %d steps recompute the "
-        )
-        _log.warning(what + "old log-probs (actor.old_log_probs=auto)", self.global_steps, self._skipping.patience)
+        what = "step %d: the trainer's log-probs differ from the rollout's, so this and the next %d steps recompute"
+        _log.warning(f"{what} them (actor.old_log_probs=auto)", self.global_steps, self._skipping.patience)
         self._relies = None
         return self._recompute(batch, metrics)
 
@@ -176,12 +174,8 @@ class QaRLTrainerSync(PPOTrainerSync):
         drawn = torch.randperm(len(others), generator=generator)[:count].sort().values.tolist()
         sample = batch.select_keys([batch.keys[others[i]] for i in drawn])
         size = math.gcd(count // ranks, self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu or 1)
-        sample.extra_info |= {
-            "calculate_entropy": True,
-            "compute_loss": False,
-            "temperature": self.config.actor_rollout_ref.rollout.temperature,
-            "micro_batch_size_per_gpu": size,
-        }
+        sample.extra_info |= {"calculate_entropy": True, "compute_loss": False, "micro_batch_size_per_gpu": size}
+        sample.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         self.actor_rollout_wg.compute_log_prob(sample)
         metrics["actor/entropy"] = self._entropy(sample)
         metrics["old_log_probs/find_prob"] = count / len(others)
@@ -207,7 +201,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         trainer = self.config.trainer
         folder = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
         path = Path(folder or f"{trainer.default_local_dir}/global_step_{self.global_steps}") / COUNTS
-        if self._mode == "auto" and self.global_steps and path.is_file():
+        if path.is_file():
             self._skipping.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
         return loaded
 
@@ -242,14 +236,10 @@ class PromptReplayBuffer(ReplayBuffer):
         asked, mode = kwargs.get("sampler_kwargs") or {}, kwargs.get("trainer_mode", "sync")
         fix = "it, or null to trainer.v1.sampler.custom_sampler.path and .name, which chooses verl's own sampler"
         why = "QaRL's sampler would ignore it, and only verl's own samplers implement it"
-        refill = "sync_refill_failed_groups"
-        refuse(
-            [
-                (mode != "sync", "trainer.v1.trainer_mode", mode, f"sync; {fix}", why),
-                (asked.get("filter_groups"), "algorithm.filter_groups.enable", True, f"False; {fix}", why),
-                (asked.get(refill), f"trainer.v1.sampler.{refill}", True, f"False; {fix}", why),
-            ]
-        )
+        problems = [(mode != "sync", "trainer.v1.trainer_mode", mode, f"sync; {fix}", why)]
+        keys = {"filter_groups": "algorithm.filter_groups.enable"}
+        keys["sync_refill_failed_groups"] = "trainer.v1.sampler.sync_refill_failed_groups"
+        refuse([*problems, *((asked.get(name), key, True, f"False; {fix}", why) for name, key in keys.items())])
         super().__init__(**{"poll_interval": POLL_SECONDS, **kwargs})
         self._watch = Watch()
         self._watched = time.monotonic()
@@ -262,13 +252,9 @@ class PromptReplayBuffer(ReplayBuffer):
         if partition_id == "val" or preemptions is None:
             return batch, metrics
         if preemptions:
-            what = (
-                "%d times vLLM interrupted a response and computed it again, because the KV cache is too small: raise "
-            )
-            raised = (
-                "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU engine_kwargs.vllm.kv_cache_memory_bytes) "
-            )
-            _log.warning(what + raised + "or lower max_num_seqs", preemptions)
+            what = "%d times vLLM interrupted a response and computed it again, because the KV cache is too small"
+            keys = "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU engine_kwargs.vllm.kv_cache_memory_bytes)"
+            _log.warning(f"{what}: raise {keys} or lower max_num_seqs", preemptions)
         return batch, metrics | {"rollout/preemptions": float(preemptions)}
 
     def _sync_metadata_from_transfer_queue(self) -> None:

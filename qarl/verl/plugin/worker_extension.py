@@ -12,7 +12,8 @@ acknowledgement of the next bucket until its time limit.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from qarl.process import allow_matrix_tiles
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import NamedTensor, engines_manifest
 from qarl.verl.plugin.publish import TIMEOUT_VARIABLE, decode, publish_timeout, run_identity, socket_timeouts
+from qarl.verl.plugin.servers import RESUME
 from qarl.vllm_versions import check_release
 
 
@@ -59,37 +61,33 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         failure: list[BaseException] = []
         run, seconds = run_identity(), publish_timeout()
 
-        def unless_failed(step: Callable[[], None]) -> None:
-            if failure:
-                return
+        @contextmanager
+        def noted() -> Iterator[None]:
             try:
-                step()
+                yield
             except BaseException as error:
                 _traceback_as_text(error)
                 failure.append(error)
 
-        def prepare() -> None:
+        def take(weights: list[NamedTensor], is_last: bool) -> None:
+            if not failure:
+                with noted():
+                    self._qarl_receiver.feed(decode(weights, run=run))
+
+        with noted():
             if not hasattr(self, "_qarl_receiver"):
                 self._qarl_receiver = make_receiver(self.model_runner)
             if not self._qarl_receiver.stale:  # otherwise an empty publish would leave the last version in use
                 self._qarl_receiver.mark_stale("the publish ended before its first record", doubt=False)
-
-        def take(weights: list[NamedTensor], is_last: bool) -> None:
-            unless_failed(lambda: self._qarl_receiver.feed(decode(weights, run=run)))
-
-        unless_failed(prepare)
         buckets = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
         try:
             with socket_timeouts(seconds):
                 buckets.receive_weights(on_bucket_received=take)
         except zmq.Again as error:
-            raise UserError(
-                f"the engine received no weights from the trainer for {seconds:g} s",
-                where=str(buckets.zmq_handle),
-                why="the process that sends them has died or is stuck, or it sends to another run's engine",
-                fix="run the same command again: it resumes from the last checkpoint; if the model's tensors take "
-                f"longer, raise {TIMEOUT_VARIABLE}, the limit in seconds",
-            ) from error
+            what = f"the engine received no weights from the trainer for {seconds:g} s"
+            why = "the process that sends them has died or is stuck, or it sends to another run's engine"
+            fix = f"{RESUME}; if the model's tensors take longer, raise {TIMEOUT_VARIABLE}, the limit in seconds"
+            raise UserError(what, where=str(buckets.zmq_handle), why=why, fix=fix) from error
         if not failure and self._qarl_receiver.stale:
             failure.append(RuntimeError(self._qarl_receiver.stale_because))
         if failure:

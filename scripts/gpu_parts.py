@@ -137,8 +137,8 @@ SECOND = (
     *(trained(f"{scheme}_qarl", scheme, "model", eager=False, seconds=110, kernels="qarl")
       for scheme in ("w4a16", "fp8", "w8a8")),
     Part("verl", 170, f"{training('w4a16', 'linears', False)} backend=verl", None, _VERL),
-    Part("triton", 170, f"{_PYTEST} tests/kernels/triton_kernels",
-         f"{_PYTEST} tests/kernels/triton_kernels/test_compat.py", _TESTED),
+    Part("triton", 170, f"{_PYTEST} tests/integration/kernels/triton_kernels",
+         f"{_PYTEST} tests/integration/kernels/triton_kernels/test_compat.py", _TESTED),
     Part("all_steps", 170, f"{_STEPS} response_length=256 levels=off,linears,model rounds=1 warmup=1 device=cuda",
          None, _TRAINED),
     Part(

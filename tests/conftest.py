@@ -6,17 +6,21 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from bad_runs import CONFIG, EngineConstructed, row, write_rows
+from bad_runs import CONFIG, EngineConstructed, Refusal, row, write_rows
 from checkout import ROOT
+from config_problems import MINIMAL
 from cpu_features import needs_vllm_cpu
 from random_models import save_random_model
+from verl_runs import quickstart
+
+from qarl.config import write_resolved
 
 FOLDER_MARKS = {
     "bench": "long",
@@ -27,7 +31,9 @@ FOLDER_MARKS = {
     "trl_backend": "long",
     "verl_backend": "verl",
 }
-"""Every test in these folders of tests/ has the mark."""
+"""Every test in these folders of `KINDS`, or of tests/, has the mark."""
+KINDS = ("unit", "integration", "nightly")
+"""Folders of tests/. A unit test needs neither an engine nor verl, TRL or a compiler. All tests of nightly are slow."""
 NOT_FAST = {"slow", "long", "vllm", "verl", "compiles", "gpu"}
 """`make test-fast` leaves out what has one of these marks."""
 
@@ -41,7 +47,8 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if mark := FOLDER_MARKS.get(item.path.relative_to(ROOT / "tests").parts[0]):
+        kind, *folders = item.path.relative_to(ROOT / "tests").parts
+        if mark := FOLDER_MARKS.get(folders[0] if kind in KINDS else kind):
             item.add_marker(mark)
         if torch.cuda.is_available():
             continue
@@ -122,3 +129,65 @@ def startable_run(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.Monk
     with patch.dict(os.environ):  # a run sets variables, some of which verl reads
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         yield tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory that holds minimal.yaml."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "minimal.yaml").write_text(MINIMAL)
+    return tmp_path
+
+
+@pytest.fixture
+def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run starts without sampling its probe: an idle trainer has no prompts."""
+    monkeypatch.setattr("qarl.trainer.loop.probe", lambda trainer: "probe: fine")
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Run with these overrides, insist on a proper refusal that contains `words`, and give its message."""
+
+    def refuse(*overrides: str, words: list[str], config: str = "run.yaml") -> str:
+        capsys.readouterr()
+        from qarl.train import main
+
+        code = main([f"config={config}", *overrides])
+        printed = capsys.readouterr()
+        assert code == 2
+        assert "Traceback" not in printed.out + printed.err
+        assert printed.err.count("error: ") == 1, printed.err
+        message = printed.err[printed.err.index("error: ") :]
+        assert [word for word in [*words, "fix: "] if word not in message] == [], message
+        assert not list(Path().rglob("metrics.jsonl"))
+        return message
+
+    return refuse
+
+
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the checkout; what the set-up of a run writes to the environment is taken back."""
+    monkeypatch.chdir(ROOT)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def opened(own_environment: None, tmp_path: Path) -> Callable[..., int]:
+    """The step that an interrupted quickstart resumes from, with changes of its config."""
+    from qarl.verl.checkpoint import open_verl_run
+
+    def start(**changes: object) -> int:
+        with open_verl_run(quickstart(**{"output_dir": str(tmp_path), **changes})) as step:
+            return step
+
+    run = tmp_path / "quickstart_verl"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    write_resolved(quickstart(output_dir=str(tmp_path)), run / "config.yaml")
+    start.run, start.tracker = run, run / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return start

@@ -1,7 +1,7 @@
 """The types and configurations with which the wrappers of qarl/kernels/triton launch their kernels.
 
 `triton_aot.py` compiles them for GPUs that need not be here, so that a configuration that spills registers or
-does not fit is found before a GPU is at hand. tests/kernels/test_triton.py finds a missing kernel.
+does not fit is found before a GPU is at hand. tests/integration/kernels/test_triton.py finds a missing kernel.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """QaRL's Triton kernels, compiled by the Triton of the GPU lock for four compute capabilities.
 
-tests/kernels/test_triton.py asks the same of the Triton of the CPU lock, which is newer.
+tests/integration/kernels/test_triton.py asks the same of the Triton of the CPU lock, which is newer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One of four gloo ranks that update sharded parameters with `MuonAdamW`: run by tests/optim/test_shards.py.
+"""One of four gloo ranks that update sharded parameters with `MuonAdamW`: run by tests/unit/optim/test_shards.py.
 
     python optim_ranks.py RANK PORT OUTPUT_FILE
 

@@ -1,9 +1,9 @@
 """How Triton kernels are tested: under its interpreter, on a GPU, and compiled for GPUs that are not here.
 
-The tests in tests/kernels/triton_kernels/ run one file at a time under the interpreter, each in a separate process
-(`run_interpreted`), because TRITON_INTERPRET acts when a kernel is defined. By hand:
-`TRITON_INTERPRET=1 python -m pytest tests/kernels/triton_kernels/test_quantize.py`. On a machine with a GPU pytest also
-collects them as they are, and the same tests run compiled on `DEVICE`.
+The tests in tests/integration/kernels/triton_kernels/ run one file at a time under the interpreter, each in a separate
+process (`run_interpreted`), because TRITON_INTERPRET acts when a kernel is defined. By hand: `TRITON_INTERPRET=1 python
+-m pytest tests/integration/kernels/triton_kernels/test_quantize.py`. On a machine with a GPU pytest also collects them
+as they are, and the same tests run compiled on `DEVICE`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from checkout import ROOT
 
-KERNEL_TESTS = sorted((ROOT / "tests" / "kernels" / "triton_kernels").glob("test_*.py"))
+KERNEL_TESTS = sorted((ROOT / "tests" / "integration" / "kernels" / "triton_kernels").glob("test_*.py"))
 SOURCES = sorted((ROOT / "qarl" / "kernels" / "triton").glob("*.py"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -8,7 +8,6 @@ The same input gives the same bytes, so a test can hold the figure to the result
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +64,5 @@ def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:
         plt.close(figure)
 
 
-def main() -> int:
-    FIGURE.parent.mkdir(parents=True, exist_ok=True)
-    draw(mean_deltas(json.loads(RESULT.read_text(encoding="utf-8"))), FIGURE)
-    print(FIGURE)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    draw(mean_deltas(json.loads(RESULT.read_text(encoding="utf-8"))), FIGURE)

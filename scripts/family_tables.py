@@ -1,8 +1,4 @@
-"""The tables of docs/supported_models.md, from the result of the proof `family_keys`.
-
-python scripts/family_tables.py            compare with the page; exit code 1 if it is stale
-python scripts/family_tables.py --write    write the tables
-"""
+"""Write the tables of docs/supported_models.md, from the result of the proof `family_keys`."""
 
 from __future__ import annotations
 
@@ -10,11 +6,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from config_page import main
+from bench_table import replace_tables
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.proofs.families import ALL, Row, results, rotary_rows, rows
 from qarl.align.families import LARGEST_SHARE
+from qarl.bench.report import markdown_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "supported_models.md"
 _LEVELS = ("W4A16 at `off`", "at `linears`", "at `model`", "BF16 at `linears`", "at `model`")
@@ -38,34 +35,36 @@ def agrees(row: Row) -> bool:
     return "w4a16" in row and not any("stopped" in found for found in row.values()) and share(row) <= LARGEST_SHARE
 
 
-def key_table(found: dict[str, dict[str, Row]]) -> Iterator[str]:
-    yield from _head("family", "keys", *_LEVELS, "one side ignores the key")
+def key_rows(found: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
     for family in ALL:
         for name in rows(family):
             row = found.get(family, {}).get(name, {})
             if "w4a16" in row and name != "defaults" and name not in rotary_rows():
                 ignored = row["w4a16"]["ignored"]
-                yield _line(family, f"`{name}`", *_levels(row), ignored if isinstance(ignored, str) else _mean(ignored))
+                yield family, f"`{name}`", *_levels(row), ignored if isinstance(ignored, str) else _mean(ignored)
 
 
-def rotary_table(found: dict[str, dict[str, Row]]) -> Iterator[str]:
-    yield from _head("rotary embedding", "accepted", "largest share of `off`", "refused")
+def embedding_rows(found: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
     for name in rotary_rows():
         measured = {family: found[family][name] for family in ALL if name in found.get(family, {})}
         accepted = [family for family, row in measured.items() if "w4a16" in row]
         worst = f"{max(share(measured[family]) for family in accepted):.3f}" if accepted else ""
         refused = [family for family in measured if family not in accepted]
-        yield _line(name.removeprefix("rotary "), _some(accepted, measured), worst, _some(refused, measured))
+        yield name.removeprefix("rotary "), _some(accepted, measured), worst, _some(refused, measured)
 
 
-def refused_table(found: dict[str, dict[str, Row]]) -> Iterator[str]:
-    yield from _head("family", "refused by name")
+def refused_rows(found: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
     for family in ALL:
         names = [name for name, row in found.get(family, {}).items() if "refused" in row and name not in rotary_rows()]
-        yield _line(family, ", ".join(f"`{name}`" for name in names))
+        yield family, ", ".join(f"`{name}`" for name in names)
 
 
-TABLES = {"keys": key_table, "rotary": rotary_table, "refused": refused_table}
+TABLES = {
+    "keys": (("family", "keys", *_LEVELS, "one side ignores the key"), key_rows),
+    "rotary": (("rotary embedding", "accepted", "largest share of `off`", "refused"), embedding_rows),
+    "refused": (("family", "refused by name"), refused_rows),
+}
+"""Name of a table -> its heads, and what makes its rows."""
 
 
 def _levels(row: Row) -> list[str]:
@@ -86,24 +85,16 @@ def _some(chosen: Sequence[str], every: Iterable[str]) -> str:
     return ", ".join(chosen)
 
 
-def _head(*names: str) -> Iterator[str]:
-    yield _line(*names)
-    yield "|---" * len(names) + "|"
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def page() -> str:
     """The page with its tables as the results say."""
-    found, text = by_family(), PAGE.read_text()
-    for name, table in TABLES.items():
-        start, end = f"<!-- family_tables: {name} -->\n", "\n<!-- /family_tables -->"
-        before, _, rest = text.partition(start)
-        text = before + start + "\n".join(table(found)) + end + rest.partition(end)[2]
-    return text
+    found = by_family()
+
+    def table(name: str) -> str:
+        heads, made = TABLES[name]
+        return f"{markdown_table(heads, made(found))}\n"
+
+    return replace_tables(PAGE.read_text(encoding="utf-8"), "family_tables", table)
 
 
 if __name__ == "__main__":
-    sys.exit(main(PAGE, page(), __doc__))
+    PAGE.write_text(page(), encoding="utf-8")

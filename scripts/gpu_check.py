@@ -5,7 +5,6 @@
     scripts/gpu_check.sh --parts several    what needs 2 to 8 GPUs
     scripts/gpu_check.sh --parts NAME,NAME  some parts
     scripts/gpu_check.sh --cpu              a rehearsal on a CPU: small sizes; what needs a GPU is skipped
-    scripts/gpu_check.sh --readme           write the GPU column of README.md from the results, and run nothing
 
 Each part is a process with a limit on its time: one that fails or hangs takes none of the others with it. A call ends
 within nine minutes. It starts a part only if there is time for it on a warm machine, and the next call goes on. Stop
@@ -36,7 +35,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_pages import Result, markdown, verdict_table, write_readme
+from gpu_pages import Result, markdown, verdict_table
 from gpu_parts import BEFORE, FIRST_CALL, GROUPS, PARTS, Part
 
 from qarl.bench.report import commit
@@ -70,10 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="repeat parts that have passed today")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     parser.add_argument("--scratch", type=Path, default=ROOT / "runs" / "gpu_check", help="folder of large models")
-    parser.add_argument("--readme", action="store_true", help="write README.md's GPU column from the newest results")
     args = parser.parse_args(argv)
-    if args.readme:
-        return write_readme(args.output, ROOT / "README.md")
     names = [p.name for p in GROUPS[args.parts]] if args.parts in GROUPS else args.parts.split(",")
     if unknown := set(names) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join((*PARTS, *GROUPS))}")

@@ -1,13 +1,10 @@
-"""The pages that scripts/gpu_check.py writes from its results: tables, verdicts, and the GPU column of README.md."""
+"""The pages that scripts/gpu_check.py writes from its results: tables and verdicts."""
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from typing import Any
 
-from gpu_parts import PARTS, TRAINING
+from gpu_parts import PARTS
 from gpu_verdicts import verdicts
 
 from qarl.bench.report import kernel_tables, markdown_table, step_tables
@@ -33,8 +30,6 @@ def markdown(document: dict[str, Any], cpu: bool) -> str:
              markdown_table(["part", "status", "seconds", "commit", ""], rows)]  # fmt: skip
     if "bench" in results:
         lines += ["", "## verdicts", "", verdict_table(results["bench"], cpu=cpu)]
-    if cells := {} if cpu else readme_cells(results):
-        lines += ["", "## README", "", *(f"| `{scheme}` | {cell} |" for scheme, cell in cells.items())]
     for name, found in results.items():
         failing = [f"- `{test}`" for test in found.get("failing", ())]
         lines += ["", f"## {name}", "", *(["failing:", "", *failing, ""] if failing else []), *tables(name, found)]
@@ -55,32 +50,3 @@ def tables(name: str, result: Result) -> list[str]:
         rows = [f"| {i} | {mean:.2g} | {largest:.2g} |" for i, (mean, largest) in enumerate(found)]
         return [*head, *rows, "", *lines]
     return lines
-
-
-def readme_cells(results: dict[str, Result]) -> dict[str, str]:
-    """The GPU column of README's status table, for each scheme that a GPU has trained with."""
-    passed = {name for name, found in results.items() if found["status"] == "passed"}
-    measured: set[str] = set()
-    for name in ("steps", "all_steps"):
-        if name in passed:
-            measured |= {entry["scheme"] for entry in results[name]["report"]["results"]}
-    return {
-        scheme: "measured, local backend" if scheme in measured else "tested, local backend"
-        for scheme, parts in TRAINING.items()
-        if passed & set(parts)
-    }
-
-
-def write_readme(folder: Path, page: Path) -> int:
-    """Write the cells of the newest results into the status table; the exit code."""
-    found = sorted(folder.glob("gpu_check_*.json"))
-    if not found:
-        print(f"there is no gpu_check_*.json in {folder}")
-        return 1
-    cells = readme_cells(json.loads(found[-1].read_text())["parts"])
-    text = page.read_text(encoding="utf-8")
-    for scheme, cell in cells.items():
-        text = re.sub(rf"(?m)^(\| `{scheme}` \|.*\| )[^|]*\|$", rf"\g<1>{cell} |", text)
-    page.write_text(text, encoding="utf-8")
-    print(f"{found[-1].name}: {', '.join(cells) or 'no scheme'} written to {page.name}")
-    return 0

@@ -170,10 +170,3 @@ SEVERAL = (
 """For 2 to 8 GPUs. The 30B needs 8 of 80 GB, 64 GB of disk for its weights, and nothing that is downloaded."""
 PARTS = {part.name: part for part in (*FIRST, *SECOND, *SEVERAL)}
 GROUPS = {"first": FIRST, "second": SECOND, "several": SEVERAL, "all": (*FIRST, *SECOND)}
-TRAINING = {
-    "w4a16": ("eager", "graphs", "w4a16_model", "w4a16_off", "w4a16_qarl"),
-    "w8a8": ("graphs_w8a8_model", "w8a8_linears", "w8a8_qarl"),
-    "fp8": ("fp8_linears", "fp8_model", "fp8_qarl"),
-    "bf16": ("bf16_off", "bf16_model"),
-}
-"""Scheme -> the parts that train with it."""

@@ -3,22 +3,20 @@
 A table stands between `<!-- plan: NAME -->` and `<!-- /plan -->`.
 
     speed    time of a step by model, scheme and level relative to BF16, beside arXiv 2604.07853 (figures 9b and 11)
-    phases   Qwen3-30B-A3B with long responses, by phase, beside what a reader estimated for an earlier version
+    phases   Qwen3-30B-A3B with long responses, by phase
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from bench_table import main
+from bench_table import main, replace_tables
 
 from qarl.bench.plan import predict
 from qarl.bench.report import markdown_table
 from qarl.bench.roofline import PHASES, TERMS, Work, assumed_rates
 from qarl.config.quant import ROLLOUT_SCHEMES
 
-_BLOCK = re.compile(r"(<!-- plan: (\w+) -->\n).*?(<!-- /plan -->)", re.DOTALL)
 GPU = "h100"
 LOW_BIT = tuple(scheme for scheme in ROLLOUT_SCHEMES if scheme != "bf16")
 SPEED: dict[str, Any] = {
@@ -40,10 +38,6 @@ LONG: dict[str, Any] = {
     "prompts": 512, "n": 8, "prompt_length": 200, "response_length": (4000, 16384), "mini_batches": 8,
     "micro_tokens": 22528, "schemes": ("w4a16",), "optimizer": "muon",
 }  # fmt: skip
-EARLIER = {"rollout": (350, 450), "old_log_prob": (110, 120), "update": (290, 330), "optimizer": (2, 3),
-           "publish": (45, 50), "other": (10, 15)}  # fmt: skip
-"""Seconds of the same step, estimated by reading the code before its experts, its publish and its metrics were
-rewritten. Nobody measured them."""
 
 
 def speed() -> str:
@@ -67,11 +61,8 @@ def speed() -> str:
 def phases() -> str:
     """Return the seconds of each phase of a step with long responses, and its largest terms."""
     _, linears = predict(Work(**LONG), assumed_rates(GPU))
-    lines = []
-    totals = tuple(sum(bounds[i] for bounds in EARLIER.values()) for i in (0, 1))
-    for phase, earlier in {**{name: EARLIER[name] for name in PHASES}, "step": totals}.items():
-        lines.append([phase, f"{earlier[0]} to {earlier[1]}", *_predicted(linears, phase)])
-    return markdown_table(["phase", "earlier, s", "predicted, s", "largest terms, s"], lines)
+    lines = [[phase, *_predicted(linears, phase)] for phase in (*PHASES, "step")]
+    return markdown_table(["phase", "predicted, s", "largest terms, s"], lines)
 
 
 def _predicted(row: dict[str, Any], phase: str) -> list[str]:
@@ -91,7 +82,7 @@ TABLES = {"speed": speed, "phases": phases}
 
 def rewrite(text: str) -> str:
     """Return `text` with its tables made anew."""
-    return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+    return replace_tables(text, "plan", lambda name: f"{TABLES[name]()}\n")
 
 
 if __name__ == "__main__":

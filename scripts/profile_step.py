@@ -9,8 +9,6 @@ glance: kernels that take long, kernels that are many (the column of calls), and
 from __future__ import annotations
 
 import argparse
-import gzip
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,10 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
     print(found.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60))
     args.trace.parent.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(args.trace))
-    with args.trace.open("rb") as plain, gzip.open(f"{args.trace}.gz", "wb") as small:
-        shutil.copyfileobj(plain, small)
-    args.trace.unlink()
+    found.export_chrome_trace(f"{args.trace}.gz")
     print(f"trace: {args.trace}.gz")
     return 0
 

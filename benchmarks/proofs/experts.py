@@ -9,27 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, batch_of, log_probs
-from benchmarks.proofs.harness import run_config as config_of
+from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, batch_of, log_probs, run_config
 from qarl.align.router_replay import known_routing
 from qarl.bench.arguments import find_model
-from qarl.checks.memory import estimate
-from qarl.checks.memory_terms import GIB
-from qarl.checks.model_size import ModelSize
 from qarl.checks.sampling import sampling_config
 from qarl.diagnose.candidates import with_keys
 from qarl.metrics.mismatch import mismatch_metrics
@@ -45,23 +36,17 @@ SEED_STEP = -2
 
 
 def experts_real_size(record: Record, *, vocabulary: int = 4096, steps: int = 1) -> None:
-    """Publish, sample, compare log-probs, train, and sample again with the same seeds; seconds and memory by phase."""
+    """Publish, sample, compare log-probs, train, and sample again with the same seeds."""
     if not record.wants("one layer"):
         return
-    meter = Meter()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
-        with meter.phase("make the model"):
-            shape = dict(find_model("Qwen3-30B-A3B").config) | {"num_hidden_layers": 1, "max_window_layers": 1}
-            (folder / "shape").mkdir()
-            (folder / "shape" / "config.json").write_text(json.dumps(shape | {"vocab_size": vocabulary}))
-            given = ["--model", str(folder / "shape"), "--output", str(folder / "layer")]
-            subprocess.run([sys.executable, str(RANDOM_MODEL), *given], check=True)
-        config = config_of("qwen3_30b_w4a16.yaml", keys(folder, steps))
-        size = ModelSize.from_config(json.loads((folder / "layer" / "model" / "config.json").read_text()))
-        row = measure(config, meter)
-    row |= {"parameters": size.parameters, "vocabulary": vocabulary, "phases": meter.phases}
-    row["estimated_gib"] = {p: estimate(size, config, device="cpu").total(p) / GIB for p in ("update", "step")}
+        shape = dict(find_model("Qwen3-30B-A3B").config) | {"num_hidden_layers": 1, "max_window_layers": 1}
+        (folder / "shape").mkdir()
+        (folder / "shape" / "config.json").write_text(json.dumps(shape | {"vocab_size": vocabulary}))
+        given = ["--model", str(folder / "shape"), "--output", str(folder / "layer")]
+        subprocess.run([sys.executable, str(RANDOM_MODEL), *given], check=True)
+        row = measure(run_config("qwen3_30b_w4a16.yaml", keys(folder, steps)))
     moved = row["after_training"]["other_tokens_frac"] > 0
     record.add("one layer", row, ok=moved and row["mismatch"]["model"]["abs_max"] < 0.1)
 
@@ -96,57 +81,20 @@ def keys(folder: Path, steps: int) -> Row:
     }  # fmt: skip
 
 
-class Meter:
-    """Seconds of each phase, and its peak of resident memory."""
-
-    def __init__(self) -> None:
-        self.phases: dict[str, dict[str, float]] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        for folder in _processes():
-            (folder / "clear_refs").write_text("5")  # resets VmHWM
-        start = time.perf_counter()
-        yield
-        seconds, found = time.perf_counter() - start, 0
-        for folder in _processes():  # pages that processes share count for each of them
-            found += sum(int(kb) for kb in re.findall(r"VmHWM:\s+(\d+) kB", (folder / "status").read_text()))
-        self.phases[name] = {"seconds": seconds, "peak_gib": found * 1024 / GIB}
-
-
-def _processes() -> list[Path]:
-    own = psutil.Process()
-    return [Path(f"/proc/{process.pid}") for process in (own, *own.children(recursive=True))]
-
-
-def measure(config: Any, meter: Meter) -> Row:
+def measure(config: Any) -> Row:
     """Return what was published, δ by level before training, each step's metrics, and δ after them."""
-    with meter.phase("load the policy and quantize"):
-        parts = prepare_run(config)
-        parts.policy.requantize()
-    with meter.phase("start vLLM, make FP32 masters"):
-        trainer = LocalTrainer(config, parts)
+    trainer, levels = LocalTrainer(config, prepare_run(config)), {}
     with trainer.engine:
-        with meter.phase("publish"):
-            report = trainer.publish()
-        with meter.phase("sample"):
-            first = sample(trainer)
-        level, levels, steps = trainer.policy.align, {}, []
-        with meter.phase(f"log-probs at {level}"):
-            levels[level] = mismatch(trainer.policy, first)
-        for other, replay in (("linears", "on"), ("linears", "off")):
-            with meter.phase(f"load, and log-probs at {other}, replay {replay}"):
-                rollout = config.rollout.model_copy(update={"router_replay": replay})
-                changed = with_keys(config, {"quant.align": other}).model_copy(update={"rollout": rollout})
-                levels[f"{other}, replay {replay}"] = mismatch(Policy.load(changed), first)
+        report, first = trainer.publish(), sample(trainer)
+        levels[trainer.policy.align] = mismatch(trainer.policy, first)
+        for replay in ("on", "off"):
+            rollout = config.rollout.model_copy(update={"router_replay": replay})
+            changed = with_keys(config, {"quant.align": "linears"}).model_copy(update={"rollout": rollout})
+            levels[f"linears, replay {replay}"] = mismatch(Policy.load(changed), first)
         trainer.timer.pop()
-        for number in range(1, config.trainer.total_training_steps + 1):
-            with meter.phase(f"training step {number}, with rollout and publish"):
-                steps.append(trainer.train_step() | trainer.timer.pop())
-        with meter.phase("sample after training"):
-            last = sample(trainer)
-        with meter.phase(f"log-probs at {level} after training"):
-            after = mismatch(trainer.policy, last)
+        steps = [trainer.train_step() | trainer.timer.pop() for _ in range(config.trainer.total_training_steps)]
+        last = sample(trainer)
+        after = mismatch(trainer.policy, last)
     tokens = [torch.tensor(batch.response_token_ids) for batch in (first, last)]
     assert first.routed_experts is not None
     return {

@@ -168,8 +168,8 @@ class Run:
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def start(cls, name: str, root: Path, config: str, settings: Row, *, verl: Row | None = None, **env: str) -> Run:
-        """Start a run in `root/name`. `verl`: keys of verl's own. `env`: more environment."""
+    def start(cls, name: str, root: Path, config: str, settings: Row, *, verl: Row | None = None) -> Run:
+        """Start a run in `root/name`. `verl`: keys of verl's own."""
         root = root.resolve()
         root.mkdir(parents=True, exist_ok=True)
         if verl is not None:
@@ -179,14 +179,14 @@ class Run:
         given = arguments({"name": name, "output_dir": root} | settings)
         with (root / f"{name}.log").open("ab") as log:
             command = [sys.executable, "-m", "qarl.train", f"config={config}", *given]
-            process = subprocess.Popen(command, cwd=ROOT, env=os.environ | env, stdout=log, stderr=log)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         return cls(root / name, root / f"{name}.log", process)
 
     @classmethod
-    def train(cls, name: str, root: Path, config: str, settings: Row, **more: Any) -> Run:
+    def train(cls, name: str, root: Path, config: str, settings: Row, *, verl: Row | None = None) -> Run:
         """Make a run in an empty folder, to its end."""
         cls.clear(name, root)
-        run = cls.start(name, root, config, settings, **more)
+        run = cls.start(name, root, config, settings, verl=verl)
         run.process.wait()
         return run
 

@@ -20,22 +20,12 @@ RANKS, PROMPT, RESPONSE, ROWS, MICRO_BATCHES, GROUP = 2, 64, 448, 2, 2, 64
 SIZES: dict[str, Row] = {
     "80M": {"hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 12},
     "160M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 10},
-    "moe": {
-        "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8,
-        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "norm_topk_prob": True,
-    },
-}  # fmt: skip
+}
 SECONDS_BETWEEN_READINGS = 0.003
 PHASES = ("old_log_prob", "update", "step")
 
 
-def memory_plan(
-    record: Record,
-    *,
-    sizes: tuple[str, ...] = ("80M", "160M"),
-    masters: tuple[str, ...] = ("fp32",),
-    schemes: tuple[str, ...] = ("w4a16",),
-) -> None:
+def memory_plan(record: Record) -> None:
     """Predict the peak of each phase of a step with Muon, and measure it on two ranks; `ratio` is within 15%.
 
     A rank's peak is the largest anonymous memory (Linux' RssAnon, read every few milliseconds) over what it had before
@@ -43,13 +33,13 @@ def memory_plan(
     prediction is without vLLM, without what an engine keeps, and without the allowance for libraries.
     """
     os.environ |= {"VERL_PLATFORM": "cpu", "LOCAL_RANK": "0", "RAY_RAYLET_PID": "1", "RAY_JOB_ID": "01000000"}
-    for size, master, scheme in ((size, m, s) for size in sizes for m in masters for s in schemes):
-        if record.wants(name := f"{size} | {master} | {scheme}"):
-            config = model_keys(SIZES[size])
+    for size, changes in SIZES.items():
+        if record.wants(name := f"{size} | fp32 | w4a16"):
+            config = model_keys(changes)
             with tempfile.TemporaryDirectory() as folder:
                 write_model(Source(size, config), config["num_hidden_layers"], Path(folder) / "model")
-                every = on_ranks(measure_rank, RANKS, f"{folder}/model", master, scheme)
-            row = predict(config, master, scheme)
+                every = on_ranks(measure_rank, RANKS, f"{folder}/model")
+            row = predict(config)
             row["measured"] = {phase: max(one[phase] for one in every) for phase in PHASES}
             row["ratios"] = {phase: row["measured"][phase] / value for phase, value in row["predicted"].items()}
             row["ratio"] = max(row["measured"].values()) / max(row["predicted"].values())
@@ -59,7 +49,7 @@ def memory_plan(
 def model_keys(sizes: Row) -> Row:
     heads = sizes["hidden_size"] // 64
     return {
-        "model_type": "qwen3_moe" if "num_experts" in sizes else "qwen3",
+        "model_type": "qwen3",
         "vocab_size": 16384,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
@@ -68,7 +58,7 @@ def model_keys(sizes: Row) -> Row:
     } | sizes
 
 
-def run_config(master: str, scheme: str) -> Config:
+def run_config() -> Config:
     """Return the run that the measured steps are: a mini-batch a rank, `MICRO_BATCHES` of `ROWS` responses."""
     return build_config(
         {
@@ -82,22 +72,22 @@ def run_config(master: str, scheme: str) -> Config:
                 "max_response_length": RESPONSE,
             },
             "rollout": {"n": MICRO_BATCHES},
-            "quant": {"scheme": scheme, "group_size": GROUP, "align": "linears"},
+            "quant": {"scheme": "w4a16", "group_size": GROUP, "align": "linears"},
             "actor": {
                 "ppo_mini_batch_size": RANKS * ROWS,
                 "ppo_micro_batch_size_per_gpu": ROWS,
                 "log_prob_micro_batch_size_per_gpu": ROWS,
             },
-            "optim": {"name": "muon", "muon_lr": 1e-5, "master_dtype": master},
+            "optim": {"name": "muon", "muon_lr": 1e-5, "master_dtype": "fp32"},
             "trainer": {"n_gpus_per_node": RANKS, "total_training_steps": 1, "val_before_train": False},
         }
     )
 
 
-def predict(config: Row, master: str, scheme: str) -> Row:
+def predict(config: Row) -> Row:
     size = ModelSize.from_config(config)
-    kernels = dict.fromkeys(size.linears().values(), "vllm_cpu_wna16" if scheme == "w4a16" else "")
-    found = estimate(size, run_config(master, scheme), device="cpu", align="linears", kernels=kernels)
+    kernels = dict.fromkeys(size.linears().values(), "vllm_cpu_wna16")
+    found = estimate(size, run_config(), device="cpu", align="linears", kernels=kernels)
     elsewhere = ("vLLM", "libraries", "kept for delta publishes: engine")
     counted = [part for part in found.parts if not part.name.startswith(elsewhere)]
     return {
@@ -132,7 +122,7 @@ class Phases:
         self._highest = now
 
 
-def measure_rank(folder: str, master: str, scheme: str) -> dict[str, int]:
+def measure_rank(folder: str) -> dict[str, int]:
     """One rank's program: load, a publish, and two steps; the second has moments from the start."""
     import torch
     import verl  # noqa: F401  registers its platform
@@ -143,7 +133,7 @@ def measure_rank(folder: str, master: str, scheme: str) -> dict[str, int]:
 
     from qarl.verl.plugin.config import TBPOPolicyLossConfig
 
-    settings = engine_settings(folder, run_config(master, scheme))
+    settings = engine_settings(folder, run_config())
     wide: Row = {"seq_clip_ratio_high": 10.0, "neg_seq_clip_ratio_low": 1.0, "neg_seq_clip_ratio_high": 10.0}
     actor = FSDPActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode="seq-mean-token-mean",

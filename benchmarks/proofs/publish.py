@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.proofs.engine_tensors import copied, differ
 from benchmarks.proofs.harness import QUIET, TINY, Record, Row, batch_of, in_process, log_probs, run_config
 from qarl.bench.arguments import Source, write_model
 from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors, save_model
@@ -139,6 +138,21 @@ WIDE = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+
+
+def copied(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of every parameter and buffer, under every name that it has."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> int:
+    """Return the number of tensors that are not equal byte for byte, or that only one of the two has."""
+
+    def raw(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().view(-1).view(torch.uint8)
+
+    return len(a.keys() ^ b.keys()) + sum(not torch.equal(raw(a[name]), raw(b[name])) for name in a.keys() & b.keys())
 
 
 def publish_delta(record: Record, *, publishes: int = 1000) -> None:

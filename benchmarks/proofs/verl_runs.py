@@ -1,4 +1,4 @@
-"""Whole runs in verl: mismatch, ranks, delta publishes, and two runs on a host."""
+"""Whole runs in verl: mismatch, ranks, and two runs on a host."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import torch
 
 from benchmarks.proofs.align import random_twin
 from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, TINY, Record, Row, Run, timed
-from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.metrics.mismatch_limit import resolve_limit
-from qarl.rollout.publish.checksum import checksums
 
 CONFIG = "quickstart_verl.yaml"
 FOLDER = ROOT / "runs" / "proofs"
@@ -182,74 +180,6 @@ def verl_ranks(
                 values = [step[f"mismatch/{key}"] for step in steps]
                 row |= {f"{key}_mean": sum(values) / len(values), f"{key}_max": max(values)}
             record.add(name, row, ok=code == 0 and len(steps) == 30)
-
-
-DELTAS: dict[str, tuple[str, Row]] = {
-    "dense": (CONFIG, {"optim.lr": 1e-6}),
-    "dense, lr of the quickstart": (CONFIG, {}),
-    "experts, two workers": (
-        "quickstart_moe.yaml", {"optim.lr": 1e-6, "quant.align": "linears", "rollout.tensor_model_parallel_size": 2}
-    ),
-}  # fmt: skip
-EXTENSION = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
-WATCHED = {EXTENSION: "benchmarks.proofs.watched_worker.WatchedWorker"}
-DELTA_STEPS = 6
-
-
-def verl_delta(record: Record) -> None:
-    """Two ranks, and what each publish left in every worker, compared with a full publish and with the export."""
-    settings = QUIET | SMALL | {
-        "backend": "verl",
-        "trainer.save_final": True,
-        "trainer.n_gpus_per_node": 2,
-        "trainer.total_training_steps": DELTA_STEPS,
-        "actor.ppo_micro_batch_size_per_gpu": 8,
-        "actor.log_prob_micro_batch_size_per_gpu": 16,
-        "publish.delta": "auto",
-    }  # fmt: skip
-    for name, (config, changes) in DELTAS.items():
-        if record.wants(name):
-            with tempfile.TemporaryDirectory() as folder:
-                watch = Path(folder) / "watch"
-                watch.mkdir()
-                path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-                env = {"QARL_WATCH": str(watch), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-                run = Run.train("run", Path(folder), config, settings | changes, verl=WATCHED, **env)
-                if run.code:
-                    raise SystemExit(run.text[-4000:])
-                workers = [[json.loads(line) for line in file.open()] for file in sorted(watch.iterdir())]
-                exported = dict(read_tensors(Path(run.summary["checkpoint"])))
-                found = zip(exported, checksums(exported.values()), strict=True)
-                export = {name: f"{digest & (2**64 - 1):016x}" for name, digest in found}
-                steps = [entry for entry in run.history if entry["step"] > 0]
-            row, ok = _watched(workers, steps, export)
-            record.add(name, row, ok=ok)
-
-
-def _watched(workers: list[list[Row]], steps: list[Row], export: dict[str, str]) -> tuple[Row, bool]:
-    last = [worker[-1]["digests"] for worker in workers]
-    every = [one for worker in workers for one in worker]
-    unlike = [
-        len(one.keys() ^ export.keys()) + sum(one[n] != export[n] for n in one.keys() & export.keys()) for one in last
-    ]
-    row: Row = {
-        "workers": len(workers),
-        "publishes": [[one["version"] for one in worker] for worker in workers],
-        "deltas": [[one["delta"] for one in worker] for worker in workers],
-        "tensors": len(last[0]),
-        "damaged": sum(one["damaged"] for one in every),
-        "differ_from_full_publish": sum(one["differ"] for one in every),
-        "same_in_all_workers": len({tuple(one["held"] for one in worker) for worker in workers}) == 1,
-        "differ_from_export": max(unlike),
-        "steps": [
-            {name: value for name, value in one.items() if name.startswith(("publish/", "step", "mismatch/abs_mean"))}
-            for one in steps
-        ],
-    }
-    used = all(found == [False] + [True] * (len(found) - 1) and len(found) >= DELTA_STEPS for found in row["deltas"])
-    logged = [one.get("publish/delta") for one in steps] == [0.0] + [1.0] * (DELTA_STEPS - 1)
-    wrong = row["damaged"] or row["differ_from_full_publish"] or row["differ_from_export"]
-    return row, used and logged and row["same_in_all_workers"] and not wrong
 
 
 def verl_two_runs(record: Record, *, steps: int = 10) -> None:

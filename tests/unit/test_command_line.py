@@ -131,7 +131,7 @@ def test_the_page_of_the_configuration_is_fresh(monkeypatch: pytest.MonkeyPatch)
     import config_page
 
     text = config_page.PAGE.read_text(encoding="utf-8")
-    assert text == config_page.page(), "run python scripts/config_page.py --write"
+    assert text == config_page.page(), "run python scripts/config_page.py"
     assert text.count("\n| `") == len(describe_keys()) - len(sections())
 
 

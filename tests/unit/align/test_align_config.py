@@ -51,7 +51,7 @@ def make(family: str, **keys: Any) -> Any:
 
 @needs_vllm
 def test_the_table_holds_what_the_installed_packages_read():
-    """After an upgrade: python scripts/config_keys.py --write, and a verdict for each new key."""
+    """After an upgrade: python scripts/config_keys.py, and a verdict for each new key."""
     written, versions = json.loads(TABLE.read_text()), config_keys.versions()
     if written["versions"] != versions:
         pytest.skip(f"the table is of {written['versions']}, and {versions} are installed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_check
-import gpu_pages
 from gpu_parts import Part
 from gpu_verdicts import BOUNDS, Bound, verdicts
 
@@ -189,26 +187,6 @@ def test_a_part_does_not_outlive_the_script(tmp_path: Path, number: int) -> None
         os.kill(pid, signal.SIGKILL)
     assert not found
     assert kept(tmp_path)["pid"]["output"] == ([str(pid)] if number == signal.SIGHUP else [])
-
-
-def test_readme_rows(tmp_path: Path) -> None:
-    def result(status: str, report: Any = None) -> dict[str, Any]:
-        return {"status": status, "report": report, "output": [], "seconds": 1, "why": None, "commit": "c"}
-
-    steps = {"results": [{"scheme": "w4a16"}]}
-    parts = {"eager": result("passed"), "steps": result("passed", steps), "fp8_model": result("failed"),
-             "graphs_w8a8_model": result("passed")}  # fmt: skip
-    cells = gpu_pages.readme_cells(parts)
-    assert cells == {"w4a16": "measured, local backend", "w8a8": "tested, local backend"}
-    page = tmp_path / "README.md"
-    page.write_text((ROOT / "README.md").read_text())
-    assert gpu_pages.write_readme(tmp_path, page) == 1  # no results
-    (tmp_path / "gpu_check_2026-12-01.json").write_text(json.dumps({"parts": parts}))
-    assert gpu_pages.write_readme(tmp_path, page) == 0
-    before, after = ((ROOT / "README.md").read_text().splitlines(), page.read_text().splitlines())
-    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
-    assert [re.split(r" \| ", new)[-1] for _, new in changed] == [f"{cell} |" for cell in cells.values()]
-    assert [old.split(" | ")[:3] for old, _ in changed] == [new.split(" | ")[:3] for _, new in changed]
 
 
 @pytest.mark.slow

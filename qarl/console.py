@@ -93,13 +93,12 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
     if handles:
         signal.signal(signal.SIGINT, _interrupt)
     try:
-        return _run(command, list(sys.argv[1:] if argv is None else argv), describe)
+        code = _run(command, list(sys.argv[1:] if argv is None else argv), describe)
+        _flush()
+        return code
     except UserError as error:
         say(f"error: {error}")
         return 2
-    except BrokenPipeError:  # the reader of standard output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again at its exit
-        return 0
     except BaseException as error:
         # A library may turn KeyboardInterrupt into a different exception, especially during its import.
         if not isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not _leave:
@@ -109,6 +108,14 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
     finally:
         if handles:
             signal.signal(signal.SIGINT, _leave)  # or Python would show a traceback during its exit
+
+
+def _flush() -> None:
+    """Write what standard output still buffers. Its reader, such as `head`, may have seen enough."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again at its exit
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:

@@ -52,21 +52,23 @@ def export(request: ExportRequest) -> str:
     import torch
 
     from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, weight_files, write_model
-    from qarl.checkpoint.open import find_checkpoint, open_source
+    from qarl.checkpoint.open import find_checkpoint, open_source, read_all, reading
     from qarl.checkpoint.storage import recover, whole_folder
     from qarl.quant.scheme import get_scheme
 
     folder = find_checkpoint(request.run, request.step)
     check_output(request.output, folder, overwrite=request.overwrite)
     trust = request.trust_remote_code
-    source = open_source(folder, trust_remote_code=trust)
-    quant = source.config["quant"]
-    scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
-    if request.format != "quantized":
-        scheme = get_scheme("bf16")
-    files = ModelFiles.from_folder(source.model_folder, trust_remote_code=trust)
-    linears = linears_of(source.model_folder, scheme, quant["ignore"], trust_remote_code=trust)
-    tensors = source.fp32() if request.format == "fp32" else packed(source.bf16(), scheme, linears)
+    with reading(folder):
+        source = open_source(folder, trust_remote_code=trust)
+        quant = source.config["quant"]
+        scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
+        if request.format != "quantized":
+            scheme = get_scheme("bf16")
+        files = ModelFiles.from_folder(source.model_folder, trust_remote_code=trust)
+        linears = linears_of(source.model_folder, scheme, quant["ignore"], trust_remote_code=trust)
+    masters = read_all(folder, source.fp32() if request.format == "fp32" else source.bf16())
+    tensors = masters if request.format == "fp32" else packed(masters, scheme, linears)
     output = request.output.resolve()
     if output.parent.is_dir():
         recover(output.parent, output.name)
@@ -96,8 +98,10 @@ def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
             where=str(checkpoint.parent),
             fix="choose a different folder",
         )
-    if not output.is_dir() or not any(output.iterdir()):
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
+    if not output.is_dir():
+        raise UserError(f"output={output} is a file", fix="choose the name of a folder")
     if not overwrite:
         raise UserError(f"output={output} exists and is not empty", fix="choose another folder, or add overwrite=true")
     if not (output / "config.json").is_file():
@@ -111,6 +115,9 @@ def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
 def read_request(arguments: Sequence[str]) -> ExportRequest:
     """Parse `arguments`, each of the form key=value. Raise UserError for the first invalid one."""
     values: dict[str, Any] = dict(argument.partition("=")[::2] for argument in arguments)
+    if len(values) < len(arguments) or any(key in KEYS and not value for key, value in values.items()):
+        raise UserError("a key is given twice or is empty", where="command line", why=" ".join(arguments),
+                        fix="write qarl export run=runs/NAME output=DIR")  # fmt: skip
     try:
         return ExportRequest(**values)
     except ValidationError as error:

@@ -16,6 +16,7 @@ import logging
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, Shard
 
 from qarl.checkpoint.compressed_tensors import model_of, read_tensors
@@ -85,6 +87,28 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
         there = ", ".join(f"step={step}" for step in sorted(found))
         raise UserError(f"the run {run} has no checkpoint of step {wanted}", fix=f"choose from {there}")
     return found[wanted]
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Turn errors in the `with` block into a UserError that names the checkpoint's `folder`.
+
+    Many exception classes are caught, because libraries raise different ones for damaged files.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        fix = "check the disk it is on, or export a different step"
+        if "trust_remote_code" in str(error):
+            fix = "read the code in the model's folder, then add trust_remote_code=true"
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise UserError("the checkpoint cannot be read", where=str(folder), why=why, fix=fix) from error
+
+
+def read_all(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `tensors`. Raise UserError if one cannot be read."""
+    with reading(folder):
+        yield from tensors
 
 
 def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:

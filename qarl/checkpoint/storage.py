@@ -62,6 +62,8 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
         for path in [*partial.rglob("*"), partial]:
             _sync(path)
         replace_folder(folder, partial)
+    except UserError:
+        raise
     except Exception as error:
         if (cause := _os_error(error)) is None:
             raise

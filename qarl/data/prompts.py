@@ -117,12 +117,24 @@ def check_data_file(file: str) -> None:
         )
 
 
+def _check_first(path: Path) -> None:
+    """Raise ValueError if a JSON file does not begin with an object or a list: pyarrow would crash the process."""
+    if _FORMATS[path.suffix] == "json":
+        with path.open("rb") as file:
+            first = next((line.strip()[:1] for line in file if line.strip()), b"{")
+        if first not in b"[{":
+            raise ValueError(f"a row must be a JSON object, {{...}}, but the file begins with {first!r}")
+
+
 def _read(file: str, prompt_key: str) -> datasets.Dataset:
     """Return the rows of a file. Raise UserError if it cannot be read, is empty or lacks a column."""
     import datasets
 
     check_data_file(file)
+    if not Path(file).stat().st_size:
+        raise UserError("the data file has no rows", where=file, fix="write at least one prompt to it")
     try:
+        _check_first(Path(file))
         # A temporary cache, because the user's cache would keep a copy of every version of every file.
         with tempfile.TemporaryDirectory() as cache_dir:
             kind = _FORMATS[Path(file).suffix]

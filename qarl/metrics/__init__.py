@@ -1,1 +1,13 @@
 """Measurements of a run: mismatch, seconds per phase, metrics.jsonl, versions, plots."""
+
+from __future__ import annotations
+
+from qarl.lazy import exporter
+
+__getattr__ = exporter(
+    __name__,
+    {
+        "mismatch": ("PhaseTimer", "mismatch_metrics", "response_metrics"),
+        "tracker": ("Tracker", "read_metrics"),
+    },
+)

@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +21,7 @@ from typing import Any, TextIO
 from qarl.checkpoint.storage import METRICS_FILE, StorageError, append_lines, number, read_lines, write_json, writing
 from qarl.console import say
 from qarl.errors import UserError
+from qarl.metrics.wandb_key import check_wandb_key
 from qarl.metrics.warning_log import WarningLog
 from qarl.process import package_versions
 
@@ -109,6 +111,9 @@ class Tracker:
             call(self._views[name])
         except Exception as error:
             del self._views[name]
+            if isinstance(error, BrokenPipeError) and name == "console":  # as by `| head`: the reader has seen enough
+                say("note: the reader of the console has closed it; the run continues")
+                return
             problem = _lost_view(name, error)
             problem.__cause__ = error
             self.problem = self.problem or problem
@@ -142,6 +147,8 @@ def check_loggers(loggers: Sequence[str]) -> None:
                 where="trainer.logger",
                 fix=f"pip install {logger}, or remove {logger} from trainer.logger",
             )
+    if "wandb" in loggers:
+        check_wandb_key()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -154,6 +161,8 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         raise UserError("no metrics to read", where=str(path), fix="give the directory of a run, such as runs/NAME")
     steps: dict[int, dict[str, Any]] = {}
     for entry in read_lines(path):
+        if "step" not in entry:
+            continue
         step = int(entry["step"])
         numbers = {name: float(value) if isinstance(value, str) else value for name, value in entry.items()}
         if step < max(steps, default=step):
@@ -218,6 +227,8 @@ class _Console:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         figures = "  ".join(f"{label} {form.format(metrics[key])}" for label, key, form in _FIGURES if key in metrics)
         if self._bar is not None:
+            if self._bar.n == self._bar.initial:  # what came before is the start of the run, not step time
+                self._bar.start_t = self._bar.last_print_t = time.time() - metrics.get("timing_s/step", 0.0)
             self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(max(0, step - self._bar.n))
             self._bar.refresh()

@@ -172,8 +172,10 @@ def check_free(run_dir: Path) -> None:
 
 def is_finished(run_dir: Path) -> bool:
     """Return whether the summary in `run_dir` says that the run is finished."""
-    path = run_dir / "summary.json"
-    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8"))["finished"])
+    try:
+        return bool(json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["finished"])
+    except (OSError, ValueError, KeyError, TypeError):  # a power cut can leave it empty
+        return False
 
 
 def _within(folder: Path, run_dir: Path) -> bool:

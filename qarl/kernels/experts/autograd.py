@@ -1,7 +1,7 @@
 """An expert layer with low-bit weights: the choice of its kernel, its forward and its backward.
 
 The layer computes y = sum over a token's experts of w * down(silu(gate(x)) * up(x)). The forward uses the rollout
-engine's kernel if possible (`vllm.py` on GPUs, `qarl.kernels.experts.cpu` on CPUs), otherwise our grouped products. The
+engine's kernel if possible (`cuda.py` on GPUs, `qarl.kernels.experts.cpu` on CPUs), otherwise our grouped products. The
 backward is straight-through and the same for all kernels. Ŵgu and Ŵd are the dequantized weights of gate_up and down:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    computed again by our grouped kernels, from the wire tensors

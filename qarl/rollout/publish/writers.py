@@ -257,6 +257,13 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
             why="QaRL does not know how it is split, and after vLLM's own reload it would return NaN on a CPU",
             fix="set rollout.tensor_model_parallel_size=1, or choose another quant.scheme",
         )
+    if getattr(module, "use_w4a8", False):
+        raise UserError(
+            "vLLM would multiply W4A16 weights by int8 activations",
+            where="environment variable VLLM_CPU_INT4_W4A8 of the rollout engine",
+            why="it is on by default on CPUs with AMX, such as this one, but the trainer uses BF16 activations",
+            fix="set VLLM_CPU_INT4_W4A8=0 in the process that starts the engine",
+        )
     if not (direct and known):
         return None
     if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):

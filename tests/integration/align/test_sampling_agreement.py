@@ -228,7 +228,7 @@ def test_truncation_at_an_unconfirmed_level_is_refused_before_anything_is_loaded
         prepare_run(run)
     monkeypatch.setattr("qarl.checks.machine.runs_on_cpu", lambda backend: False)
     monkeypatch.setattr("qarl.checks.model.runs_on_cpu", lambda backend: False)
-    with pytest.raises(UserError, match="unconfirmed alignment level model"):
+    with pytest.raises(UserError, match="no GPU has confirmed this level"):
         prepare_run(run)
     monkeypatch.setattr("qarl.align.model.model_unavailable", lambda *_: "is not built")
     with pytest.raises(UserError, match="fell back to linears"):

@@ -20,7 +20,7 @@ from qarl.checkpoint.compressed_tensors import (
     save_model,
     weight_files,
 )
-from qarl.checkpoint.export import export, read_request
+from qarl.checkpoint.export import check_output, export, read_request
 from qarl.checkpoint.folder import open_checkpoint, save_checkpoint, tensor_digest
 from qarl.config import OptimConfig
 from qarl.errors import UserError
@@ -191,3 +191,12 @@ def test_what_will_not_do_is_one_message(tmp_path, capsys, arguments, expected):
     assert main(given) == 2
     assert re.search(expected, capsys.readouterr().err)
     assert not Path("x").exists()
+
+
+def test_an_export_over_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UserError, match="is a file"):
+        check_output(tmp_path / "out", tmp_path / "run" / "checkpoints" / "step_1", overwrite=True)
+    for arguments in (["run=a", "output=b", "output=c"], ["run=", "output=b"]):
+        with pytest.raises(UserError, match="twice or is empty"):
+            read_request(arguments)

@@ -17,6 +17,7 @@ import torch
 from qarl.errors import UserError
 from qarl.metrics.plots import class_values, main, plot_run
 from qarl.metrics.tracker import Tracker, read_metrics, write_versions
+from qarl.metrics.wandb_key import check_wandb_key
 
 
 class Terminal(io.StringIO):
@@ -100,6 +101,7 @@ def test_wandb_resumes_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         started.append(options)
         return SimpleNamespace(id="abc", log=lambda metrics, step: logged.append((metrics, step)), finish=lambda: None)
 
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     spec = SimpleNamespace(origin="wandb/__init__.py")
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=spec))
     for start_step in (0, 1, 0):
@@ -179,3 +181,15 @@ def test_comparing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(names)
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "no metrics to read" in capsys.readouterr().err
+
+
+def test_wandb_without_a_key_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"W&B has no key[\s\S]*WANDB_MODE=offline"):
+        check_wandb_key()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    check_wandb_key()

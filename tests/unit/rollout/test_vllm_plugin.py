@@ -17,7 +17,7 @@ from random_moe import IGNORE, save_random_moe
 if not vllm_is_for_cpus():
     pytest.skip(NO_VLLM_CPU, allow_module_level=True)
 
-from qarl.checks.run import CHECKS
+from qarl.checks.run import check_experts
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
@@ -101,17 +101,19 @@ def test_a_compiled_mixture_is_refused(tmp_path: Path) -> None:
     scheme = get_scheme("w4a16", 32)
     with pytest.raises(UserError, match=r"(?s)cannot compile a mixture.*rollout\.enforce_eager=true"):
         RolloutEngine(EngineConfig(str(tmp_path / "model"), scheme, IGNORE, 64, enforce_eager=False))
-    check = next(check for check in CHECKS if check.name == "vLLM can run experts")
     for backend in ("local", "verl"):
         for hf_config, enforce_eager, refused in (
             (DENSE, False, False),
             (MIXTURE, True, False),
             (MIXTURE, False, backend == "local"),  # verl's engines are always eager on a CPU
         ):
-            config = SimpleNamespace(backend=backend, rollout=SimpleNamespace(enforce_eager=enforce_eager))
-            run: Any = SimpleNamespace(config=config, hf_config=hf_config)
+            config: Any = SimpleNamespace(
+                backend=backend,
+                quant=SimpleNamespace(kernels="engine"),
+                rollout=SimpleNamespace(enforce_eager=enforce_eager),
+            )
             with pytest.raises(UserError, match="cannot compile") if refused else nullcontext():
-                list(check.findings(run))
+                check_experts(config, SimpleNamespace(on_cpu=True), hf_config)
 
 
 def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ def test_the_layout_of_marlins_experts_is_vllms(group_size: int) -> None:
 @pytest.mark.parametrize(("rows", "error"), [(torch.int8, AssertionError), (torch.bfloat16, AttributeError)])
 @pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
 def test_vllms_triton_experts_refuse_int8_rows(gpu: tuple[int, int], rows: torch.dtype, error: type[Exception]) -> None:
-    """`qarl.checks.run.check_int8_experts` refuses W8A8 for it. BF16 rows pass the same lines, and then lack the
+    """`qarl.checks.run.check_experts` refuses W8A8 for it. BF16 rows pass the same lines, and then lack the
     rest of the object."""
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 

@@ -199,10 +199,10 @@ BESIDE_VERL = {
     "verl": "qarl/verl/run.py",
     "backend": "qarl/train.py",
     "dry_run": "qarl/train.py",
-    "trainer.num_threads": "qarl/verl/process.py",
+    "trainer.num_threads": "qarl/verl/keys.py",
     "trainer.logger": "qarl/verl/metrics.py",
-    "trainer.plots": "qarl/verl/metrics.py",
-    "trainer.report": "qarl/verl/metrics.py",
+    "trainer.plots": "qarl/verl/run.py",
+    "trainer.report": "qarl/verl/run.py",
 }
 """Keys that QaRL's own side of a verl run reads."""
 

@@ -225,7 +225,7 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 @pytest.mark.parametrize("level", ["off", "linears", "model"])
 def test_engines_on_gpus_compile_where_the_trainer_follows_none_of_their_operators(scheme, level):
-    """As in the local backend (tests/rollout/test_gpu.py): vLLM's default for W4A16 and BF16 below `model`."""
+    """As in the local backend (test_gpu_sharing.py): vLLM's default for W4A16 and BF16 below `model`."""
     config = quickstart(**{"quant.scheme": scheme, "quant.align": level})
     wanted = None if scheme in ("bf16", "w4a16") and level != "model" else GRAPHS
     engine = verl_config(config, on_cpu=False).actor_rollout_ref.rollout.engine_kwargs.vllm

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,27 +110,3 @@ def test_math_verifys_own_alarms_do_not_end_ours() -> None:
     math_verify("math", "\\boxed{3}", "3")  # imports: the limit must not end one
     with pytest.raises(OutOfTimeError):
         call_within(1.0, many)
-
-
-def test_the_reward_of_verl_has_the_limit_and_the_checks(tmp_path: Path) -> None:
-    pytest.importorskip("verl")
-    from qarl.verl.plugin.agent_loop import score
-
-    file = tmp_path / "rewards.py"
-    file.write_text(
-        "import sys\n"
-        "def ends(data_source, solution_str, ground_truth, extra_info): sys.exit(0)\n"
-        "def nan(data_source, solution_str, ground_truth, extra_info): return float('nan')\n"
-        "def loops(data_source, solution_str, ground_truth, extra_info):\n    while True: pass\n"
-        "def good(data_source, solution_str, ground_truth, extra_info): return {'score': 1, 'length': 3}\n"
-        "def plain(data_source, solution_str, ground_truth, extra_info): return 1\n"
-    )
-    arguments = {"data_source": "sums", "solution_str": "x", "ground_truth": "1", "extra_info": {}}
-    found = (("ends", "raised SystemExit", 60), ("nan", "returned nan", 60), ("loops", "timeout_s=0.3", 0.3))
-    for name, problem, limit in found:
-        judged = arguments | {"function": f"{file}:{name}", "timeout_s": limit}
-        error = in_a_thread(lambda judged=judged: score(**judged))
-        assert isinstance(error, UserError) and problem in str(error) and "'sums'" in str(error)
-    assert score(**arguments, function=f"{file}:good", timeout_s=None) == {"score": 1.0, "length": 3}
-    assert score(**arguments, function=f"{file}:plain", timeout_s=60) == 1.0
-    assert in_a_thread(lambda: score(**arguments, function="arithmetic", timeout_s=1e-9)) == 0.0

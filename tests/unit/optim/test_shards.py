@@ -23,6 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return torch.load(output, weights_only=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", optim_ranks.CASES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_updates_on_shards_are_those_of_one_device(results: Any, case: str, mesh: str) -> None:

@@ -60,6 +60,7 @@ def stream_of(sender: DeltaSender, tensors: list, version: int, held: Any) -> An
     return sender.stream(tensors, version=version, held=held)
 
 
+@pytest.mark.long
 def test_another_process_gets_the_same_tensors_and_then_changes(server):
     sender, tensors = DeltaSender(), weights("llama")
     process = start(server, 3)
@@ -74,6 +75,7 @@ def test_another_process_gets_the_same_tensors_and_then_changes(server):
     assert lines[-1].split()[2] == sender.cache.fingerprint and "error" not in err
 
 
+@pytest.mark.long
 def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(server):
     """It is noticed at once. The next publish sends all tensors."""
     sender, tensors, begun = DeltaSender(), weights("llama"), []

@@ -51,8 +51,7 @@ from qarl.align.router_replay import AlignedRouter, routers
 from qarl.errors import UserError
 from qarl.kernels.cpu import layer_ops
 from qarl.process import vllm_unusable, vllm_without_device
-from qarl.quant.expert_names import stacked_experts
-from qarl.quant.experts import QuantExperts
+from qarl.quant.experts import QuantExperts, stacked_experts
 from qarl.quant.fsdp import ShardedQuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import get_scheme

@@ -31,7 +31,8 @@ from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape, Tensors, r
 from qarl.kernels.reference import quantize_fp8, quantize_fp8_cuda, quantize_int8, quantize_int8_cuda, silu_mul
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
-from qarl.quant.quantize import QuantizedTensor, quantize, quantize_stack
+from qarl.quant.experts import quantize_stack
+from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.quant.scheme import Scheme, get_scheme
 
 Quantizer = Callable[[], tuple[torch.Tensor, torch.Tensor]]

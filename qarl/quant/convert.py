@@ -21,10 +21,9 @@ from torch import nn
 
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.quant.expert_names import STACKS, is_stack, matrices, stacked_experts, unstacked
-from qarl.quant.experts import QuantExperts
+from qarl.quant.experts import STACKS, QuantExperts, is_stack, matrices, quantize_stack, stacked_experts, unstacked
 from qarl.quant.linear import QuantLinear, watch_optimizers
-from qarl.quant.quantize import quantize, quantize_stack
+from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
 
 DEFAULT_IGNORE = ("lm_head",)
@@ -219,7 +218,7 @@ def packed_state_dict(
     A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. For a model that was
     not converted (`quant.align=off`), pass `scheme` and `ignore`, and the selected linears are quantized here. A tied
     `lm_head.weight` is left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints. `stacks`:
-    leave them whole (`qarl.quant.expert_names`). An engine takes both, but whole stacks are published faster.
+    leave them whole (`qarl.quant.experts`). An engine takes both, but whole stacks are published faster.
 
     Tensors are not copied, so clone any that must outlive the next optimizer step.
     """

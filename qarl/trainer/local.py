@@ -35,7 +35,7 @@ from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.metrics import update_metrics
 from qarl.objectives.settings import objective_settings
 from qarl.process import keep_freed_memory
-from qarl.quant.expert_names import stacked_experts
+from qarl.quant.experts import stacked_experts
 from qarl.quant.quantize import measure_phases
 from qarl.rollout.engine import EngineRecovery, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.wire import PublishReport

@@ -1,7 +1,7 @@
 """How published tensors are written into one of vLLM's layers: dense layers on a CPU, and experts on CPUs and GPUs.
 
 A publish has two stacks of experts per layer, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`
-(`qarl.quant.expert_names`). vLLM has the same stacks in one module, `mlp.experts.routed_experts`: `w13_*` [E, 2I, ...],
+(`qarl.quant.experts`). vLLM has the same stacks in one module, `mlp.experts.routed_experts`: `w13_*` [E, 2I, ...],
 gate above up, and `w2_*` [E, H, ...].
 
 On a CPU, writing experts requires QaRL's plugin for vLLM (`qarl.rollout.vllm_plugin`). On a GPU, vLLM's layerwise

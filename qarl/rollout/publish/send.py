@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qarl.errors import UserError
-from qarl.quant.expert_names import stacked
+from qarl.quant.experts import stacked
 from qarl.rollout.publish import wire
 from qarl.rollout.publish.checksum import check_unit
 from qarl.rollout.publish.delta import PublishedCache, Tally, find_changes, fingerprint_of

@@ -9,7 +9,7 @@
 Records are tensors too (all but `qarl.unit` are JSON in uint8). So any transport that keeps the order of named tensors
 can carry them, for example verl's buckets or a list in one process. `qarl.rollout.publish.send` makes the stream, and
 `qarl.rollout.publish.receive` reads it. Both sides hold one unit in memory at a time. A unit contains all parts of a
-layer that the engine fuses (q/k/v, gate/up), and its experts as stacks (`qarl.quant.expert_names`).
+layer that the engine fuses (q/k/v, gate/up), and its experts as stacks (`qarl.quant.experts`).
 
 A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.delta`). `qarl.begin` then contains
 the fingerprint of that publish, `base`. A unit contains only changed tensors. `qarl.unit` is
@@ -36,7 +36,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
-from qarl.quant.expert_names import is_of_expert, is_stack, matrices
+from qarl.quant.experts import is_of_expert, is_stack, matrices
 from qarl.quant.meta_model import meta_model
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.publish.checksum import nonfinite

@@ -21,9 +21,8 @@ from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, Stat
 from qarl.config import Config
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.kernels.experts.autograd import choose_experts_kernel
-from qarl.kernels.experts.grouped import ExpertsShape
-from qarl.kernels.registry import Choice
+from qarl.kernels.base import ExpertsShape
+from qarl.kernels.registry import Choice, choose_experts_kernel
 from qarl.process import vllm_missing, vllm_unusable
 from qarl.quant.scheme import Scheme
 from qarl.rollout import kernel_prediction

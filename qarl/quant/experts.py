@@ -38,8 +38,9 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.experts.autograd import LowBitExperts, choose_experts_kernel, fused_experts
-from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.base import ExpertsShape
+from qarl.kernels.experts import LowBitExperts, fused_experts
+from qarl.kernels.registry import choose_experts_kernel
 from qarl.quant.linear import QuantLayer
 from qarl.quant.quantize import phase, quantize
 from qarl.quant.scheme import Scheme

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qarl.errors import UserError
-from qarl.kernels.experts.grouped import ExpertsKernel
+from qarl.kernels.base import ExpertsKernel
 from qarl.kernels.int4 import wire_tensors
 from qarl.quant import convert
 from qarl.quant.experts import STACKS, QuantExperts, QuantizedStack

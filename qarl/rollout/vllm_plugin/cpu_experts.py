@@ -57,8 +57,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.utils import set_weight_attrs
 
 from qarl.errors import UserError
-from qarl.kernels.experts.cpu import PreparedExperts, VllmCpuExperts
-from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.base import ExpertsShape
+from qarl.kernels.vllm_experts import PreparedExperts, VllmCpuExperts
 from qarl.quant.scheme import QuantArgs, Scheme, get_scheme
 
 Tensors = Mapping[str, torch.Tensor]

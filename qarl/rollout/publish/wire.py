@@ -40,7 +40,7 @@ from qarl.quant.experts import is_of_expert, is_stack, matrices
 from qarl.quant.meta_model import meta_model
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.publish.checksum import nonfinite
-from qarl.rollout.publish.layer_writers import quantized_experts
+from qarl.rollout.publish.experts import quantized_experts
 
 NamedTensor = tuple[str, torch.Tensor]
 PREFIX = "qarl."

@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.align.config_keys import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.cpu import (
     ENGINE_ATTENTION,
     FP32_ATTENTION,
@@ -45,6 +44,7 @@ from qarl.align.cpu import (
 )
 from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
+from qarl.align.hf_config import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.packed_attention import register_attention, use_rows_attention
 from qarl.align.rotary import EngineRotaryEmbedding, head_size_of, is_plain, match_rotary
 from qarl.align.router_replay import AlignedRouter, routers

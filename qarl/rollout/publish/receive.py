@@ -25,7 +25,7 @@ from torch import nn
 
 from qarl.rollout.publish import graph_addresses, wire
 from qarl.rollout.publish.checksum import check_unit
-from qarl.rollout.publish.delta import PublishedCache
+from qarl.rollout.publish.delta import PublishedCache, receive_changes
 from qarl.rollout.publish.wire import Manifest, TensorSpec, check_specs
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
 from qarl.vllm_versions import kv_cache_tensors
@@ -182,7 +182,7 @@ class WeightReceiver:
         names = [name for name, _ in self._unit]
         if not names or digests.dtype != torch.int64 or digests.shape != (len(names),):
             unit = wire.unit_of(names[0]) if names else "a unit"
-            raise _not_as_sent(unit, names, self._units.get(unit, []))
+            raise wire.not_as_sent(unit, names, self._units.get(unit, []))
         found = check_unit([tensor for _, tensor in self._unit])[0]
         self._compare.append((names, torch.stack((found, digests.to(found.device, non_blocking=True)))))
         self._check_new(self._unit)
@@ -194,25 +194,16 @@ class WeightReceiver:
 
     def _end_changes(self, record: dict[str, Any]) -> None:
         """Apply the changes of a unit, and write it."""
-        names, digests = [name for name, _ in self._unit], record["digests"]
-        if names != list(digests):
-            raise _not_as_sent(record["unit"], names, list(digests))
         assert self.cache is not None
-        members, deltas = self._units.get(record["unit"], []), set(record["deltas"])
-        for name, tensor in self._unit:
-            try:
-                if name not in members:
-                    raise ValueError(f"it is not a tensor of {record['unit']}")
-                self.cache.take(name, tensor, digests[name], is_delta=name in deltas)
-            except ValueError as error:
-                raise wire.TransferFailed(f"the changes of {name} cannot be applied", why=str(error)) from error
+        members = self._units.get(record["unit"], [])
+        receive_changes(record, self._unit, members, self.cache)
         device = next(self.model.parameters()).device
         whole = [(name, self.cache.tensors[name].to(device, non_blocking=True)) for name in members]
         self._check_new(whole)
         found = check_unit([tensor for _, tensor in whole])[0].tolist() if whole else []
         for (name, _), digest in zip(whole, found, strict=True):
             _check_digest(name, digest, self.cache.digests[name])
-        chosen = self.plan.whole_modules(set(names)) if self.skip_unchanged else None
+        chosen = self.plan.whole_modules(record["digests"]) if self.skip_unchanged else None
         self._write({name: t for name, t in whole if chosen is None or name.rpartition(".")[0] in chosen})
         self._unit = []
 
@@ -282,15 +273,6 @@ class WeightReceiver:
                 why=f"the graphs would use memory that was freed: {shown}. A new engine has the same fault with these "
                 "layers",
             )
-
-
-def _not_as_sent(unit: str, names: list[str], sent: list[str]) -> wire.TransferFailed:
-    lost, extra = [name for name in sent if name not in names], [name for name in names if name not in sent]
-    return wire.TransferFailed(
-        f"{unit} did not arrive as it was sent",
-        where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
-        why="the transport dropped, added or reordered tensors",
-    )
 
 
 def _check_digest(name: str, found: int, sent: int) -> None:

@@ -297,3 +297,26 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         for (name, _), bad in zip(members, nonfinite([tensor for _, tensor in members]).tolist(), strict=True)
         if bad
     ]
+
+
+def refuse_nonfinite(names: Sequence[str], flags: Sequence[int]) -> None:
+    """Raise UserError if a flag of `qarl.rollout.publish.checksum.check_unit` says NaN or Inf."""
+    bad = [name for name, flag in zip(names, flags, strict=False) if flag]
+    if not bad:
+        return
+    raise UserError(
+        f"{len(bad)} tensors to publish hold NaN or Inf",
+        where=", ".join(bad[:8]),
+        why="the engine would return NaN, and its KV cache would keep the NaN",
+        fix="lower optim.lr or actor.grad_clip, or check what the last update did to these weights",
+    )
+
+
+def not_as_sent(unit: str, names: list[str], sent: list[str]) -> TransferFailed:
+    """Return the error for a unit whose tensors `names` are not those of its record, `sent`."""
+    lost, extra = [name for name in sent if name not in names], [name for name in names if name not in sent]
+    return TransferFailed(
+        f"{unit} did not arrive as it was sent",
+        where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
+        why="the transport dropped, added or reordered tensors",
+    )

@@ -25,7 +25,7 @@ and softmax as the differences between trainer and engine do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +134,14 @@ def align_model(
     if device_type != "cpu":
         missing = unconfirmed(level, device_type, model.config, eager=eager)
         return AlignReport(asked, level, align_layers(model), reasons, missing)
+    replaced = _align_on_cpu(model, experts, exact=level == "exact")
+    return AlignReport(asked, level, {kind: number for kind, number in replaced.items() if number}, reasons)
+
+
+def _align_on_cpu(model: Any, experts: Mapping[str, QuantExperts], *, exact: bool) -> dict[str, int]:
+    """Replace the modules whose arithmetic differs from the engine's on a CPU. Return their numbers by kind.
+
+    `experts`: replacements of unquantized experts, by name."""
     norms = [model.model.norm]
     for layer in model.model.layers:
         align_module(layer, AlignedDecoderLayer)
@@ -141,7 +149,6 @@ def align_model(
     for norm in norms:
         align_module(norm, AlignedRMSNorm)
     align_rotary(model)
-    exact = level == "exact"
     attention, function = (ENGINE_ATTENTION, engine_attention) if exact else (FP32_ATTENTION, fp32_attention)
     register_attention(attention, function)
     model.set_attn_implementation(attention)
@@ -151,8 +158,7 @@ def align_model(
         model.set_submodule(name, replacement)
     count = len(model.model.layers)
     replaced = {"decoder layers (residual, rotary)": count, "norms": len(norms), f"attentions ({attention})": count}
-    replaced |= {"routers": len(routers(model)), "BF16 experts": len(experts)}
-    return AlignReport(asked, level, {kind: number for kind, number in replaced.items() if number}, reasons)
+    return replaced | {"routers": len(routers(model)), "BF16 experts": len(experts)}
 
 
 def bf16_experts(

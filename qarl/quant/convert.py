@@ -215,9 +215,9 @@ def packed_state_dict(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of the model under its checkpoint name, in layer order.
 
-    A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. For a model that was
-    not converted (`quant.align=off`), pass `scheme` and `ignore`, and the selected linears are quantized here. A tied
-    `lm_head.weight` is left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints. `stacks`:
+    A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. In a model without any
+    (`quant.align=off`), the linears that `scheme` and `ignore` select are quantized here. A tied `lm_head.weight` is
+    left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints. `stacks`:
     leave them whole (`qarl.quant.experts`). An engine takes both, but whole stacks are published faster.
 
     Tensors are not copied, so clone any that must outlive the next optimizer step.
@@ -225,7 +225,7 @@ def packed_state_dict(
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
     }
-    if scheme is not None and scheme.quantized:
+    if not layers and scheme is not None and scheme.quantized:
         layers = owners(select_linears(model, scheme, ignore)[0])
     tied = tied_names(model)
     for name, tensor in model.state_dict().items():

@@ -264,8 +264,7 @@ class Policy:
         return self
 
     def packed_state_dict(self, *, stacks: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        scheme = self.scheme if self.align == "off" else None
-        return packed_state_dict(self.model, scheme=scheme, ignore=self.ignore, stacks=stacks)
+        return packed_state_dict(self.model, scheme=self.scheme, ignore=self.ignore, stacks=stacks)
 
     def requantize(self) -> None:
         """Quantize every layer whose weight has changed since it was last quantized."""

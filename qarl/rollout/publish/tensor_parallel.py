@@ -29,17 +29,11 @@ Cut = Callable[[nn.Module, list[Part]], list[Part]]
 """A function of a module and the whole tensors of its checkpoint modules. It returns the worker's part of these."""
 
 
-def whole(module: nn.Module, parts: list[Part]) -> list[Part]:
-    """The cut of a module that every worker has whole."""
-    return parts
-
-
-def cut_of_dense(module: nn.Module, parts: int) -> Cut | None:
-    """Return the function that cuts tensors for `module`, or None if the module's class is not supported.
+def cut_of_split(module: nn.Module, parts: int) -> Cut | None:
+    """Return the function that cuts tensors for a dense `module` that is split over workers, or None if its class is
+    not supported.
 
     `parts`: number of checkpoint modules in `module`, which is more than 1 if vLLM fuses them."""
-    if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):
-        return whole
     cut = _CUTS.get(type(module).__name__)
     if cut in (_cut_columns, _cut_heads) and parts != len(getattr(module, "output_partition_sizes", ())):
         return None  # the checkpoint has one fused matrix, and equal cuts would mix its layers

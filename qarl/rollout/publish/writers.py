@@ -30,7 +30,7 @@ from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
 from qarl.rollout.publish import experts, graph_addresses
 from qarl.rollout.publish.experts import Writer, holds_experts
-from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_dense
+from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_split
 from qarl.rollout.publish.wire import Manifest
 
 
@@ -259,8 +259,18 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
 
 
 def cut_of(module: nn.Module, parts: int) -> Cut | None:
-    """Return the function that cuts whole tensors for this worker, or None if QaRL does not know how."""
-    return experts.cut_of_experts(module) if holds_experts(module) else cut_of_dense(module, parts)
+    """Return the function that cuts whole tensors for this worker, or None if QaRL does not know how.
+
+    `parts`: number of checkpoint modules in `module`."""
+    if holds_experts(module):
+        return experts.cut_of_experts(module)
+    if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):
+        return _whole
+    return cut_of_split(module, parts)
+
+
+def _whole(module: nn.Module, parts: list[Part]) -> list[Part]:
+    return parts
 
 
 def _write_plain(module: nn.Module, parts: list[Part]) -> None:

@@ -111,7 +111,7 @@ class VllmCpuExperts(ExpertsKernel):
     def prepare_gathered(gate_up: Tensors, down: Tensors) -> PreparedExperts:
         """Return weights that are prepared when they are used, for one forward."""
         products = ((_kernel_of(tensors), tensors) for tensors in (gate_up, down))
-        return PreparedExperts(*(PreparedProduct(kernel, _PreparedOnUse(kernel, given)) for kernel, given in products))
+        return PreparedExperts(*(PreparedProduct(kernel, _PreparedOnUse(kernel, wire)) for kernel, wire in products))
 
     @staticmethod
     def forward(

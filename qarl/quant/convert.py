@@ -103,16 +103,16 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
     """Return (module, [N, K]) of every linear and of every matrix of an expert, by name, in the model's order."""
     experts = stacked_experts(model)
-    found: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
+    linears: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            found[name] = (module, (module.out_features, module.in_features))
+            linears[name] = (module, (module.out_features, module.in_features))
         elif name in experts:
             for leaf in STACKS:
                 shape = tuple(module.get_parameter(leaf).shape)
                 for matrix in matrices(f"{name}.{leaf}", shape):
-                    found[matrix.name] = (module, (matrix.rows.stop - matrix.rows.start, shape[2]))
-    return found
+                    linears[matrix.name] = (module, (matrix.rows.stop - matrix.rows.start, shape[2]))
+    return linears
 
 
 def check_whole_experts(quantized: Iterable[str], skipped: Iterable[str]) -> None:

@@ -83,13 +83,13 @@ def unstacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 def unstacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors that `unstacked` would yield."""
-    found: dict[str, tuple[int, ...]] = {}
+    split: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if is_stack(name, shape):
-            found |= {f"{m.name}.weight": (m.rows.stop - m.rows.start, shape[2]) for m in matrices(name, shape)}
+            split |= {f"{m.name}.weight": (m.rows.stop - m.rows.start, shape[2]) for m in matrices(name, shape)}
         else:
-            found[name] = shape
-    return found
+            split[name] = shape
+    return split
 
 
 _OF_EXPERT = re.compile(r"(.*[.]experts)[.](\d+)[.](gate_proj|up_proj|down_proj)[.](\w+)")
@@ -111,16 +111,16 @@ def stacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
 def _stacks_of(layer: str, members: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]] | None:
     """Return the stacks of a layer's `members`, or None if they do not make whole stacks."""
-    found: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    by_matrix: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
     for name, tensor in members:
         _, expert, matrix, leaf = _OF_EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # `stacked` has matched it
         if leaf != "weight_shape":
-            found.setdefault((matrix, leaf), {})[int(expert)] = tensor
-    count = max(len(one) for one in found.values())
+            by_matrix.setdefault((matrix, leaf), {})[int(expert)] = tensor
+    count = max(len(by_expert) for by_expert in by_matrix.values())
     made = []
     for stack, matrices_of_expert in STACKS.items():
-        for leaf in dict.fromkeys(leaf for _, leaf in found):
-            parts = [found.get((matrix, leaf), {}) for matrix in matrices_of_expert]
+        for leaf in dict.fromkeys(leaf for _, leaf in by_matrix):
+            parts = [by_matrix.get((matrix, leaf), {}) for matrix in matrices_of_expert]
             alike = {(tensor.dtype, tensor.shape) for part in parts for tensor in part.values()}
             if any(part.keys() != set(range(count)) for part in parts) or len(alike) != 1:
                 return None
@@ -205,14 +205,14 @@ class QuantExperts(QuantLayer):
         """
         super().__init__()
         check_experts(experts, qualified_name)
-        given: Any = experts
-        self.gate_up_proj: nn.Parameter = given.gate_up_proj
-        self.down_proj: nn.Parameter = given.down_proj
+        stacks: Any = experts
+        self.gate_up_proj: nn.Parameter = stacks.gate_up_proj
+        self.down_proj: nn.Parameter = stacks.down_proj
         count, hidden, intermediate = self.down_proj.shape
         choice = choose_experts_kernel(
             scheme.name,
             device or self.down_proj.device,
-            ExpertsShape(count, given.config.num_experts_per_tok, hidden, intermediate),
+            ExpertsShape(count, stacks.config.num_experts_per_tok, hidden, intermediate),
             group_size=scheme.group_size,
             force=kernel,
         )

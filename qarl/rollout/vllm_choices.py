@@ -23,8 +23,8 @@ def serving_module(architecture: str) -> str | None:
     _require_vllm()
     from vllm.model_executor.models.registry import ModelRegistry
 
-    found = ModelRegistry.models.get(architecture)
-    return None if found is None else str(getattr(found, "module_name", type(found).__module__))
+    model_class = ModelRegistry.models.get(architecture)
+    return None if model_class is None else str(getattr(model_class, "module_name", type(model_class).__module__))
 
 
 def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:

@@ -147,9 +147,9 @@ def chosen_experts_kernel(scheme: str, shape: ExpertsShape, group_size: int | No
         in_dtype=torch.bfloat16,
     )
     describe_experts(layer, shape.hidden)
-    given = quantization.CompressedTensorsConfig.from_config(_quantization_config(scheme, group_size))
+    vllm_quantization = quantization.CompressedTensorsConfig.from_config(_quantization_config(scheme, group_size))
     try:
-        method = methods.CompressedTensorsMoEMethod.get_moe_method(given, layer, "experts")
+        method = methods.CompressedTensorsMoEMethod.get_moe_method(vllm_quantization, layer, "experts")
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         return f"nothing ({' '.join(str(error).split()) or type(error).__name__})"
     return str((getattr(method, "experts_cls", None) or type(method)).__name__)

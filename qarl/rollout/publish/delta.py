@@ -83,17 +83,17 @@ def find_changes(compared: Compared, count: int) -> tuple[int, torch.Tensor | No
     new, total = compared.new, compared.new.numel()
     if not count:
         return 0, None
-    found = _differing(compared, count)
-    is_mask = found.dtype == torch.bool
-    count = int(found.sum()) if is_mask else found.numel()
+    changed = _differing(compared, count)
+    is_mask = changed.dtype == torch.bool
+    count = int(changed.sum()) if is_mask else changed.numel()
     if _HEADER + count * new.itemsize >= new.nbytes:
         return count, None
     if count * 8 < total or not is_mask:
-        found = found.nonzero().squeeze(1) if is_mask else found
-        coding, size, coded = _smallest(found, total)
+        changed = changed.nonzero().squeeze(1) if is_mask else changed
+        coding, size, coded = _smallest(changed, total)
     else:  # gaps take at least a byte for each changed word, so a mask is smallest
-        coding, size, coded = _MASK, -(-total // 8), _to_mask(found)
-    values = new[found].view(torch.uint8)
+        coding, size, coded = _MASK, -(-total // 8), _to_mask(changed)
+    values = new[changed].view(torch.uint8)
     if _HEADER + _padded(values.numel()) + size >= new.nbytes:
         return count, None
     header = torch.tensor([coding, count], device=new.device).view(torch.uint8)

@@ -183,8 +183,8 @@ class WeightReceiver:
         if not names or digests.dtype != torch.int64 or digests.shape != (len(names),):
             unit = wire.unit_of(names[0]) if names else "a unit"
             raise wire.not_as_sent(unit, names, self._units.get(unit, []))
-        found = check_unit([tensor for _, tensor in self._unit])[0]
-        self._compare.append((names, torch.stack((found, digests.to(found.device, non_blocking=True)))))
+        computed = check_unit([tensor for _, tensor in self._unit])[0]
+        self._compare.append((names, torch.stack((computed, digests.to(computed.device, non_blocking=True)))))
         self._check_new(self._unit)
         self._write(dict(self._unit))
         if self.cache:
@@ -200,8 +200,8 @@ class WeightReceiver:
         device = next(self.model.parameters()).device
         whole = [(name, self.cache.tensors[name].to(device, non_blocking=True)) for name in members]
         self._check_new(whole)
-        found = check_unit([tensor for _, tensor in whole])[0].tolist() if whole else []
-        for (name, _), digest in zip(whole, found, strict=True):
+        computed = check_unit([tensor for _, tensor in whole])[0].tolist() if whole else []
+        for (name, _), digest in zip(whole, computed, strict=True):
             _check_digest(name, digest, self.cache.digests[name])
         chosen = self.plan.whole_modules(record["digests"]) if self.skip_unchanged else None
         self._write({name: t for name, t in whole if chosen is None or name.rpartition(".")[0] in chosen})
@@ -256,10 +256,10 @@ class WeightReceiver:
         if not self._compare:
             return {}
         names = [name for names, _ in self._compare for name in names]
-        found, sent = torch.cat([both for _, both in self._compare], 1).tolist()
-        for name, mine, theirs in zip(names, found, sent, strict=True):
+        computed, sent = torch.cat([both for _, both in self._compare], 1).tolist()
+        for name, mine, theirs in zip(names, computed, sent, strict=True):
             _check_digest(name, mine, theirs)
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, computed, strict=True))
 
     def _check_addresses(self) -> None:
         """Raise TensorsMoved if a publish has moved a tensor that one of vLLM's CUDA graphs can have captured."""
@@ -275,11 +275,11 @@ class WeightReceiver:
             )
 
 
-def _check_digest(name: str, found: int, sent: int) -> None:
-    if found != sent:
+def _check_digest(name: str, computed: int, sent: int) -> None:
+    if computed != sent:
         raise wire.TransferFailed(
             f"{name} was damaged on the way to the engine",
-            where=f"checksum {found & (2**64 - 1):016x}, sent as {sent & (2**64 - 1):016x}",
+            where=f"checksum {computed & (2**64 - 1):016x}, sent as {sent & (2**64 - 1):016x}",
             why="the engine did not receive the bytes that the trainer's forward used",
             fix=f"{wire.RETRY}; if the error comes back, check the memory of this machine",
         )

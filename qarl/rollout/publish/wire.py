@@ -190,18 +190,18 @@ def expected_manifest(
 
 def of_matrices(manifest: Manifest) -> Manifest:
     """Return the manifest of the same tensors with each expert's matrices by themselves, as in a checkpoint."""
-    found: Manifest = {}
+    matrix_specs: Manifest = {}
     for name, spec in manifest.items():
         stack, _, leaf = name.rpartition(".")
         if not is_stack(stack, spec.shape):
-            found[name] = spec
+            matrix_specs[name] = spec
             continue
         for matrix in matrices(stack, (spec.shape[0], spec.shape[1], spec.shape[2])):
             rows = matrix.rows.stop - matrix.rows.start
-            found[f"{matrix.name}.{leaf}"] = TensorSpec(spec.dtype, (rows, spec.shape[2]))
+            matrix_specs[f"{matrix.name}.{leaf}"] = TensorSpec(spec.dtype, (rows, spec.shape[2]))
             if leaf == "weight_packed":
-                found[f"{matrix.name}.weight_shape"] = TensorSpec(torch.int64, (2,))
-    return found
+                matrix_specs[f"{matrix.name}.weight_shape"] = TensorSpec(torch.int64, (2,))
+    return matrix_specs
 
 
 def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
@@ -263,14 +263,14 @@ def check_specs(
     tensors that hold NaN or Inf."""
     problems: list[str] = []
     seen: set[str] = set()
-    for name, found in specs:
+    for name, sent in specs:
         spec = expected.get(name)
         if name in seen:
             problems.append(f"{name}: sent twice")
         elif spec is None:
             problems.append(f"{name}: not a tensor of this model")
-        elif found != spec:
-            problems.append(f"{name}: is {found}, the engine expects {spec}")
+        elif sent != spec:
+            problems.append(f"{name}: is {sent}, the engine expects {spec}")
         elif name in not_finite:
             problems.append(f"{name}: holds NaN or Inf")
         seen.add(name)

@@ -196,8 +196,8 @@ class WritePlan:
         with _reloading(self.vllm_config, modules, [owner for target in targets for owner in target.parts]):
             loader: Any = self.model
             for target in stacks:
-                given = [parts[owner] for owner in target.parts]
-                experts.reload(target.module, given, target.cut(target.module, given) if target.cut else None)
+                whole = [parts[owner] for owner in target.parts]
+                experts.reload(target.module, whole, target.cut(target.module, whole) if target.cut else None)
             if others:
                 loader.load_weights(others.items())
 

@@ -240,11 +240,11 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
         return super().get_quant_method(layer, prefix)
 
 
-def scheme_of(found: Mapping[str, Any]) -> Scheme | None:
+def scheme_of(operand_args: Mapping[str, Any]) -> Scheme | None:
     """Return the QaRL scheme that a compressed-tensors layer uses, or None for other schemes."""
     try:
         operands = [
-            None if found.get(part) is None else QuantArgs.from_compressed_tensors(found[part])
+            None if operand_args.get(part) is None else QuantArgs.from_compressed_tensors(operand_args[part])
             for part in ("weights", "input_activations")
         ]
     except ValueError:  # no scheme of QaRL has these settings

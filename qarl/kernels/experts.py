@@ -340,12 +340,12 @@ def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, end
     if scheme_of(tensors) == "bf16":
         return _bf16_product(x, tensors["weight"], ends)
     if unavailable(scheme_of(tensors), x.device) is None:
-        from qarl.kernels.triton import experts
+        from qarl.kernels.triton import experts as triton
 
         if x_scale is None:
-            return experts.grouped_w4a16_linear(x, tensors["weight_packed"], tensors["weight_scale"], ends)
+            return triton.grouped_w4a16_linear(x, tensors["weight_packed"], tensors["weight_scale"], ends)
         weight, scale = tensors["weight"], tensors["weight_scale"]
-        return experts.grouped_scaled_mm(x, x_scale, weight, scale, ends, fast_accumulation=True)
+        return triton.grouped_scaled_mm(x, x_scale, weight, scale, ends, fast_accumulation=True)
     if x_scale is None:
         return grouped_linear(x, dequantized(tensors), ends)
     exact = tensors["weight"].double() * tensors["weight_scale"].double()
@@ -358,12 +358,12 @@ def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> 
     if scheme == "bf16":
         return _bf16_product(grad, tensors["weight"].mT, ends)
     if unavailable(scheme, grad.device) is None:
-        from qarl.kernels.triton import experts
+        from qarl.kernels.triton import experts as triton
 
         scale = tensors["weight_scale"]
         if scheme == "w4a16":
-            return experts.grouped_w4a16_backward_input(grad, tensors["weight_packed"], scale, ends)
-        return experts.grouped_scaled_backward_input(grad, tensors["weight"], scale, ends)
+            return triton.grouped_w4a16_backward_input(grad, tensors["weight_packed"], scale, ends)
+        return triton.grouped_scaled_backward_input(grad, tensors["weight"], scale, ends)
     return grouped_linear(grad, dequantized(tensors).mT, ends)
 
 

@@ -3,7 +3,7 @@
     forward     the layer's experts by the engine's kernel (`ENGINE_LAUNCHES`), and its dense products by QaRL's. The
                 experts are read as FSDP2 gathered them
     recompute   the experts again, at the end of a checkpointed block
-    backward    QaRL's own (`qarl.kernels.experts.autograd`, `qarl.quant.linear`)
+    backward    QaRL's own (`qarl.kernels.experts`, `qarl.quant.linear`)
 
 `least` are the bytes that the phase's products cannot avoid: every operand read once, every result written once, and
 one pass over each intermediate between two products. `beyond_products` is what `qarl bench plan` adds to a roofline.
@@ -21,8 +21,8 @@ from benchmarks.proofs.counting import Counting, counting
 from benchmarks.proofs.shard_costs import ENGINE_KERNELS, Phase, dense_shapes, gather, make_shard, on_meta, stack_shapes
 from qarl.bench.arguments import default_group_size
 from qarl.checks.model_size import ModelSize, wire_bytes
-from qarl.kernels.experts.autograd import TritonExperts, fused_experts
-from qarl.kernels.experts.cuda import Experts
+from qarl.kernels.experts import TritonExperts, fused_experts
+from qarl.kernels.vllm_experts import Experts
 from qarl.quant.fsdp import GatheredExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import Scheme, get_scheme

@@ -23,13 +23,13 @@ from torch.distributed.tensor import Shard
 
 from benchmarks.proofs.counting import Counting, Counts, counting
 from qarl.checks.model_size import ModelSize, wire_bytes
-from qarl.kernels.experts.cuda import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
+from qarl.kernels.vllm_experts import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.optim.optimizer import MuonAdamW
-from qarl.quant.expert_names import STACKS
-from qarl.quant.quantize import QuantizedStack, quantize_unchecked
+from qarl.quant.experts import STACKS, QuantizedStack
+from qarl.quant.quantize import quantize_unchecked
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.weight_shard import WeightShard
-from qarl.rollout.publish.layer_writers import by_parameter, copy_stacks, in_marlins_layout
+from qarl.rollout.publish.experts import by_parameter, copy_stacks, in_marlins_layout
 from qarl.rollout.publish.wire import TensorSpec
 
 ENGINE_KERNELS: dict[str, Any] = {"w4a16": VllmMarlinExperts, "w8a8": VllmTritonExperts, "fp8": VllmCutlassExperts}

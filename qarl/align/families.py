@@ -12,7 +12,7 @@ from typing import Any
 from qarl.errors import UserError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Families with levels `model` and `exact`. Every key of their configs has a verdict in `qarl.align.config_keys`."""
+"""Families with levels `model` and `exact`. Every key of their configs has a verdict in `qarl.align.hf_config`."""
 
 LARGEST_SHARE = 0.1
 """Trainer and engine agree on a family if its mean |δ| (`qarl.metrics.mismatch`) at level `linears` is at most this
@@ -71,10 +71,10 @@ def check_family(hf_config: Any) -> None:
 
 def shown_mismatch(hf_config: Any) -> str | None:
     """Return a sentence with the measured mismatch of a family in `SHOWN`, or None for other families."""
-    found = SHOWN.get(hf_config.model_type)
-    if found is None:
+    mismatch = SHOWN.get(hf_config.model_type)
+    if mismatch is None:
         return None
     return (
         f"for the family {hf_config.model_type}, a random model was compared only at level linears: "
-        f"mean |δ| {found:.0e} nats per token in W4A16"
+        f"mean |δ| {mismatch:.0e} nats per token in W4A16"
     )

@@ -25,7 +25,7 @@ and softmax as the differences between trainer and engine do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.align.config_keys import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.cpu import (
     ENGINE_ATTENTION,
     FP32_ATTENTION,
@@ -45,14 +44,14 @@ from qarl.align.cpu import (
 )
 from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
+from qarl.align.hf_config import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.packed_attention import register_attention, use_rows_attention
 from qarl.align.rotary import EngineRotaryEmbedding, head_size_of, is_plain, match_rotary
 from qarl.align.router_replay import AlignedRouter, routers
 from qarl.errors import UserError
 from qarl.kernels.cpu import layer_ops
 from qarl.process import vllm_unusable, vllm_without_device
-from qarl.quant.expert_names import stacked_experts
-from qarl.quant.experts import QuantExperts
+from qarl.quant.experts import QuantExperts, stacked_experts
 from qarl.quant.fsdp import ShardedQuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import get_scheme
@@ -135,6 +134,14 @@ def align_model(
     if device_type != "cpu":
         missing = unconfirmed(level, device_type, model.config, eager=eager)
         return AlignReport(asked, level, align_layers(model), reasons, missing)
+    replaced = _align_on_cpu(model, experts, exact=level == "exact")
+    return AlignReport(asked, level, {kind: number for kind, number in replaced.items() if number}, reasons)
+
+
+def _align_on_cpu(model: Any, experts: Mapping[str, QuantExperts], *, exact: bool) -> dict[str, int]:
+    """Replace the modules whose arithmetic differs from the engine's on a CPU. Return their numbers by kind.
+
+    `experts`: replacements of unquantized experts, by name."""
     norms = [model.model.norm]
     for layer in model.model.layers:
         align_module(layer, AlignedDecoderLayer)
@@ -142,7 +149,6 @@ def align_model(
     for norm in norms:
         align_module(norm, AlignedRMSNorm)
     align_rotary(model)
-    exact = level == "exact"
     attention, function = (ENGINE_ATTENTION, engine_attention) if exact else (FP32_ATTENTION, fp32_attention)
     register_attention(attention, function)
     model.set_attn_implementation(attention)
@@ -152,8 +158,7 @@ def align_model(
         model.set_submodule(name, replacement)
     count = len(model.model.layers)
     replaced = {"decoder layers (residual, rotary)": count, "norms": len(norms), f"attentions ({attention})": count}
-    replaced |= {"routers": len(routers(model)), "BF16 experts": len(experts)}
-    return AlignReport(asked, level, {kind: number for kind, number in replaced.items() if number}, reasons)
+    return replaced | {"routers": len(routers(model)), "BF16 experts": len(experts)}
 
 
 def bf16_experts(

@@ -91,10 +91,10 @@ def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
             one is negative, the model's router chooses instead.
     """
 
-    found = routers(model)
+    by_number = routers(model)
 
     def replay(number: int) -> Any:
-        given = experts[:, number].to(device=found[number].weight.device, dtype=torch.int64)
+        given = experts[:, number].to(device=by_number[number].weight.device, dtype=torch.int64)
         known = known_routing(given)[:, None]
 
         def hook(router: Any, inputs: Any, output: RouterOutput) -> RouterOutput:
@@ -106,7 +106,7 @@ def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
         return hook
 
     with ExitStack() as stack:
-        for number, router in found.items():
+        for number, router in by_number.items():
             stack.callback(router.register_forward_hook(replay(number)).remove)
         yield
 

@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F
 
 from qarl.bench.kernels import Arguments
-from qarl.kernels.base import LinearKernel
+from qarl.kernels import experts as grouped
+from qarl.kernels.base import ExpertsKernel, ExpertsShape, LinearKernel, Tensors
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
-from qarl.kernels.experts import grouped
-from qarl.kernels.experts.autograd import BF16_KERNELS, EXPERTS_KERNELS, ReferenceExperts
-from qarl.kernels.experts.grouped import ExpertsKernel, ExpertsShape, Tensors, route, scheme_of
+from qarl.kernels.experts import ReferenceExperts, route, scheme_of
 from qarl.kernels.reference import quantize_fp8, quantize_fp8_cuda, quantize_int8, quantize_int8_cuda, silu_mul
-from qarl.kernels.registry import LINEAR_KERNELS
+from qarl.kernels.registry import BF16_KERNELS, EXPERTS_KERNELS, LINEAR_KERNELS
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
-from qarl.quant.quantize import QuantizedTensor, quantize, quantize_stack
+from qarl.quant.experts import quantize_stack
+from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.quant.scheme import Scheme, get_scheme
 
 Quantizer = Callable[[], tuple[torch.Tensor, torch.Tensor]]

@@ -33,7 +33,7 @@ from qarl.checkpoint.folder import Checkpoint, list_checkpoints, load_dict, open
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
-from qarl.quant.expert_names import unstacked
+from qarl.quant.experts import unstacked
 from qarl.rollout.publish.checksum import checksums
 
 Stream = Iterator[tuple[str, torch.Tensor]]

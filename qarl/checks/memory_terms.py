@@ -204,7 +204,7 @@ def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
 
 
 def has_own_experts(size: ModelSize, config: Config, align: str) -> bool:
-    """Return whether QaRL computes the experts (`qarl.kernels.experts.autograd`), and not transformers."""
+    """Return whether QaRL computes the experts (`qarl.kernels.experts`), and not transformers."""
     if align == "off":
         return False
     return align in ("model", "exact") or any(".experts." in name for name in quantized_linears(size, config))

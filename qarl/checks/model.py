@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from qarl.align.config_keys import check_config_keys
 from qarl.align.families import FAMILIES, check_family, shown_mismatch
+from qarl.align.hf_config import check_config_keys
 from qarl.align.model import resolve_level, unconfirmed
 from qarl.checks.layers import FUSED_LAYERS, meta_model
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu, vllm_missing
-from qarl.rollout import kernel_prediction
+from qarl.rollout import vllm_choices
 from qarl.vllm_versions import check_head_dtype
 
 _WHERE = "model.path: config.json"
@@ -99,7 +99,7 @@ def check_architecture(hf_config: Any) -> None:
         )
     if hf_config.model_type in FAMILIES or vllm_missing():
         return
-    module = kernel_prediction.serving_module(name)
+    module = vllm_choices.serving_module(name)
     if module is None or "transformers" in module.split("."):
         raise UserError(
             f"vLLM has no class of its own for {name}",

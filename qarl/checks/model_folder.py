@@ -194,7 +194,7 @@ def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
     """
     from qarl.checkpoint.compressed_tensors import header_shapes
     from qarl.quant.convert import tied_names
-    from qarl.quant.expert_names import unstacked_shapes
+    from qarl.quant.experts import unstacked_shapes
 
     tied = tied_names(model)
     expected = unstacked_shapes({name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied})

@@ -21,12 +21,11 @@ from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, Stat
 from qarl.config import Config
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.kernels.experts.autograd import choose_experts_kernel
-from qarl.kernels.experts.grouped import ExpertsShape
-from qarl.kernels.registry import Choice
+from qarl.kernels.base import ExpertsShape
+from qarl.kernels.registry import Choice, choose_experts_kernel
 from qarl.process import vllm_missing, vllm_unusable
 from qarl.quant.scheme import Scheme
-from qarl.rollout import kernel_prediction
+from qarl.rollout import vllm_choices
 from qarl.rollout.publish.wire import expected_manifest, quantized_layers
 
 TIGHT = 0.9
@@ -93,7 +92,7 @@ def ignored_by_engine(config: Config, scheme: Scheme, linears: layers.Shapes) ->
         in_trainer = [is_ignored(name, ignore) for name in members]
         if len(set(in_trainer)) > 1:
             continue  # a split group, which a check of the run reports
-        if kernel_prediction.leaves_unquantized(fused, ignore, layers.FUSED_LAYERS) != in_trainer[0]:
+        if vllm_choices.leaves_unquantized(fused, ignore, layers.FUSED_LAYERS) != in_trainer[0]:
             differ[in_trainer[0]] += members
     if any(differ.values()):
         ours, theirs = (layers.name_layers(names) or "none" for names in differ.values())
@@ -156,7 +155,7 @@ def engine_kernels(config: Config, scheme: Scheme, machine: Machine, quantized: 
     @functools.cache
     def asked(part: tuple[int, int], whole: tuple[int, int]) -> tuple[bool, str]:
         try:
-            return True, kernel_prediction.chosen_kernel(scheme, part, whole, config.quant.kernels)
+            return True, vllm_choices.chosen_kernel(scheme, part, whole, config.quant.kernels)
         except ValueError as refusal:
             return False, " ".join(str(refusal).split())
 

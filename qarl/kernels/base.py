@@ -1,6 +1,6 @@
-"""What a kernel for linears offers, and what kernels ask of a GPU. Kernels are classes that are never instantiated.
+"""What a kernel for linears or experts offers, and what kernels ask of a GPU.
 
-`qarl.kernels.registry` chooses among them. Those for layers of experts are in `qarl.kernels.experts.grouped`.
+Kernels are classes that are never instantiated. `qarl.kernels.registry` chooses among them.
 
 `assume` answers for a GPU that this machine lacks. Tensors on the meta device then stand for tensors on that GPU, so a
 layer runs at its real sizes without memory, and each launch is reported and not made. The proof `costs` counts in this
@@ -104,6 +104,49 @@ class LinearKernel(Kernel):
     def dequantized_weight(prepared: Any) -> torch.Tensor | None:
         """Return the BF16 weight [N, K] for the backward, if `prepared` contains it, or None."""
         return None
+
+
+class ExpertsShape(NamedTuple):
+    """Sizes of an expert layer: gate_up [E, 2I, H] with gate first, and down [E, H, I]. H: hidden, I: intermediate."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+class ExpertsKernel(Kernel):
+    """A kernel for layers of experts."""
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+        """Return why this kernel cannot be used for experts of this scheme and shape here, or None if it can."""
+        raise NotImplementedError
+
+    @staticmethod
+    def prepare(gate_up: Tensors, down: Tensors) -> Any:
+        """Convert the stacked wire tensors to what `forward` reads. This runs once per optimizer step."""
+        raise NotImplementedError
+
+    @classmethod
+    def prepare_gathered(cls, gate_up: Tensors, down: Tensors) -> Any:
+        """Do the same for stacks that FSDP2 gathers in every forward. Some kernels have a cheaper way."""
+        return cls.prepare(gate_up, down)
+
+    @classmethod
+    def forward(
+        cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Any
+    ) -> torch.Tensor:
+        """x [T, H] BF16, FP32 weights and int32 ids [T, k] -> [T, H] BF16, a new tensor."""
+        raise NotImplementedError
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize x BF16 [M, K] as this kernel does for an 8-bit scheme.
+
+        Return values [M, K] and FP32 scales [M, 1].
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

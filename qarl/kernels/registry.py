@@ -1,4 +1,4 @@
-"""Choose the kernel for a quantized linear, and record why.
+"""Choose the kernel for a quantized linear or a layer of experts, and record why.
 
 The order of preference is: the rollout engine's operator on that machine, PyTorch's operator, our Triton kernel (on
 GPUs), the exact reference. The choice depends only on scheme, machine and shape, not on measured speed, so a resumed
@@ -18,11 +18,19 @@ import torch
 
 from qarl.errors import UserError
 from qarl.kernels import reference
-from qarl.kernels.base import LinearKernel
+from qarl.kernels.base import ExpertsKernel, ExpertsShape, LinearKernel
 from qarl.kernels.cpu.torch_ops import CpuW4A8Linear, DequantizedW4A16Linear, TorchInt8Linear, VllmCpuFP8Linear
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
 from qarl.kernels.cuda.vllm_ops import VllmCutlassFP8Linear, VllmCutlassInt8Linear, VllmMacheteLinear, VllmMarlinLinear
+from qarl.kernels.experts import ReferenceExperts, TritonExperts
 from qarl.kernels.triton import linears as triton
+from qarl.kernels.vllm_experts import (
+    VllmCpuBf16Experts,
+    VllmCpuExperts,
+    VllmCutlassExperts,
+    VllmMarlinExperts,
+    VllmTritonExperts,
+)
 
 LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
     "w4a16": (
@@ -52,6 +60,15 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
     "w4a8": (CpuW4A8Linear, reference.ReferenceW4A8Linear),
 }
 """The kernels of each scheme, in order of preference."""
+
+EXPERTS_KERNELS: dict[str, tuple[type[ExpertsKernel], ...]] = {
+    "w4a16": (VllmCpuExperts, VllmMarlinExperts, TritonExperts, ReferenceExperts),
+    "w8a8": (VllmCpuExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
+    "fp8": (VllmCpuExperts, VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
+}
+"""The same for layers of experts."""
+BF16_KERNELS: tuple[type[ExpertsKernel], ...] = (VllmCpuBf16Experts, ReferenceExperts)
+"""The kernels of experts that are not quantized, in order of preference."""
 
 OWN_KERNELS: dict[str, dict[str, type[LinearKernel]]] = {
     "qarl": {
@@ -145,3 +162,24 @@ def _wrong_group(kernel: type[LinearKernel], group_size: int | None) -> str | No
     if sizes is None or group_size is None or group_size in sizes:
         return None
     return f"supports group sizes {', '.join(map(str, sizes))}, not {group_size}"
+
+
+def choose_experts_kernel(
+    scheme_name: str,
+    device: torch.device,
+    shape: ExpertsShape,
+    *,
+    group_size: int | None = None,
+    force: str | None = None,
+) -> Choice:
+    """Return the first kernel that supports these experts, or raise UserError.
+
+    `force`: name of the only kernel to try.
+    """
+    return first_available(
+        BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
+        lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),
+        force=force,
+        refusal=f"no kernel serves {scheme_name} experts on {device.type}",
+        served=f"{scheme_name} experts",
+    )

@@ -21,10 +21,9 @@ from torch import nn
 
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.quant.expert_names import STACKS, is_stack, matrices, stacked_experts, unstacked
-from qarl.quant.experts import QuantExperts
+from qarl.quant.experts import STACKS, QuantExperts, is_stack, matrices, quantize_stack, stacked_experts, unstacked
 from qarl.quant.linear import QuantLinear, watch_optimizers
-from qarl.quant.quantize import quantize, quantize_stack
+from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
 
 DEFAULT_IGNORE = ("lm_head",)
@@ -104,16 +103,16 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
     """Return (module, [N, K]) of every linear and of every matrix of an expert, by name, in the model's order."""
     experts = stacked_experts(model)
-    found: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
+    linears: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            found[name] = (module, (module.out_features, module.in_features))
+            linears[name] = (module, (module.out_features, module.in_features))
         elif name in experts:
             for leaf in STACKS:
                 shape = tuple(module.get_parameter(leaf).shape)
                 for matrix in matrices(f"{name}.{leaf}", shape):
-                    found[matrix.name] = (module, (matrix.rows.stop - matrix.rows.start, shape[2]))
-    return found
+                    linears[matrix.name] = (module, (matrix.rows.stop - matrix.rows.start, shape[2]))
+    return linears
 
 
 def check_whole_experts(quantized: Iterable[str], skipped: Iterable[str]) -> None:
@@ -216,17 +215,17 @@ def packed_state_dict(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of the model under its checkpoint name, in layer order.
 
-    A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. For a model that was
-    not converted (`quant.align=off`), pass `scheme` and `ignore`, and the selected linears are quantized here. A tied
-    `lm_head.weight` is left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints. `stacks`:
-    leave them whole (`qarl.quant.expert_names`). An engine takes both, but whole stacks are published faster.
+    A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. In a model without any
+    (`quant.align=off`), the linears that `scheme` and `ignore` select are quantized here. A tied `lm_head.weight` is
+    left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints. `stacks`: leave them whole
+    (`qarl.quant.experts`). An engine takes both, but whole stacks are published faster.
 
     Tensors are not copied, so clone any that must outlive the next optimizer step.
     """
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
     }
-    if scheme is not None and scheme.quantized:
+    if not layers and scheme is not None and scheme.quantized:
         layers = owners(select_linears(model, scheme, ignore)[0])
     tied = tied_names(model)
     for name, tensor in model.state_dict().items():

@@ -25,13 +25,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qarl.errors import UserError
-from qarl.kernels.experts.grouped import ExpertsKernel
+from qarl.kernels.base import ExpertsKernel
 from qarl.kernels.int4 import wire_tensors
 from qarl.quant import convert
-from qarl.quant.expert_names import STACKS
-from qarl.quant.experts import QuantExperts
+from qarl.quant.experts import STACKS, QuantExperts, QuantizedStack
 from qarl.quant.linear import QuantLinear
-from qarl.quant.quantize import QuantizedStack, QuantizedTensor, phase
+from qarl.quant.quantize import QuantizedTensor, phase
 from qarl.quant.scheme import Scheme
 from qarl.quant.weight_shard import GatheredWeight, WeightShard
 

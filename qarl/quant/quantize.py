@@ -14,8 +14,8 @@ a compiler that keeps BF16 intermediates in FP32 would change the results. It ne
 fused Triton kernel replaces it. `fused_is_exact` compares the two on the device, once for each kind of weight. If a
 byte differs, it warns, and the PyTorch steps run.
 
-`QuantizedTensor` and `QuantizedStack` hold the result: the same tensors that are sent to the engine and written to
-disk.
+`QuantizedTensor` holds the result: the same tensors that are sent to the engine and written to disk. Stacks of experts
+go through the same steps (`quantize_stack` in `qarl.quant.experts`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from torch import Tensor
 from qarl.errors import UserError
 from qarl.kernels.base import is_gpu
 from qarl.kernels.int4 import dequantize_int4
-from qarl.quant.expert_names import matrices
 from qarl.quant.scheme import QuantArgs, Scheme
 
 
@@ -75,34 +74,6 @@ class QuantizedTensor:
         if "weight_packed" in self.tensors:
             return dequantize_int4(self.tensors["weight_packed"], self.tensors["weight_scale"], dtype)
         return self.tensors["weight"].float().mul_(self.tensors["weight_scale"]).to(dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedStack:
-    """The stack `name` of `shape` [E, N, K], quantized with `scheme`.
-
-    `tensors`: the wire tensors of all matrices, stacked [E, N, ...], with compressed-tensors names. `weight_shape` is
-    left out because it is the same for every matrix.
-    """
-
-    name: str
-    scheme: Scheme
-    shape: tuple[int, int, int]
-    tensors: dict[str, Tensor]
-
-    def stacked(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and the tensors of a publish."""
-        for leaf, tensor in self.tensors.items():
-            yield f"{self.name}.{leaf}", tensor
-
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield checkpoint names and wire tensors of each expert's matrices, as views of the stacked tensors."""
-        for matrix in matrices(self.name, self.shape):
-            for leaf, tensor in self.tensors.items():
-                yield f"{matrix.name}.{leaf}", tensor[matrix.expert, matrix.rows]
-            if "weight_packed" in self.tensors:
-                size = [matrix.rows.stop - matrix.rows.start, self.shape[2]]
-                yield f"{matrix.name}.weight_shape", torch.tensor(size, dtype=torch.int64, device="cpu")
 
 
 _HALF_RANGE = {(4, "int"): 7.5, (8, "int"): 127.5, (8, "float"): 448.0}
@@ -152,20 +123,6 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     if nonfinite.item():
         raise nonfinite_error(weight, name)
     return made
-
-
-def quantize_stack(weight: Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
-    """Quantize the BF16 stack `weight` [E, N, K], with the same result as `quantize` on each of its matrices.
-
-    `name`: the stack's state-dict name. Raises UserError if the shape does not fit the scheme, or if a weight is NaN or
-    Inf.
-    """
-    experts, rows, columns = weight.shape
-    tensors = {"weight": weight}
-    if scheme.quantized:
-        flat = quantize(weight.reshape(experts * rows, columns), scheme, name=name).tensors
-        tensors = {leaf: t.view(experts, rows, t.shape[1]) for leaf, t in flat.items() if leaf != "weight_shape"}
-    return QuantizedStack(name, scheme, (experts, rows, columns), tensors)
 
 
 @torch.no_grad()

@@ -61,8 +61,8 @@ class QuantArgs:
         for field in ("actorder", "block_structure", "scale_dtype"):
             if (value := getattr(args, field)) is not None:
                 raise ValueError(f"{field}={value} is not supported")
-        given = args.model_dump(mode="json")
-        return cls(**{field.name: given[field.name] for field in fields(cls)})
+        values = args.model_dump(mode="json")
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)

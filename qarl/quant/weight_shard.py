@@ -220,11 +220,11 @@ class WeightShard:
         """Return the whole weight's wire tensors. All ranks must call this together, after `quantize`."""
         assert self._buffer is not None
         mesh, placements = self.parameter.device_mesh, self.parameter.placements
-        found = {}
+        tensors = {}
         for slot in self._slots:
             part = DTensor.from_local(slot.of(self._buffer).view(torch.uint8), mesh, placements, run_check=False)
-            found[slot.name] = self._cut(part.full_tensor().view(slot.dtype))
-        return dict(wire_tensors(found))
+            tensors[slot.name] = self._cut(part.full_tensor().view(slot.dtype))
+        return dict(wire_tensors(tensors))
 
 
 def _local(parameter: DTensor) -> torch.Tensor:

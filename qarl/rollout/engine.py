@@ -27,10 +27,9 @@ import torch
 
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
-from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
+from qarl.quant.hf_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, vllm_plugin
-from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager, kernel_request, release_unused_memory
-from qarl.rollout.kernel_prediction import own_kernels
+from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager, kernel_request, own_kernels
 from qarl.rollout.publish import wire
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
@@ -160,7 +159,7 @@ class RolloutEngine:
         """Undo `sleep`. Raise EngineFailed if the memory is no longer free."""
         if not self._asleep or self.receiver is None:
             return
-        release_unused_memory()
+        engine_config.release_unused_memory()
         self._run(self.llm.wake_up)
         self._asleep = False
         # The new memory may contain NaN. Attention multiplies masked positions by zero, and NaN times zero is NaN.
@@ -265,7 +264,7 @@ class RolloutEngine:
         """Free the engine and vLLM's process-wide groups of torch.distributed. All other engines in this process stop
         working. An engine that is open when the program ends is closed automatically."""
         if self._asleep:  # vLLM would free memory that is already unmapped
-            release_unused_memory()
+            engine_config.release_unused_memory()
             with suppress(Exception):
                 self.llm.wake_up()
         self.receiver, self._asleep = None, False

@@ -22,6 +22,7 @@ import gc
 import math
 import os
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +53,16 @@ def kernel_request(kernels: str, scheme: str) -> KernelRequest | None:
 def engine_arguments(request: KernelRequest | None) -> dict[str, Any]:
     """Return the arguments of vLLM's `LLM` for this request."""
     return {} if request is None else {"additional_config": {REQUEST_KEY: list(request)}}
+
+
+def own_kernels(request: KernelRequest | None) -> AbstractContextManager[None]:
+    """Return a context in which vLLM uses the kernels that `request` names. If `request` is None, vLLM chooses as
+    usual."""
+    if request is None:
+        return nullcontext()
+    from qarl.rollout.vllm_plugin.linears import own_kernels_only
+
+    return own_kernels_only()
 
 
 @dataclass(frozen=True)

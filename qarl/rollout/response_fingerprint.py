@@ -26,10 +26,10 @@ _FIX = (
 def fingerprint(prompt: Sequence[int], response: Sequence[int], log_probs: Sequence[float]) -> int:
     """Return a checksum of a prompt's tokens, a response's tokens and their log-probs."""
     lengths = array("q", (len(prompt), len(response), len(log_probs)))
-    found = zlib.crc32(lengths.tobytes())
+    checksum = zlib.crc32(lengths.tobytes())
     for values in (array("q", prompt), array("q", response), array("d", log_probs)):
-        found = zlib.crc32(values.tobytes(), found)
-    return found
+        checksum = zlib.crc32(values.tobytes(), checksum)
+    return checksum
 
 
 def refuse_changed(
@@ -41,8 +41,8 @@ def refuse_changed(
     """Raise UserError unless each prompt, response and its log-probs have the fingerprint in `sampled`."""
     if not len(prompts) == len(responses) == len(log_probs) == len(sampled):
         raise _changed(f"{len(responses)} responses, of which {len(sampled)} were sampled")
-    found = (fingerprint(*row) for row in zip(prompts, responses, log_probs, strict=True))
-    wrong = [index for index, (now, then) in enumerate(zip(found, sampled, strict=True)) if now != then]
+    current = (fingerprint(*row) for row in zip(prompts, responses, log_probs, strict=True))
+    wrong = [index for index, (now, then) in enumerate(zip(current, sampled, strict=True)) if now != then]
     if wrong:
         raise _changed(f"response {wrong[0]} of the step" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))
 

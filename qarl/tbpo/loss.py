@@ -110,13 +110,7 @@ def tbpo_loss(
     Inf, advantages vary within a response, or `global_batch_size` is less than the number of responses in this call.
     """
     before = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
-    _check_shapes(log_prob, advantages, before | {"response_mask": response_mask})
-    valid = response_mask != 0
-    advantage = _advantage_per_response(advantages, valid)
-    count = _check_values({"log_prob": log_prob} | before, advantages, advantage, response_mask, valid)
-    if global_batch_size is not None and global_batch_size < count:
-        raise ValueError(f"global_batch_size is {global_batch_size} but this call alone has {count} responses")
-    denominator = max(count if global_batch_size is None else global_batch_size, 1)
+    valid, advantage, denominator = _checked(log_prob, before, advantages, response_mask, global_batch_size)
 
     log_ratio = sequence_log_ratio(log_prob, old_log_prob.detach(), valid)
     deviation = ratio_deviation(log_ratio)
@@ -143,6 +137,25 @@ def tbpo_loss(
         )
         statistics |= token_statistics(log_prob, old_log_prob, advantage, valid)
     return loss, statistics
+
+
+def _checked(
+    log_prob: torch.Tensor,
+    before: Mapping[str, torch.Tensor],
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    global_batch_size: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return which positions are valid (bool [B, T]), each response's advantage [B], and the denominator of the loss.
+
+    `before`: the log-probs that get no gradient. Raise ValueError as `tbpo_loss` says."""
+    _check_shapes(log_prob, advantages, {**before, "response_mask": response_mask})
+    valid = response_mask != 0
+    advantage = _advantage_per_response(advantages, valid)
+    count = _check_values({"log_prob": log_prob, **before}, advantages, advantage, response_mask, valid)
+    if global_batch_size is not None and global_batch_size < count:
+        raise ValueError(f"global_batch_size is {global_batch_size} but this call alone has {count} responses")
+    return valid, advantage, max(count if global_batch_size is None else global_batch_size, 1)
 
 
 def _band(advantage: torch.Tensor, lengths: torch.Tensor, config: TBPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,8 +211,8 @@ def _check_values(
     bad["response_mask is neither 0 nor 1"] = (response_mask != 0) & (response_mask != 1)
     varies = valid & (per_token.float() != advantage.unsqueeze(-1))
     bad["advantages varies within a response, but TBPO needs one number per response; first"] = varies
-    count, *found = torch.stack([valid.any(dim=-1).sum(), *(where.sum() for where in bad.values())]).tolist()
-    for (what, where), number in zip(bad.items(), found, strict=True):
+    count, *totals = torch.stack([valid.any(dim=-1).sum(), *(where.sum() for where in bad.values())]).tolist()
+    for (what, where), number in zip(bad.items(), totals, strict=True):
         if number:
             row, position = where.nonzero()[0].tolist()
             raise ValueError(f"{what} at row {row}, position {position} ({number} such positions in all)")

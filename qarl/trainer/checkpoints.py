@@ -41,7 +41,7 @@ from qarl.data.prompts import Prompt
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker, read_metrics
 from qarl.quant.convert import tied_names
-from qarl.quant.expert_names import unstacked
+from qarl.quant.experts import unstacked
 from qarl.trainer.policy import Policy
 from qarl.trainer.resume import changed_keys, make_newest
 

@@ -35,7 +35,8 @@ from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.metrics import update_metrics
 from qarl.objectives.settings import objective_settings
 from qarl.process import keep_freed_memory
-from qarl.quant.expert_names import stacked_experts
+from qarl.quant.convert import packed_state_dict
+from qarl.quant.experts import stacked_experts
 from qarl.quant.quantize import measure_phases
 from qarl.rollout.engine import EngineRecovery, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.wire import PublishReport
@@ -236,8 +237,9 @@ class LocalTrainer:
 
     def publish(self) -> PublishReport:
         """Quantize once, and send the engine the tensors that the next forward multiplies by, as version `step`."""
+        policy = self.policy
         with self.timer.phase("quantize"):
-            tensors = self.policy.quantize()
+            tensors = list(packed_state_dict(policy.model, scheme=policy.scheme, ignore=policy.ignore, stacks=True))
         with self.timer.phase("publish"):
             return self.recovery.publish(tensors, version=self.step)
 

@@ -25,7 +25,7 @@ from qarl.errors import UserError
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
 from qarl.quant.convert import published_forward
-from qarl.quant.expert_names import stacked_experts
+from qarl.quant.experts import stacked_experts
 from qarl.report.samples import append_samples, choose_rows, is_logged, make_sample
 from qarl.trainer.batch import Batch, make_batch, request_seed
 from qarl.trainer.old_log_probs import Measured

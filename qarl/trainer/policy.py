@@ -25,8 +25,8 @@ from qarl.errors import UserError
 from qarl.kernels.logprob import LOGITS_AT_A_TIME, LogitsInBlocks, Truncation, WholeLogits
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.experts import QuantExperts
+from qarl.quant.hf_model import TORCH_DTYPES, check_buffers, default_dtype_kept
 from qarl.quant.linear import QuantLinear
-from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.trainer.batch import FEWEST_TOKENS, Batch, Layout, Rows, lay_out, micro_batches
 
@@ -264,8 +264,7 @@ class Policy:
         return self
 
     def packed_state_dict(self, *, stacks: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        scheme = self.scheme if self.align == "off" else None
-        return packed_state_dict(self.model, scheme=scheme, ignore=self.ignore, stacks=stacks)
+        return packed_state_dict(self.model, scheme=self.scheme, ignore=self.ignore, stacks=stacks)
 
     def requantize(self) -> None:
         """Quantize every layer whose weight has changed since it was last quantized."""

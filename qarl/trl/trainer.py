@@ -29,7 +29,7 @@ from qarl.console import note
 from qarl.errors import UserError
 from qarl.optim.optimizer import MuonAdamW, write
 from qarl.process import keep_freed_memory
-from qarl.quant.expert_names import stacked_experts
+from qarl.quant.experts import stacked_experts
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import RolloutEngine
 from qarl.tbpo import tbpo_loss

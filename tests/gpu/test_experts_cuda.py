@@ -8,8 +8,9 @@ from expert_cases import exact, exact_weight, make, off, stacked
 
 from qarl.bench.kernels import Arguments
 from qarl.bench.products import ROUTINGS, ExpertLayer, experts
-from qarl.kernels.experts.autograd import EXPERTS_KERNELS, LowBitExperts, fused_experts
-from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.base import ExpertsShape
+from qarl.kernels.experts import LowBitExperts, fused_experts
+from qarl.kernels.registry import EXPERTS_KERNELS
 
 pytestmark = pytest.mark.gpu
 SHAPE = ExpertsShape(experts=8, top_k=2, hidden=512, intermediate=256)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from qarl.kernels.experts import grouped
+from qarl.kernels import experts
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.reference import grouped_linear
 
@@ -90,10 +90,10 @@ def test_experts_without_rows(device: torch.device) -> None:
     packed, scale, x = w4a16(n * len(counts), k, sum(counts), device, group=32)
     tensors = {"weight_packed": packed.view(len(counts), n, -1), "weight_scale": scale.view(len(counts), n, -1)}
     ends = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
-    weight, grad = grouped.dequantized(tensors).double(), torch.randn(sum(counts), n, device=device).bfloat16()
-    assert error(grouped.product(x, None, tensors, ends), grouped_linear(x.double(), weight, ends)) <= 3e-3
-    assert error(grouped.input_gradient(grad, tensors, ends), grouped_linear(grad.double(), weight.mT, ends)) <= 3e-3
-    made = grouped.weight_gradient(grad, x, ends)
+    weight, grad = experts.dequantized(tensors).double(), torch.randn(sum(counts), n, device=device).bfloat16()
+    assert error(experts.product(x, None, tensors, ends), grouped_linear(x.double(), weight, ends)) <= 3e-3
+    assert error(experts.input_gradient(grad, tensors, ends), grouped_linear(grad.double(), weight.mT, ends)) <= 3e-3
+    made = experts.weight_gradient(grad, x, ends)
     rows = [slice(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)]
     assert error(made, torch.stack([grad[row].double().t() @ x[row].double() for row in rows])) <= 3e-3
     assert not made[[i for i, count in enumerate(counts) if not count]].any()
@@ -131,7 +131,7 @@ def test_graphs() -> None:
         "w4a16": lambda: w4a16_linear(x, packed, scale),
         "w4a16 dX": lambda: w4a16_backward_input(grad, packed, scale),
         "w8a8": lambda: scaled_mm(*quantize_tokens(x, torch.int8), values, channel),
-        "grouped": lambda: grouped.product(x, None, stacked, ends),
+        "grouped": lambda: experts.product(x, None, stacked, ends),
     }
     if unavailable("fp8", device) is None:
         codes = values.view(torch.float8_e4m3fn).float().nan_to_num().to(torch.float8_e4m3fn)

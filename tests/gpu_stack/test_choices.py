@@ -19,14 +19,12 @@ from gpu_lock_models import build, engine_config, process_groups, stand_in_opera
 from marlin_reference import random_stack, vllm_layout
 from random_models import save_random_model
 
+from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cuda import vllm_ops
-from qarl.kernels.experts import cuda as vllm_experts
-from qarl.kernels.experts.autograd import choose_experts_kernel
-from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.int4 import to_marlin
-from qarl.kernels.registry import choose_linear_kernel
+from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.rollout.kernel_prediction import chosen_kernel
+from qarl.rollout.vllm_choices import chosen_kernel
 
 required()
 
@@ -52,7 +50,7 @@ SCHEMES = [("w4a16", 128), ("w4a16", 64), ("w4a16", 32), ("w8a8", 128), ("fp8", 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     pretend(monkeypatch, request.param)
-    caches = (vllm_ops._not_the_engines, vllm_experts.engines_choice)
+    caches = (vllm_ops._not_the_engines, vllm_ops.chosen_experts_kernel)
     for cached in caches:
         cached.cache_clear()
     yield request.param
@@ -156,7 +154,7 @@ def test_experts(gpu: tuple[int, int], moe_folder: Path, scheme: str, group_size
             method = layer.quant_method
             engine = (getattr(method, "experts_cls", None) or type(method)).__name__
     groups = group_size if scheme == "w4a16" else None
-    named = vllm_experts.engines_choice(scheme, shape, groups)
+    named = vllm_ops.chosen_experts_kernel(scheme, shape, groups)
     assert named == engine or (named.startswith("nothing") and engine.startswith("nothing"))
     trainer = choose_experts_kernel(scheme, torch.device("cuda", 0), shape, group_size=groups)
     expected = EXPERTS.get((scheme, engine))

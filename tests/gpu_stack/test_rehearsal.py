@@ -27,9 +27,8 @@ from random_models import save_tokenizer
 from qarl.checks.memory import estimate
 from qarl.checks.memory_terms import ranks
 from qarl.checks.model_size import ModelSize
-from qarl.kernels.experts.autograd import choose_experts_kernel
-from qarl.kernels.experts.grouped import ExpertsShape
-from qarl.kernels.registry import choose_linear_kernel
+from qarl.kernels.base import ExpertsShape
+from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.verl.run import UNKNOWN_GPU_BYTES
 
 required()

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.experts import grouped
-from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels import experts
+from qarl.kernels.base import ExpertsShape
 from qarl.kernels.reference import quantize_fp8, quantize_int8
 from qarl.quant import get_scheme, quantize
 
@@ -74,7 +74,7 @@ def exact_bf16(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: An
 def exact_weight(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """float64 [E, N, K]; W4A16 multiplies by the BF16 rounding of code times scale, the others scale the sum."""
     if "weight_packed" in tensors:
-        return grouped.dequantized(tensors).double()
+        return experts.dequantized(tensors).double()
     return tensors["weight"].double() * tensors["weight_scale"].double()
 
 

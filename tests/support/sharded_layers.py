@@ -25,8 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils.checkpoint import checkpoint
 
 from qarl.errors import UserError
-from qarl.kernels.experts import autograd
-from qarl.kernels.experts.autograd import ReferenceExperts
+from qarl.kernels import registry
+from qarl.kernels.experts import ReferenceExperts
 from qarl.kernels.int4 import MARLIN, from_marlin, to_marlin
 from qarl.quant import get_scheme
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
@@ -237,10 +237,10 @@ def experts_kernels() -> tuple[Any, Any]:
 def with_kernel(mesh: Any, kernel: Any, rank: int, recompute: bool = False) -> dict[str, Any]:
     """A step with `kernel` for the W4A16 experts, and what is published after it."""
     found: dict[str, Any] = {}
-    before = autograd.EXPERTS_KERNELS["w4a16"]
-    autograd.EXPERTS_KERNELS["w4a16"] = (kernel,)
+    before = registry.EXPERTS_KERNELS["w4a16"]
+    registry.EXPERTS_KERNELS["w4a16"] = (kernel,)
     model, _ = sharded(mesh, "w4a16", make_model(recompute))
-    autograd.EXPERTS_KERNELS["w4a16"] = before
+    registry.EXPERTS_KERNELS["w4a16"] = before
     counts = [getattr(kernel, name, []) for name in ("converted", "runs")]
     for count in counts:
         count.clear()

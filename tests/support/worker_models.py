@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.quant.meta_model import default_dtype_kept
+from qarl.quant.hf_model import default_dtype_kept
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def worker_model(checkpoint: Path, rank: int, workers: int, **given: Any) -> tup
 def multiplied(model: nn.Module) -> dict[str, torch.Tensor]:
     """The products of all layers of `model` with fixed inputs, and its plain parameters, by name. Some kernels keep
     their weights out of Python's reach, so products stand for them."""
-    from qarl.kernels.experts.cpu import VllmCpuExperts
+    from qarl.kernels.vllm_experts import VllmCpuExperts
 
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():

@@ -29,13 +29,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qarl.kernels.base import LinearKernel, PreparedWeight
+from qarl.kernels.base import ExpertsShape, LinearKernel, PreparedWeight
 from qarl.kernels.triton.linears import TritonW4A16Linear, TritonW8A8Linear
 from qarl.process import configure_vllm_process, vllm_missing
-from qarl.vllm_versions import unsupported_release
+from qarl.vllm_versions import describe_experts, unsupported_release
 
 _OPS = "vllm._custom_ops"
 _MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
+_COMPRESSED_TENSORS = "vllm.model_executor.layers.quantization.compressed_tensors"
+MOE = "vllm.model_executor.layers.fused_moe"
 
 
 class PreparedPacked(NamedTuple):
@@ -97,6 +99,79 @@ def chosen_int4_kernel(shape: tuple[int, int], full_shape: tuple[int, int], grou
         has_g_idx=False,
     )
     return str(kernels.choose_mp_linear_kernel(layer).__name__)
+
+
+@cache
+def _unusable_moe() -> str | None:
+    """Return why vLLM's functions cannot be called, or None. Call `why_not_here` first."""
+    if missing := [name for name in ("moe_wna16_marlin_gemm", "moe_sum") if not hasattr(torch.ops._moe_C, name)]:
+        return f"this vLLM build has no {', '.join(missing)}"
+    return unsupported_release()
+
+
+def why_not_experts(
+    scheme: str, device: torch.device, shape: ExpertsShape, group_size: int | None, classes: tuple[str, ...]
+) -> str | None:
+    """Return why the functions behind `classes` cannot be used, or None if they can.
+
+    One possible reason is that vLLM on this machine uses different classes.
+    """
+    why_not = why_not_here(device, "cutlass_moe_mm", capability=(8, 0)) or _unusable_moe()
+    if why_not:
+        return why_not
+    chosen = chosen_experts_kernel(scheme, shape, group_size)
+    return None if chosen in classes else f"here vLLM itself runs {chosen}"
+
+
+@cache
+def chosen_experts_kernel(scheme: str, shape: ExpertsShape, group_size: int | None) -> str:
+    """Return the name of the class that vLLM uses for experts of this scheme and shape on one GPU of this machine.
+
+    If there is none, return a text that begins with "nothing" and gives the reason.
+    """
+    config = importlib.import_module(f"{MOE}.config")
+    quantization = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors")
+    methods = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors_moe.compressed_tensors_moe")
+    layer: Any = torch.nn.Module()
+    layer.moe_config = config.FusedMoEConfig(
+        num_experts=shape.experts,
+        num_local_experts=shape.experts,
+        num_logical_experts=shape.experts,
+        experts_per_token=shape.top_k,
+        hidden_dim=shape.hidden,
+        intermediate_size=shape.intermediate,
+        activation=silu(),
+        device="cuda",
+        routing_method=config.RoutingMethodType.Renormalize,
+        moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.bfloat16,
+    )
+    describe_experts(layer, shape.hidden)
+    vllm_quantization = quantization.CompressedTensorsConfig.from_config(_quantization_config(scheme, group_size))
+    try:
+        method = methods.CompressedTensorsMoEMethod.get_moe_method(vllm_quantization, layer, "experts")
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        return f"nothing ({' '.join(str(error).split()) or type(error).__name__})"
+    return str((getattr(method, "experts_cls", None) or type(method)).__name__)
+
+
+def _quantization_config(scheme: str, group_size: int | None) -> dict[str, Any]:
+    """Return a `quantization_config`, as in config.json, that quantizes every layer."""
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    preset, form = {
+        "w4a16": ("W4A16", "pack-quantized"),
+        "w8a8": ("W8A8", "int-quantized"),
+        "fp8": ("FP8_DYNAMIC", "float-quantized"),
+    }[scheme]
+    group = preset_name_to_scheme(preset, ["re:.*"])
+    group.format, group.weights.group_size = form, group_size
+    config = QuantizationConfig(config_groups={"group_0": group}, format=form, quantization_status="compressed")
+    return config.model_dump(mode="json", exclude_none=True)
+
+
+def silu() -> Any:
+    return importlib.import_module(f"{MOE}.activation").MoEActivation.SILU
 
 
 def uint4b8() -> Any:

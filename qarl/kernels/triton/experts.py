@@ -1,6 +1,6 @@
 """Mixture-of-experts layers in Triton: grouped products, and what an expert layer does between them.
 
-Rows are sorted by expert (`qarl.kernels.experts.grouped.Routing`), and each expert's weight multiplies only its own
+Rows are sorted by expert (`qarl.kernels.experts.Routing`), and each expert's weight multiplies only its own
 rows. Expert e has the rows ends[e-1]..ends[e]-1 of x. `ends` is int32 [E] on the device, as in PyTorch's `grouped_mm`.
 There is no padding: an expert with c rows has ceil(c / BM) tiles. The host does not know their number without waiting
 for the device. So the grid has as many programs as any routing of M rows to E experts could need. A program finds its

@@ -165,12 +165,12 @@ def check_unit(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> torc
     for i, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, _way(tensor)), []).append(i)
     device = max((device for device, _ in groups), key=lambda one: one.type != "cpu")
-    found = []
+    results = []
     for (_, way), numbers in groups.items():
         if way == "rows":
             numbers.sort(key=lambda i: str(tensors[i].dtype))
-        found.append(_WAYS[way]([tensors[i].detach() for i in numbers], finite).to(device, non_blocking=True))
-    together = torch.cat(found, 1) if len(found) > 1 else found[0]
+        results.append(_WAYS[way]([tensors[i].detach() for i in numbers], finite).to(device, non_blocking=True))
+    together = torch.cat(results, 1) if len(results) > 1 else results[0]
     places = tuple(i for numbers in groups.values() for i in numbers)
     return together if places == tuple(range(len(tensors))) else together[:, _inverse(places, device)]
 
@@ -240,10 +240,10 @@ def _row_table(
     from qarl.kernels.triton.checksum import lanes
 
     plan = _plan(sizes, torch.device("cpu"))
-    found = torch.tensor([lanes(FLOAT_BITS.get(dtype) if dtype else None) for dtype in dtypes])
+    lanes_of = torch.tensor([lanes(FLOAT_BITS.get(dtype) if dtype else None) for dtype in dtypes])
     first = plan.owners.diff(prepend=torch.tensor([-1])) != 0
     rows = [torch.tensor(numbers)[plan.owners], plan.outer * plan.several, plan.start[0, plan.owners] * first]
-    return torch.stack([*rows, *found[plan.owners].t()]).to(device)
+    return torch.stack([*rows, *lanes_of[plan.owners].t()]).to(device)
 
 
 def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:

@@ -31,17 +31,21 @@ engine (verl/checkpoint_engine/delta_sync) sends four bytes per position.
 
 Values are absolute, so applying a payload twice does no harm. A payload does not say which tensor it is for. So the
 receiver then compares the checksum of the whole tensor (`qarl.rollout.publish.receive`).
+
+`send_changes` and `receive_changes` are the two ends of a unit.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from qarl.rollout.publish import wire
 from qarl.rollout.publish.wire import NamedTensor
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -79,17 +83,17 @@ def find_changes(compared: Compared, count: int) -> tuple[int, torch.Tensor | No
     new, total = compared.new, compared.new.numel()
     if not count:
         return 0, None
-    found = _differing(compared, count)
-    is_mask = found.dtype == torch.bool
-    count = int(found.sum()) if is_mask else found.numel()
+    changed = _differing(compared, count)
+    is_mask = changed.dtype == torch.bool
+    count = int(changed.sum()) if is_mask else changed.numel()
     if _HEADER + count * new.itemsize >= new.nbytes:
         return count, None
     if count * 8 < total or not is_mask:
-        found = found.nonzero().squeeze(1) if is_mask else found
-        coding, size, coded = _smallest(found, total)
+        changed = changed.nonzero().squeeze(1) if is_mask else changed
+        coding, size, coded = _smallest(changed, total)
     else:  # gaps take at least a byte for each changed word, so a mask is smallest
-        coding, size, coded = _MASK, -(-total // 8), _to_mask(found)
-    values = new[found].view(torch.uint8)
+        coding, size, coded = _MASK, -(-total // 8), _to_mask(changed)
+    values = new[changed].view(torch.uint8)
     if _HEADER + _padded(values.numel()) + size >= new.nbytes:
         return count, None
     header = torch.tensor([coding, count], device=new.device).view(torch.uint8)
@@ -291,3 +295,61 @@ class Tally:
 
 
 _LOW_BIT = (torch.int32, torch.int8, torch.float8_e4m3fn)
+
+
+def send_changes(
+    unit: str,
+    members: list[NamedTensor],
+    results: torch.Tensor,
+    base: PublishedCache,
+    cache: PublishedCache | None,
+    tally: Tally,
+) -> Iterator[NamedTensor]:
+    """Yield the changed tensors of a unit, and its record, which `receive_changes` takes at the other end.
+
+    `results`: those of `check_unit` for `members`. Other arguments are as in `encode_publish`."""
+    names = [name for name, _ in members]
+    compared = [base.compare(name, tensor) for name, tensor in members]
+    none = results.new_zeros(())
+    counts = [none if pair is None else pair.count.to(results.device, non_blocking=True) for pair in compared]
+    sums, bad, differing = torch.cat((results, torch.stack(counts)[None])).tolist()  # the host waits once
+    wire.refuse_nonfinite(names, bad)
+    digests: dict[str, int] = {}
+    deltas: list[str] = []
+    for (name, tensor), comparison, digest, count in zip(members, compared, sums, differing, strict=True):
+        if comparison is not None:
+            changed, payload = find_changes(comparison, count)
+            tally.add(name, tensor, changed)
+            if not changed:
+                continue
+            if payload is not None:
+                tensor = payload
+                deltas.append(name)
+        digests[name] = digest
+        if cache is not None:
+            cache.take(name, tensor, digest, is_delta=name in deltas)
+        yield name, tensor
+    yield wire.record(wire.UNIT, {"unit": unit, "digests": digests, "deltas": deltas})
+
+
+def receive_changes(
+    record: Mapping[str, Any], sent: list[NamedTensor], members: Collection[str], cache: PublishedCache
+) -> None:
+    """Apply to `cache` the tensors that `send_changes` has yielded for a unit before its `record`.
+
+    `members`: names of all tensors of the unit. The caller then compares the checksums of all of them, because a
+    payload does not say which tensor it is for.
+
+    Raises:
+        TransferFailed: a tensor was lost or added on the way, or a payload is damaged.
+    """
+    names, digests = [name for name, _ in sent], record["digests"]
+    if names != list(digests):
+        raise wire.not_as_sent(record["unit"], names, list(digests))
+    for name, tensor in sent:
+        try:
+            if name not in members:
+                raise ValueError(f"it is not a tensor of {record['unit']}")
+            cache.take(name, tensor, digests[name], is_delta=name in record["deltas"])
+        except ValueError as error:
+            raise wire.TransferFailed(f"the changes of {name} cannot be applied", why=str(error)) from error

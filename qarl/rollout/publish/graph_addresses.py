@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from qarl.quant.meta_model import default_dtype_kept
+from qarl.quant.hf_model import default_dtype_kept
 
 _OURS = ("vllm", "qarl")
 """Packages whose objects are searched for tensors."""
@@ -66,19 +66,19 @@ def on_cpu() -> bool:
 
 def places(modules: Mapping[str, nn.Module]) -> dict[str, Place]:
     """Return every tensor with elements that is reachable from `modules`, by its path."""
-    found: dict[str, Place] = {}
+    by_path: dict[str, Place] = {}
     seen: set[int] = set()
     stack: list[tuple[str, Any, Put | None]] = [(name, module, None) for name, module in modules.items()]
     while stack:
         path, value, put = stack.pop()
         if isinstance(value, torch.Tensor):
             if value.numel() and value.device.type != "meta":
-                found[path] = Place(value, value.detach(), put)
+                by_path[path] = Place(value, value.detach(), put)
         elif id(value) not in seen:
             seen.add(id(value))
             below = [(f"{path}.{name}", v, put) for name, v, put in _children(value) if not isinstance(v, _PLAIN)]
             stack += reversed(below)
-    return found
+    return by_path
 
 
 @contextmanager
@@ -104,8 +104,8 @@ def as_vllm_loads(vllm_config: Any, modules: Mapping[str, nn.Module]) -> Iterato
     vLLM's model loader sets the default dtype too, because layers read it when they process loaded weights."""
     from vllm.config import set_current_vllm_config
 
-    kept = nullcontext() if on_cpu() else addresses_kept(modules)
-    with set_current_vllm_config(vllm_config), default_dtype_kept(), kept:
+    in_place = nullcontext() if on_cpu() else addresses_kept(modules)
+    with set_current_vllm_config(vllm_config), default_dtype_kept(), in_place:
         torch.set_default_dtype(vllm_config.model_config.dtype)
         yield
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from qarl.rollout.publish import graph_addresses, wire
 from qarl.rollout.publish.checksum import check_unit
-from qarl.rollout.publish.delta import PublishedCache
+from qarl.rollout.publish.delta import PublishedCache, receive_changes
 from qarl.rollout.publish.wire import Manifest, TensorSpec, check_specs
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
 from qarl.vllm_versions import kv_cache_tensors
@@ -182,9 +182,9 @@ class WeightReceiver:
         names = [name for name, _ in self._unit]
         if not names or digests.dtype != torch.int64 or digests.shape != (len(names),):
             unit = wire.unit_of(names[0]) if names else "a unit"
-            raise _not_as_sent(unit, names, self._units.get(unit, []))
-        found = check_unit([tensor for _, tensor in self._unit])[0]
-        self._compare.append((names, torch.stack((found, digests.to(found.device, non_blocking=True)))))
+            raise wire.not_as_sent(unit, names, self._units.get(unit, []))
+        computed = check_unit([tensor for _, tensor in self._unit])[0]
+        self._compare.append((names, torch.stack((computed, digests.to(computed.device, non_blocking=True)))))
         self._check_new(self._unit)
         self._write(dict(self._unit))
         if self.cache:
@@ -194,25 +194,16 @@ class WeightReceiver:
 
     def _end_changes(self, record: dict[str, Any]) -> None:
         """Apply the changes of a unit, and write it."""
-        names, digests = [name for name, _ in self._unit], record["digests"]
-        if names != list(digests):
-            raise _not_as_sent(record["unit"], names, list(digests))
         assert self.cache is not None
-        members, deltas = self._units.get(record["unit"], []), set(record["deltas"])
-        for name, tensor in self._unit:
-            try:
-                if name not in members:
-                    raise ValueError(f"it is not a tensor of {record['unit']}")
-                self.cache.take(name, tensor, digests[name], is_delta=name in deltas)
-            except ValueError as error:
-                raise wire.TransferFailed(f"the changes of {name} cannot be applied", why=str(error)) from error
+        members = self._units.get(record["unit"], [])
+        receive_changes(record, self._unit, members, self.cache)
         device = next(self.model.parameters()).device
         whole = [(name, self.cache.tensors[name].to(device, non_blocking=True)) for name in members]
         self._check_new(whole)
-        found = check_unit([tensor for _, tensor in whole])[0].tolist() if whole else []
-        for (name, _), digest in zip(whole, found, strict=True):
+        computed = check_unit([tensor for _, tensor in whole])[0].tolist() if whole else []
+        for (name, _), digest in zip(whole, computed, strict=True):
             _check_digest(name, digest, self.cache.digests[name])
-        chosen = self.plan.whole_modules(set(names)) if self.skip_unchanged else None
+        chosen = self.plan.whole_modules(record["digests"]) if self.skip_unchanged else None
         self._write({name: t for name, t in whole if chosen is None or name.rpartition(".")[0] in chosen})
         self._unit = []
 
@@ -265,10 +256,10 @@ class WeightReceiver:
         if not self._compare:
             return {}
         names = [name for names, _ in self._compare for name in names]
-        found, sent = torch.cat([both for _, both in self._compare], 1).tolist()
-        for name, mine, theirs in zip(names, found, sent, strict=True):
+        computed, sent = torch.cat([both for _, both in self._compare], 1).tolist()
+        for name, mine, theirs in zip(names, computed, sent, strict=True):
             _check_digest(name, mine, theirs)
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, computed, strict=True))
 
     def _check_addresses(self) -> None:
         """Raise TensorsMoved if a publish has moved a tensor that one of vLLM's CUDA graphs can have captured."""
@@ -284,20 +275,11 @@ class WeightReceiver:
             )
 
 
-def _not_as_sent(unit: str, names: list[str], sent: list[str]) -> wire.TransferFailed:
-    lost, extra = [name for name in sent if name not in names], [name for name in names if name not in sent]
-    return wire.TransferFailed(
-        f"{unit} did not arrive as it was sent",
-        where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
-        why="the transport dropped, added or reordered tensors",
-    )
-
-
-def _check_digest(name: str, found: int, sent: int) -> None:
-    if found != sent:
+def _check_digest(name: str, computed: int, sent: int) -> None:
+    if computed != sent:
         raise wire.TransferFailed(
             f"{name} was damaged on the way to the engine",
-            where=f"checksum {found & (2**64 - 1):016x}, sent as {sent & (2**64 - 1):016x}",
+            where=f"checksum {computed & (2**64 - 1):016x}, sent as {sent & (2**64 - 1):016x}",
             why="the engine did not receive the bytes that the trainer's forward used",
             fix=f"{wire.RETRY}; if the error comes back, check the memory of this machine",
         )

@@ -30,11 +30,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qarl.errors import UserError
-from qarl.quant.expert_names import stacked
+from qarl.quant.experts import stacked
 from qarl.rollout.publish import wire
 from qarl.rollout.publish.checksum import check_unit
-from qarl.rollout.publish.delta import PublishedCache, Tally, find_changes, fingerprint_of
+from qarl.rollout.publish.delta import PublishedCache, Tally, fingerprint_of, send_changes
 from qarl.rollout.publish.wire import NamedTensor, PublishReport, TransferFailed
 
 if TYPE_CHECKING:
@@ -71,81 +70,32 @@ def encode_publish(
         begin["run"] = run
     if keep:
         begin |= {"keep": True, "base": base and base.fingerprint}
-    tally, units = tally or Tally(), list[_Unit]()
+    tally, units = tally or Tally(), list[tuple[list[str], torch.Tensor]]()
     tally.known = base is not None
     if cache is not None:
         cache.begin(changes=base is not None)
     yield wire.record(wire.BEGIN, begin)
     for unit, group in groupby(stacked(tensors), key=lambda item: wire.unit_of(item[0])):
         members = list(group)
-        names = [name for name, _ in members]
-        units.append((names, check_unit([tensor for _, tensor in members], finite=not checked)))
+        results = check_unit([tensor for _, tensor in members], finite=not checked)
+        units.append(([name for name, _ in members], results))
         if base is not None:
-            yield from _changes(unit, members, units[-1], base, cache, tally)
+            yield from send_changes(unit, members, results, base, cache, tally)
             continue
         yield from members
         if cache is not None:
             for name, tensor in members:
                 cache.put(name, tensor)
-        yield wire.UNIT, units[-1][1][0]
+        yield wire.UNIT, results[0]
     names = [name for names, _ in units for name in names]
     read = units and (keep or not checked)
     sums, bad = torch.cat([results for _, results in units], 1).tolist() if read else ([], [])
-    _refuse_nonfinite(names, bad)
+    wire.refuse_nonfinite(names, bad)
     commit: dict[str, Any] = {"version": version}
     if keep:
         digests = dict(zip(names, sums, strict=True))
         commit["fingerprint"] = fingerprint_of(version, digests) if cache is None else cache.commit(version, digests)
     yield wire.record(wire.COMMIT, commit)
-
-
-_Unit = tuple[list[str], torch.Tensor]
-"""The names of a unit's tensors, and the results of `check_unit`."""
-
-
-def _changes(
-    unit: str,
-    members: list[NamedTensor],
-    checked: _Unit,
-    base: PublishedCache,
-    cache: PublishedCache | None,
-    tally: Tally,
-) -> Iterator[NamedTensor]:
-    """Yield the changed tensors of a unit, and its record."""
-    names, results = checked
-    compared = [base.compare(name, tensor) for name, tensor in members]
-    none = results.new_zeros(())
-    counts = [none if one is None else one.count.to(results.device, non_blocking=True) for one in compared]
-    sums, bad, differing = torch.cat((results, torch.stack(counts)[None])).tolist()  # the host waits once
-    _refuse_nonfinite(names, bad)
-    digests: dict[str, int] = {}
-    deltas: list[str] = []
-    for (name, tensor), comparison, digest, count in zip(members, compared, sums, differing, strict=True):
-        if comparison is not None:
-            changed, payload = find_changes(comparison, count)
-            tally.add(name, tensor, changed)
-            if not changed:
-                continue
-            if payload is not None:
-                tensor = payload
-                deltas.append(name)
-        digests[name] = digest
-        if cache is not None:
-            cache.take(name, tensor, digest, is_delta=name in deltas)
-        yield name, tensor
-    yield wire.record(wire.UNIT, {"unit": unit, "digests": digests, "deltas": deltas})
-
-
-def _refuse_nonfinite(names: Sequence[str], flags: Sequence[int]) -> None:
-    bad = [name for name, flag in zip(names, flags, strict=False) if flag]
-    if not bad:
-        return
-    raise UserError(
-        f"{len(bad)} tensors to publish hold NaN or Inf",
-        where=", ".join(bad[:8]),
-        why="the engine would return NaN, and its KV cache would keep the NaN",
-        fix="lower optim.lr or actor.grad_clip, or check what the last update did to these weights",
-    )
 
 
 class DeltaSender:

@@ -9,7 +9,7 @@
 Records are tensors too (all but `qarl.unit` are JSON in uint8). So any transport that keeps the order of named tensors
 can carry them, for example verl's buckets or a list in one process. `qarl.rollout.publish.send` makes the stream, and
 `qarl.rollout.publish.receive` reads it. Both sides hold one unit in memory at a time. A unit contains all parts of a
-layer that the engine fuses (q/k/v, gate/up), and its experts as stacks (`qarl.quant.expert_names`).
+layer that the engine fuses (q/k/v, gate/up), and its experts as stacks (`qarl.quant.experts`).
 
 A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.delta`). `qarl.begin` then contains
 the fingerprint of that publish, `base`. A unit contains only changed tensors. `qarl.unit` is
@@ -36,11 +36,11 @@ import torch
 
 from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
-from qarl.quant.expert_names import is_of_expert, is_stack, matrices
-from qarl.quant.meta_model import meta_model
+from qarl.quant.experts import is_of_expert, is_stack, matrices
+from qarl.quant.hf_model import meta_model
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.publish.checksum import nonfinite
-from qarl.rollout.publish.layer_writers import quantized_experts
+from qarl.rollout.publish.experts import quantized_experts
 
 NamedTensor = tuple[str, torch.Tensor]
 PREFIX = "qarl."
@@ -190,18 +190,18 @@ def expected_manifest(
 
 def of_matrices(manifest: Manifest) -> Manifest:
     """Return the manifest of the same tensors with each expert's matrices by themselves, as in a checkpoint."""
-    found: Manifest = {}
+    matrix_specs: Manifest = {}
     for name, spec in manifest.items():
         stack, _, leaf = name.rpartition(".")
         if not is_stack(stack, spec.shape):
-            found[name] = spec
+            matrix_specs[name] = spec
             continue
         for matrix in matrices(stack, (spec.shape[0], spec.shape[1], spec.shape[2])):
             rows = matrix.rows.stop - matrix.rows.start
-            found[f"{matrix.name}.{leaf}"] = TensorSpec(spec.dtype, (rows, spec.shape[2]))
+            matrix_specs[f"{matrix.name}.{leaf}"] = TensorSpec(spec.dtype, (rows, spec.shape[2]))
             if leaf == "weight_packed":
-                found[f"{matrix.name}.weight_shape"] = TensorSpec(torch.int64, (2,))
-    return found
+                matrix_specs[f"{matrix.name}.weight_shape"] = TensorSpec(torch.int64, (2,))
+    return matrix_specs
 
 
 def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
@@ -263,14 +263,14 @@ def check_specs(
     tensors that hold NaN or Inf."""
     problems: list[str] = []
     seen: set[str] = set()
-    for name, found in specs:
+    for name, sent in specs:
         spec = expected.get(name)
         if name in seen:
             problems.append(f"{name}: sent twice")
         elif spec is None:
             problems.append(f"{name}: not a tensor of this model")
-        elif found != spec:
-            problems.append(f"{name}: is {found}, the engine expects {spec}")
+        elif sent != spec:
+            problems.append(f"{name}: is {sent}, the engine expects {spec}")
         elif name in not_finite:
             problems.append(f"{name}: holds NaN or Inf")
         seen.add(name)
@@ -297,3 +297,26 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         for (name, _), bad in zip(members, nonfinite([tensor for _, tensor in members]).tolist(), strict=True)
         if bad
     ]
+
+
+def refuse_nonfinite(names: Sequence[str], flags: Sequence[int]) -> None:
+    """Raise UserError if a flag of `qarl.rollout.publish.checksum.check_unit` says NaN or Inf."""
+    bad = [name for name, flag in zip(names, flags, strict=False) if flag]
+    if not bad:
+        return
+    raise UserError(
+        f"{len(bad)} tensors to publish hold NaN or Inf",
+        where=", ".join(bad[:8]),
+        why="the engine would return NaN, and its KV cache would keep the NaN",
+        fix="lower optim.lr or actor.grad_clip, or check what the last update did to these weights",
+    )
+
+
+def not_as_sent(unit: str, names: list[str], sent: list[str]) -> TransferFailed:
+    """Return the error for a unit whose tensors `names` are not those of its record, `sent`."""
+    lost, extra = [name for name in sent if name not in names], [name for name in names if name not in sent]
+    return TransferFailed(
+        f"{unit} did not arrive as it was sent",
+        where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
+        why="the transport dropped, added or reordered tensors",
+    )

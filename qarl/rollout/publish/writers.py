@@ -1,7 +1,7 @@
 """Write published tensors into the parameters of vLLM's modules, inside vLLM's worker. There are two ways:
 
 - Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU, for experts there with
-  QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.layer_writers`). It is faster than a reload,
+  QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.experts`). It is faster than a reload,
   which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated.
 - Layerwise reload: vLLM's own function loads the weight. It is used for all other layers, such as GPUs' dense ones. It
   moves a module's parameters to the meta device and back. So an exception during the reload breaks the engine
@@ -12,24 +12,13 @@ After a layerwise reload, W8A8 layers on CPU return NaN (vLLM 0.29 and 0.32). Th
 of the scales (csrc/cpu/dnnl_helper.cpp), but the reload frees the scales. So these layers are written directly or
 refused.
 
-Under tensor parallelism each worker of an engine gets whole tensors and writes its part (`cut_of`). The parts are those
-of vLLM's own weight loaders (vllm 0.29.0: model_executor/layers/linear.py, vocab_parallel_embedding.py,
-fused_moe/routed_experts.py):
-
-    column-parallel    the worker's share of the output channels, for weight, scale and bias
-    q/k/v              the same, but in whole heads. If there are fewer key-value heads than workers, workers share them
-    row-parallel       the worker's share of the inputs, for weights and scales of groups. Scales per output channel
-                       and biases are not cut
-    vocabulary         the worker's rows, without vLLM's padding
-    experts            gate and up are column-parallel, down is row-parallel; every worker has a part of each expert
-    replicated         the whole tensor
-
-Only the vLLM classes in `_CUTS` and experts are supported, not their subclasses, which may cut differently.
+Under tensor parallelism each worker of an engine gets whole tensors and writes its part
+(`qarl.rollout.publish.tensor_parallel`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,8 +27,10 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.rollout.publish import graph_addresses, layer_writers
-from qarl.rollout.publish.layer_writers import DENSE_WRITERS, Part, Writer, holds_experts, write_plain
+from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
+from qarl.rollout.publish import experts, graph_addresses
+from qarl.rollout.publish.experts import Writer, holds_experts
+from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_split
 from qarl.rollout.publish.wire import Manifest
 
 
@@ -59,10 +50,6 @@ class TensorsMoved(ReloadFailed):
     """A publish moved tensors that CUDA graphs have captured. A new engine would have the same fault."""
 
     remedy = "set rollout.enforce_eager=true, which runs without graphs"
-
-
-Cut = Callable[[nn.Module, list[Part]], list[Part]]
-"""A function of a module and the whole tensors of its checkpoint modules. It returns the worker's part of these."""
 
 
 @dataclass
@@ -133,13 +120,13 @@ class WritePlan:
         for target in targets.values():
             target.cut = cut_of(target.module, len(target.parts))
             if holds_experts(target.module):
-                target.parts.sort(key=layer_writers.place_in_layer)
+                target.parts.sort(key=experts.place_in_layer)
             if _is_on_cpu(target.module):
                 target.writer = _choose_writer(target, direct)
             elif direct and target.cut is not None and holds_experts(target.module):
                 specs = [_without_memory(expected, owner) for owner in target.parts]
                 parts = target.cut(target.module, specs)
-                target.writer = layer_writers.gpu_writer_of(target.module, parts, vllm_config, DERIVED)
+                target.writer = experts.gpu_writer_of(target.module, parts, vllm_config, DERIVED)
         self._check_all_written(expected)
 
     def _check_all_written(self, expected: Manifest) -> None:
@@ -149,7 +136,7 @@ class WritePlan:
         for name in expected:
             owner, _, leaf = name.rpartition(".")
             target = self.by_owner[owner]
-            stored = layer_writers.stored_as(owner, leaf) if holds_experts(target.module) else leaf
+            stored = experts.stored_as(owner, leaf) if holds_experts(target.module) else leaf
             published.add((target.name, stored))
         # Layerwise reload derives all of a module's tensors from the published ones, except a bias.
         reloaded = {target.name for target in self.by_owner.values() if target.writer is None}
@@ -209,8 +196,8 @@ class WritePlan:
         with _reloading(self.vllm_config, modules, [owner for target in targets for owner in target.parts]):
             loader: Any = self.model
             for target in stacks:
-                given = [parts[owner] for owner in target.parts]
-                layer_writers.reload(target.module, given, target.cut(target.module, given) if target.cut else None)
+                whole = [parts[owner] for owner in target.parts]
+                experts.reload(target.module, whole, target.cut(target.module, whole) if target.cut else None)
             if others:
                 loader.load_weights(others.items())
 
@@ -218,7 +205,7 @@ class WritePlan:
 def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
     """Return the engine's module for the checkpoint module `owner`: the first that exists of the experts' module, the
     fused layer, the module of the same name, and its nearest parent. Return None if none exists."""
-    if place := layer_writers.place_of(owner, modules):
+    if place := experts.place_of(owner, modules):
         return place
     parent, _, leaf = owner.rpartition(".")
     fused = f"{parent}.{fused_into[leaf]}" if leaf in fused_into else None
@@ -244,11 +231,11 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
     """Return the function that writes the module of `target` on a CPU, or None if vLLM's layerwise reload does it."""
     module, known = target.module, target.cut is not None
     if holds_experts(module):
-        return layer_writers.cpu_writer_of(module, direct and known)
+        return experts.cpu_writer_of(module, direct and known)
     scheme: Any = getattr(module, "scheme", None)
     kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
-    writer = DENSE_WRITERS.get(type(kernel).__name__)
-    if writer is layer_writers.write_int8:
+    writer = _DENSE_WRITERS.get(type(kernel).__name__)
+    if writer is _write_int8:
         if known or not hasattr(kernel, "dnnl_handler"):
             return writer if hasattr(kernel, "dnnl_handler") else None
         raise UserError(
@@ -267,8 +254,99 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
     if not (direct and known):
         return None
     if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
-        return write_plain
-    return writer or DENSE_WRITERS.get(type(getattr(module, "quant_method", None)).__name__)
+        return _write_plain
+    return writer or _DENSE_WRITERS.get(type(getattr(module, "quant_method", None)).__name__)
+
+
+def cut_of(module: nn.Module, parts: int) -> Cut | None:
+    """Return the function that cuts whole tensors for this worker, or None if QaRL does not know how.
+
+    `parts`: number of checkpoint modules in `module`."""
+    if holds_experts(module):
+        return experts.cut_of_experts(module)
+    if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):
+        return _whole
+    return cut_of_split(module, parts)
+
+
+def _whole(module: nn.Module, parts: list[Part]) -> list[Part]:
+    return parts
+
+
+def _write_plain(module: nn.Module, parts: list[Part]) -> None:
+    """Write parameters that vLLM uses unchanged, such as those of norms."""
+    (part,) = parts
+    for name, tensor in part.items():
+        module.get_parameter(name).data.copy_(tensor)
+
+
+def _write_unquantized(layer: Any, parts: list[Part]) -> None:
+    """Write BF16 weights, and let vLLM pack them again."""
+    weight = _fused(parts, "weight")
+    if layer.weight.numel():
+        layer.weight.data[: len(weight)].copy_(weight)
+    else:
+        layer.weight = nn.Parameter(weight.clone() if len(parts) == 1 else weight, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
+    _write_bias(layer, parts)
+
+
+def _write_wna16(layer: Any, parts: list[Part]) -> None:
+    """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
+    prepared = VllmCpuWNA16Linear.prepare({name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
+    layer.weight_packed.data.copy_(prepared.weight)
+    layer.weight_scale.data.copy_(prepared.scale)
+    _write_bias(layer, parts)
+
+
+def _write_int8(layer: Any, parts: list[Part]) -> None:
+    """Write int8 weights into a new oneDNN handler. It has the only copy of the weights, and points to the scales."""
+    from vllm import _custom_ops as ops
+
+    kernel = layer.scheme.kernel
+    weight = _fused(parts, "weight")
+    layer.weight_scale.data.copy_(_fused(parts, "weight_scale"))
+    if getattr(layer, "azp_adj", None) is not None:  # used only for asymmetric activations, but kept correct
+        layer.azp_adj.data.copy_(weight.sum(1, dtype=torch.float32) * layer.weight_scale.squeeze(1))
+    dtype = getattr(layer, "params_dtype", torch.bfloat16)
+    kernel.dnnl_handler = ops.create_onednn_scaled_mm(
+        weight.t(), layer.weight_scale, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=32
+    )
+    _write_bias(layer, parts)
+
+
+def _write_fp8(layer: Any, parts: list[Part]) -> None:
+    """Write e4m3 weights. The storage is [N, K]; vLLM's parameter is its [K, N] view."""
+    layer.weight.data.t().copy_(_fused(parts, "weight"))
+    layer.weight_scale.data.copy_(_fused(parts, "weight_scale"))
+    _write_bias(layer, parts)
+
+
+def _write_own(layer: Any, parts: list[Part]) -> None:
+    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.linears`)."""
+    layer.scheme.kernel.write(layer, {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
+    _write_bias(layer, parts)
+
+
+_DENSE_WRITERS: dict[str, Writer] = {
+    "QaRLInt4LinearKernel": _write_own,
+    "CPUWNA16LinearKernel": _write_wna16,
+    "CPUInt8ScaledMMLinearKernel": _write_int8,
+    "ChannelWiseTorchFP8ScaledMMLinearKernel": _write_fp8,
+    "UnquantizedLinearMethod": _write_unquantized,
+    "UnquantizedEmbeddingMethod": _write_unquantized,
+}
+"""Name of vLLM's class -> writer. (Releases of vLLM define these classes in different modules.)"""
+
+
+def _write_bias(layer: Any, parts: list[Part]) -> None:
+    if "bias" in parts[0]:
+        layer.bias.data.copy_(_fused(parts, "bias"))
+
+
+def _fused(parts: list[Part], name: str) -> torch.Tensor:
+    """Concatenate a fused layer's tensors along the output dimension, which is the first in the checkpoint format."""
+    return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
 
 
 @contextmanager
@@ -306,82 +384,3 @@ def refresh_tied_layers(model: nn.Module) -> None:
             quant_method: Any = getattr(module, "quant_method", None)
             if quant_method is not None:
                 quant_method.process_weights_after_loading(module)
-
-
-def cut_of(module: nn.Module, parts: int) -> Cut | None:
-    """Return the function that cuts tensors for `module`, or None if the module's class is not supported.
-
-    `parts`: number of checkpoint modules in `module`, which is more than 1 if vLLM fuses them."""
-    if holds_experts(module):
-        return None if _parallel_of_experts(module).use_ep else _cut_experts
-    if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):
-        return _whole
-    cut = _CUTS.get(type(module).__name__)
-    if cut in (_cut_columns, _cut_heads) and parts != len(getattr(module, "output_partition_sizes", ())):
-        return None  # the checkpoint has one fused matrix, and equal cuts would mix its layers
-    return cut
-
-
-def _whole(module: nn.Module, parts: list[Part]) -> list[Part]:
-    return parts
-
-
-def _cut_columns(layer: Any, parts: list[Part]) -> list[Part]:
-    sizes = layer.output_partition_sizes
-    return [_rows(part, layer.tp_rank, size) for part, size in zip(parts, sizes, strict=True)]
-
-
-def _cut_heads(layer: Any, parts: list[Part]) -> list[Part]:
-    ranks = (layer.tp_rank, *[layer.tp_rank // layer.num_kv_head_replicas] * 2)
-    cuts = zip(parts, ranks, layer.output_partition_sizes, strict=True)
-    return [_rows(part, rank, size) for part, rank, size in cuts]
-
-
-def _cut_inputs(layer: Any, parts: list[Part]) -> list[Part]:
-    return [_columns(part, layer.tp_rank, layer.tp_size) for part in parts]
-
-
-def _cut_vocabulary(layer: Any, parts: list[Part]) -> list[Part]:
-    rows = slice(layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)
-    return [{name: tensor[rows] for name, tensor in part.items()} for part in parts]
-
-
-def _cut_experts(module: nn.Module, parts: list[Part]) -> list[Part]:
-    """`parts`: the stack of gate and up, [E, 2I, ...], and that of down, [E, H, ...]."""
-    parallel = _parallel_of_experts(module)
-    rank, size = parallel.tp_rank, parallel.tp_size
-    if size == 1:
-        return parts
-    gate_up, down = parts
-    halves = {name: tensor.unflatten(1, (2, size, -1))[:, :, rank] for name, tensor in gate_up.items()}
-    return [{name: half.flatten(1, 2) for name, half in halves.items()}, _columns(down, rank, size)]
-
-
-_CUTS: dict[str, Cut] = {
-    "ColumnParallelLinear": _cut_columns,
-    "MergedColumnParallelLinear": _cut_columns,
-    "QKVParallelLinear": _cut_heads,
-    "RowParallelLinear": _cut_inputs,
-    "VocabParallelEmbedding": _cut_vocabulary,
-    "ParallelLMHead": _cut_vocabulary,
-}
-
-
-def _parallel_of_experts(layer: Any) -> Any:
-    return layer.moe_config.moe_parallel_config
-
-
-def _rows(part: Part, rank: int, size: int) -> Part:
-    """Return the `size` output channels of worker `rank` from each tensor."""
-    return {
-        name: tensor if name == "weight_shape" else tensor[rank * size : (rank + 1) * size]
-        for name, tensor in part.items()
-    }
-
-
-def _columns(part: Part, rank: int, count: int) -> Part:
-    """Return share `rank` of `count` equal shares of the inputs. `qarl.checks.layers` refuses a cut inside a
-    group of weights that share one scale."""
-    names = {"weight", "weight_packed"} | ({"weight_scale"} if "weight_packed" in part else set())
-    shares = {name: part[name].chunk(count, -1)[rank].contiguous() for name in names & part.keys()}
-    return part | shares

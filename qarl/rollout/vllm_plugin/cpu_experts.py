@@ -57,13 +57,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.utils import set_weight_attrs
 
 from qarl.errors import UserError
-from qarl.kernels.experts.cpu import PreparedExperts, VllmCpuExperts
-from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.base import ExpertsShape
+from qarl.kernels.vllm_experts import PreparedExperts, VllmCpuExperts
 from qarl.quant.scheme import QuantArgs, Scheme, get_scheme
+from qarl.rollout.publish.experts import STORED
 
 Tensors = Mapping[str, torch.Tensor]
-_PARAMETERS = ("w13", "w2")
-"""vLLM's names of the two stacks, gate_up_proj and down_proj."""
 
 
 def register() -> None:
@@ -138,7 +137,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         self._check(layer, shape)
         sizes = ((2 * shape.intermediate, hidden_size), (hidden_size, shape.intermediate))
         kind = "group" if self.group_size else "channel"
-        for stack, (rows, columns) in zip(_PARAMETERS, sizes, strict=True):
+        for stack, (rows, columns) in zip(STORED.values(), sizes, strict=True):
             wire = self.scheme.wire_tensors(rows, columns)
             for name in self.names:
                 dtype, size = wire[name]
@@ -177,7 +176,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pass the loaded parameters to the kernel, and empty them."""
-        loaded = [{name: getattr(layer, f"{stack}_{name}").data for name in self.names} for stack in _PARAMETERS]
+        loaded = [{name: getattr(layer, f"{stack}_{name}").data for name in self.names} for stack in STORED.values()]
         self.write(layer, *loaded)
 
     def write(self, layer: Any, gate_up: Tensors, down: Tensors) -> None:
@@ -197,7 +196,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         experts: Any = self.moe_kernel.fused_experts
         experts.process_weights_after_loading(layer)
         experts.prepared = prepared
-        for stack in _PARAMETERS:
+        for stack in STORED.values():
             for name in self.names:
                 old = getattr(layer, f"{stack}_{name}")
                 old.data = old.data.new_empty(0)
@@ -241,11 +240,11 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
         return super().get_quant_method(layer, prefix)
 
 
-def scheme_of(found: Mapping[str, Any]) -> Scheme | None:
+def scheme_of(operand_args: Mapping[str, Any]) -> Scheme | None:
     """Return the QaRL scheme that a compressed-tensors layer uses, or None for other schemes."""
     try:
         operands = [
-            None if found.get(part) is None else QuantArgs.from_compressed_tensors(found[part])
+            None if operand_args.get(part) is None else QuantArgs.from_compressed_tensors(operand_args[part])
             for part in ("weights", "input_activations")
         ]
     except ValueError:  # no scheme of QaRL has these settings

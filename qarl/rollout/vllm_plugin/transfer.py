@@ -169,10 +169,10 @@ def refuse_logits(model: nn.Module, refusal: Callable[[], UserError | None]) -> 
 
 def kv_caches(vllm_config: Any) -> list[torch.Tensor]:
     """Return the KV caches of the attention layers of a worker."""
-    found: list[torch.Tensor] = []
+    caches: list[torch.Tensor] = []
     for layer in vllm_config.compilation_config.static_forward_context.values():
-        found += kv_cache_tensors(getattr(layer, "kv_cache", None))
-    return found
+        caches += kv_cache_tensors(getattr(layer, "kv_cache", None))
+    return caches
 
 
 @dataclass

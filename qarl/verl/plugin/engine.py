@@ -41,7 +41,7 @@ from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, check_mismatch
 from qarl.optim.muon import shard_axis
 from qarl.optim.optimizer import MuonAdamW
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
-from qarl.quant.meta_model import check_buffers, restore_buffers
+from qarl.quant.hf_model import check_buffers, restore_buffers
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.send import DeltaSender
 from qarl.verl.checkpoint import check_files, check_record, save_record

@@ -47,8 +47,7 @@ from qarl.metrics.mismatch import token_mismatch
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_noise, times_noise
 from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 from qarl.quant.convert import published_forward
-from qarl.quant.expert_names import stacked_experts
-from qarl.quant.experts import QuantExperts
+from qarl.quant.experts import QuantExperts, stacked_experts
 from qarl.report.samples import append_samples, choose_rows, is_logged, make_sample
 from qarl.verl.plugin.log_probs import RouterReplay
 from qarl.verl.plugin.loss import RELIES

@@ -15,7 +15,7 @@ from expert_cases import exact, exact_bf16, exact_weight, off
 from fresh_vllm import greedy_in_a_fresh_vllm
 from random_moe import EXPERTS, IGNORE, LAYERS, TOP_K, save_checkpoint, save_random_moe, wire_tensors
 
-from qarl.kernels.experts.cpu import VllmCpuBf16Experts, VllmCpuExperts
+from qarl.kernels.vllm_experts import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.quant import Scheme, get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, _make_receiver
 

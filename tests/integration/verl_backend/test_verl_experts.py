@@ -17,7 +17,7 @@ from same_bytes import same_bytes
 from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.export import ExportRequest, export
 from qarl.quant import get_scheme, packed_state_dict, quantize
-from qarl.quant.expert_names import matrices, stacked, unstacked
+from qarl.quant.experts import matrices, stacked, unstacked
 
 pytest.importorskip("verl")
 pytestmark = [needs_w4a16_cpu, pytest.mark.verl]

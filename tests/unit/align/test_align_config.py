@@ -14,8 +14,8 @@ from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model
-from qarl.align.config_keys import TABLE, verdict
 from qarl.align.families import FAMILIES
+from qarl.align.hf_config import TABLE, verdict
 from qarl.align.model import resolve_level, rotary_unavailable
 from qarl.align.rotary import is_plain, match_rotary
 from qarl.checks.machine import this_machine

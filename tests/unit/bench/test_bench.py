@@ -19,7 +19,7 @@ from qarl.bench.kernels import Arguments
 from qarl.bench.products import Competitor, ExpertLayer, Layer, experts
 from qarl.bench.report import kernel_tables
 from qarl.errors import UserError
-from qarl.kernels.experts.autograd import ExpertsShape
+from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import LINEAR_KERNELS
 
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -26,7 +26,7 @@ from qarl.config import OptimConfig
 from qarl.errors import UserError
 from qarl.export import main
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
-from qarl.quant.expert_names import unstacked
+from qarl.quant.experts import unstacked
 from qarl.trainer.optim import MasterOptimizer
 
 IGNORE = ["lm_head", "re:.*layers\\.1\\.mlp\\..*"]

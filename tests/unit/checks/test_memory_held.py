@@ -32,7 +32,7 @@ from qarl.kernels.cpu.torch_ops import (
     _fp32_matmul_equals_scaled_mm,
 )
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
-from qarl.kernels.experts.autograd import LowBitExperts, TritonExperts, fused_experts
+from qarl.kernels.experts import LowBitExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.process import vllm_without_device
 from qarl.quant.quantize import quantize

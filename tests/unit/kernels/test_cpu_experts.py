@@ -14,10 +14,10 @@ pytest.importorskip("vllm")
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from expert_cases import make, stacked
 
+from qarl.kernels import vllm_experts
+from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cpu.vllm_ops import cpu_ops_missing
-from qarl.kernels.experts import cpu
-from qarl.kernels.experts.cpu import VllmCpuBf16Experts, VllmCpuExperts
-from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.vllm_experts import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.process import allow_matrix_tiles
 
 pytestmark = [needs_w4a16_cpu, needs_vllm_cpu]
@@ -79,11 +79,11 @@ def test_each_expert_is_the_dense_kernel_of_its_scheme(scheme: str) -> None:
 def test_the_sum_follows_the_routers_order() -> None:
     rows = torch.tensor([[[2.0**12], [1.0], [-(2.0**12)]]]).bfloat16()
     weights = torch.tensor([[1.0, 2.0**-12, 1.0]])
-    assert cpu._weighted_sum(rows, weights).item() == 0.0
-    swapped = cpu._weighted_sum(rows[:, [0, 2, 1]], weights[:, [0, 2, 1]])
+    assert vllm_experts._weighted_sum(rows, weights).item() == 0.0
+    swapped = vllm_experts._weighted_sum(rows[:, [0, 2, 1]], weights[:, [0, 2, 1]])
     assert swapped.item() == 2.0**-12
     terms = torch.tensor([[[1.0], [-1.0]]]).bfloat16()
-    assert cpu._weighted_sum(terms, torch.tensor([[1 + 2.0**-20, 1.0]])).item() == 2.0**-20, "terms are FP32"
+    assert vllm_experts._weighted_sum(terms, torch.tensor([[1 + 2.0**-20, 1.0]])).item() == 2.0**-20, "terms are FP32"
 
 
 @pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])

@@ -8,15 +8,10 @@ import torch
 from expert_cases import SHAPE, make, stacked
 
 from qarl.errors import UserError
-from qarl.kernels.experts import grouped
-from qarl.kernels.experts.autograd import (
-    EXPERTS_KERNELS,
-    LowBitExperts,
-    ReferenceExperts,
-    choose_experts_kernel,
-    fused_experts,
-)
-from qarl.kernels.experts.cpu import VllmCpuExperts
+from qarl.kernels import experts
+from qarl.kernels.experts import LowBitExperts, ReferenceExperts, fused_experts
+from qarl.kernels.registry import EXPERTS_KERNELS, choose_experts_kernel
+from qarl.kernels.vllm_experts import VllmCpuExperts
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
 CPU = torch.device("cpu")
@@ -24,11 +19,11 @@ CPU = torch.device("cpu")
 
 def test_routing_sorts_rows_and_restores_them() -> None:
     ids = torch.tensor([[4, 0], [0, 2], [4, 2]], dtype=torch.int32)
-    routing = grouped.route(ids, 6)
+    routing = experts.route(ids, 6)
     assert routing.ends.tolist() == [2, 2, 4, 4, 6, 6] and routing.ends.dtype == torch.int32
     assert routing.token.tolist() == [0, 1, 1, 2, 0, 2]
     rows = (routing.order[:, None] * torch.ones(1, 3)).bfloat16()
-    assert grouped.combine(rows, routing, 2).tolist() == [[1.0] * 3, [5.0] * 3, [9.0] * 3]
+    assert experts.combine(rows, routing, 2).tolist() == [[1.0] * 3, [5.0] * 3, [9.0] * 3]
 
 
 def test_what_needs_no_gradient_gets_none() -> None:

@@ -14,11 +14,10 @@ import torch
 pytest.importorskip("vllm")
 
 from qarl.errors import UserError
+from qarl.kernels import vllm_experts
+from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cuda import vllm_ops as vllm_cuda
-from qarl.kernels.experts import cuda as vllm_experts
-from qarl.kernels.experts.autograd import choose_experts_kernel
-from qarl.kernels.experts.grouped import ExpertsShape
-from qarl.kernels.registry import choose_linear_kernel
+from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.process import configure_vllm_process
 
 configure_vllm_process()
@@ -27,7 +26,7 @@ LINEAR = "vllm.model_executor.kernels.linear"
 IMPORTED = (
     *(f"{MOE}.{name}" for name in ("config", "experts.triton_moe", "experts.marlin_moe", "oracle.fp8")),
     *(f"{LINEAR}.mixed_precision.{name}" for name in ("machete", "marlin")),
-    f"{vllm_experts._COMPRESSED_TENSORS}.compressed_tensors",
+    f"{vllm_cuda._COMPRESSED_TENSORS}.compressed_tensors",
 )
 """Modules of vLLM that a CPU build must import before it is told of a GPU."""
 QWEN3_30B = ExpertsShape(experts=128, top_k=8, hidden=2048, intermediate=768)
@@ -37,7 +36,7 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that makes vLLM's platform that of a GPU of a given capability."""
-    caches = (vllm_cuda._not_the_engines, vllm_experts.engines_choice)
+    caches = (vllm_cuda._not_the_engines, vllm_cuda.chosen_experts_kernel)
 
     def pretend(major: int, minor: int) -> None:
         for name in IMPORTED:
@@ -55,7 +54,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
         monkeypatch.setattr(vllm_cuda, "_unusable", lambda operator: None)
-        monkeypatch.setattr(vllm_experts, "_unusable", lambda: None)
+        monkeypatch.setattr(vllm_cuda, "_unusable_moe", lambda: None)
         for cache in caches:
             cache.cache_clear()
 

@@ -16,10 +16,11 @@ from same_bytes import same_bytes
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.experts.autograd import BF16_KERNELS, EXPERTS_KERNELS, ReferenceExperts
+from qarl.kernels.experts import ReferenceExperts
+from qarl.kernels.registry import BF16_KERNELS, EXPERTS_KERNELS
 from qarl.quant import QuantExperts, Scheme, get_scheme, invalidate_quantized, packed_state_dict, quantize_model
 from qarl.quant.convert import linear_shapes, select_linears
-from qarl.quant.expert_names import STACKS, unstacked, unstacked_shapes
+from qarl.quant.experts import STACKS, unstacked, unstacked_shapes
 
 LOW_BIT = ("w4a16", "w8a8", "fp8")
 KERNELS = [*((s, k.name) for s, kernels in EXPERTS_KERNELS.items() for k in kernels)] + [

@@ -13,7 +13,7 @@ from updating_trainer import through_checkpoint, updating_trainer
 
 from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.folder import tensor_digest
-from qarl.quant.expert_names import unstacked
+from qarl.quant.experts import unstacked
 from qarl.trainer.checkpoints import differing_tensors, forward_weights
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")

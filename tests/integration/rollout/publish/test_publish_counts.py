@@ -22,7 +22,7 @@ from worker_models import distributed_vllm, worker_model
 from qarl.kernels.int4 import to_tiles
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
-from qarl.quant.expert_names import stacked
+from qarl.quant.experts import stacked
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import encode_publish
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, expected_manifest, read_record, unit_of

@@ -22,7 +22,7 @@ from same_bytes import same_bytes
 
 from qarl.errors import UserError
 from qarl.quant import get_scheme
-from qarl.quant.expert_names import stacked
+from qarl.quant.experts import stacked
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.send import encode_publish
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed

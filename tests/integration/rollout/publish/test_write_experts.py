@@ -16,8 +16,8 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.kernels.cpu import torch_ops
 from qarl.kernels.int4 import CODES, SCALES, to_marlin
-from qarl.rollout.publish import layer_writers, writers
-from qarl.rollout.publish.layer_writers import UNCHANGED
+from qarl.rollout.publish import experts, writers
+from qarl.rollout.publish.experts import UNCHANGED
 from qarl.rollout.publish.wire import TensorSpec, check_same_layers
 from qarl.rollout.publish.writers import WritePlan
 
@@ -132,7 +132,7 @@ CASES = [(method, backend) for method, (_, backends) in UNCHANGED.items() for ba
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "_is_on_cpu", lambda module: False)
-    monkeypatch.setattr(layer_writers, "as_vllm_loads", lambda config, modules: nullcontext())
+    monkeypatch.setattr(experts, "as_vllm_loads", lambda config, modules: nullcontext())
 
 
 def method_of(name: str, backend: str) -> Any:

@@ -1,7 +1,7 @@
 """Check that trainer and engine treat every key of a model's config in the same way.
 
 If only one side uses a key, the same config describes two different models. scripts/config_keys.py writes the list of
-the keys that vLLM or transformers reads, `config_keys.json`. Every key that is read for Llama, Qwen2, Qwen3 or
+the keys that vLLM or transformers reads, `hf_config_keys.json`. Every key that is read for Llama, Qwen2, Qwen3 or
 Qwen3-MoE is assigned to one of four groups:
 
     both      both sides use the key
@@ -27,7 +27,7 @@ from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.errors import UserError
 from qarl.process import vllm_unusable
 
-TABLE = Path(__file__).with_name("config_keys.json")
+TABLE = Path(__file__).with_name("hf_config_keys.json")
 SIZES = frozenset(
     [
         "hidden_size",
@@ -323,7 +323,7 @@ def check_config_keys(config: Any) -> None:
     """Raise UserError if the config has a refused key with a value that has an effect.
 
     The error names the side that ignores the key. In a config of a family in `SHOWN`, every value that was never
-    compared is refused (`qarl.align.config_keys`). Configs of other families pass; `check_family` refuses them.
+    compared is refused (`qarl.align.hf_config`). Configs of other families pass; `check_family` refuses them.
     """
     if config.model_type not in FAMILIES:
         check_compared_keys(config, UNREAD)

@@ -1,7 +1,7 @@
-"""How published tensors are written into one of vLLM's layers: dense layers on a CPU, and experts on CPUs and GPUs.
+"""How published stacks of experts are written into one of vLLM's layers, on CPUs and GPUs.
 
 A publish has two stacks of experts per layer, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`
-(`qarl.quant.expert_names`). vLLM has the same stacks in one module, `mlp.experts.routed_experts`: `w13_*` [E, 2I, ...],
+(`qarl.quant.experts`). vLLM has the same stacks in one module, `mlp.experts.routed_experts`: `w13_*` [E, 2I, ...],
 gate above up, and `w2_*` [E, H, ...].
 
 On a CPU, writing experts requires QaRL's plugin for vLLM (`qarl.rollout.vllm_plugin`). On a GPU, vLLM's layerwise
@@ -28,91 +28,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
 from qarl.kernels.int4 import CODES, SCALES, to_marlin
 from qarl.rollout.publish.graph_addresses import as_vllm_loads
+from qarl.rollout.publish.tensor_parallel import Cut, Part, columns
 from qarl.rollout.vllm_plugin import not_loaded
 
-Part = dict[str, torch.Tensor]
-"""The tensors of one checkpoint module. A key is the last component of a tensor's name: `weight_packed`, `bias`, ..."""
 Writer = Callable[[nn.Module, list[Part]], None]
 """A function of a module and this worker's part of the tensors of its checkpoint modules, which it writes."""
-
-
-def write_plain(module: nn.Module, parts: list[Part]) -> None:
-    """Write parameters that vLLM uses unchanged, such as those of norms."""
-    (part,) = parts
-    for name, tensor in part.items():
-        module.get_parameter(name).data.copy_(tensor)
-
-
-def _write_unquantized(layer: Any, parts: list[Part]) -> None:
-    """Write BF16 weights, and let vLLM pack them again."""
-    weight = _stacked(parts, "weight")
-    if layer.weight.numel():
-        layer.weight.data[: len(weight)].copy_(weight)
-    else:
-        layer.weight = nn.Parameter(weight.clone() if len(parts) == 1 else weight, requires_grad=False)
-    layer.quant_method.process_weights_after_loading(layer)
-    _write_bias(layer, parts)
-
-
-def _write_wna16(layer: Any, parts: list[Part]) -> None:
-    """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
-    prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
-    layer.weight_packed.data.copy_(prepared.weight)
-    layer.weight_scale.data.copy_(prepared.scale)
-    _write_bias(layer, parts)
-
-
-def write_int8(layer: Any, parts: list[Part]) -> None:
-    """Write int8 weights into a new oneDNN handler. It has the only copy of the weights, and points to the scales."""
-    from vllm import _custom_ops as ops
-
-    kernel = layer.scheme.kernel
-    weight = _stacked(parts, "weight")
-    layer.weight_scale.data.copy_(_stacked(parts, "weight_scale"))
-    if getattr(layer, "azp_adj", None) is not None:  # used only for asymmetric activations, but kept correct
-        layer.azp_adj.data.copy_(weight.sum(1, dtype=torch.float32) * layer.weight_scale.squeeze(1))
-    dtype = getattr(layer, "params_dtype", torch.bfloat16)
-    kernel.dnnl_handler = ops.create_onednn_scaled_mm(
-        weight.t(), layer.weight_scale, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=32
-    )
-    _write_bias(layer, parts)
-
-
-def _write_fp8(layer: Any, parts: list[Part]) -> None:
-    """Write e4m3 weights. The storage is [N, K]; vLLM's parameter is its [K, N] view."""
-    layer.weight.data.t().copy_(_stacked(parts, "weight"))
-    layer.weight_scale.data.copy_(_stacked(parts, "weight_scale"))
-    _write_bias(layer, parts)
-
-
-def _write_own(layer: Any, parts: list[Part]) -> None:
-    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.linears`)."""
-    layer.scheme.kernel.write(layer, {name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
-    _write_bias(layer, parts)
-
-
-DENSE_WRITERS: dict[str, Writer] = {
-    "QaRLInt4LinearKernel": _write_own,
-    "CPUWNA16LinearKernel": _write_wna16,
-    "CPUInt8ScaledMMLinearKernel": write_int8,
-    "ChannelWiseTorchFP8ScaledMMLinearKernel": _write_fp8,
-    "UnquantizedLinearMethod": _write_unquantized,
-    "UnquantizedEmbeddingMethod": _write_unquantized,
-}
-"""Name of vLLM's class -> writer. (Releases of vLLM define these classes in different modules.)"""
-
-
-def _write_bias(layer: Any, parts: list[Part]) -> None:
-    if "bias" in parts[0]:
-        layer.bias.data.copy_(_stacked(parts, "bias"))
-
-
-def _stacked(parts: list[Part], name: str) -> torch.Tensor:
-    """Concatenate a fused layer's tensors along the output dimension, which is the first in the checkpoint format."""
-    return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
 
 
 STORED = {"gate_up_proj": "w13", "down_proj": "w2"}
@@ -140,6 +62,26 @@ def stored_as(owner: str, leaf: str) -> str:
 def holds_experts(module: nn.Module) -> bool:
     """Return whether `module` is a RoutedExperts of vLLM."""
     return any(kind.__name__ == "RoutedExperts" for kind in type(module).__mro__)
+
+
+def cut_of_experts(module: nn.Module) -> Cut | None:
+    """Return the function that cuts published stacks for this worker, or None with expert parallelism."""
+    return None if _parallel_of_experts(module).use_ep else _cut_experts
+
+
+def _cut_experts(module: nn.Module, parts: list[Part]) -> list[Part]:
+    """`parts`: the stack of gate and up, [E, 2I, ...], and that of down, [E, H, ...]."""
+    parallel = _parallel_of_experts(module)
+    rank, size = parallel.tp_rank, parallel.tp_size
+    if size == 1:
+        return parts
+    gate_up, down = parts
+    halves = {name: tensor.unflatten(1, (2, size, -1))[:, :, rank] for name, tensor in gate_up.items()}
+    return [{name: half.flatten(1, 2) for name, half in halves.items()}, columns(down, rank, size)]
+
+
+def _parallel_of_experts(layer: Any) -> Any:
+    return layer.moe_config.moe_parallel_config
 
 
 def quantized_experts(model: nn.Module) -> set[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 from qarl.kernels.cuda.vllm_ops import chosen_int4_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
-from qarl.rollout.engine_config import KernelRequest, engine_arguments, kernel_request
+from qarl.rollout.engine_config import engine_arguments, kernel_request, own_kernels
 from qarl.rollout.vllm_plugin import check_linears_loaded
 from qarl.vllm_versions import check_release
 
@@ -24,8 +23,8 @@ def serving_module(architecture: str) -> str | None:
     _require_vllm()
     from vllm.model_executor.models.registry import ModelRegistry
 
-    found = ModelRegistry.models.get(architecture)
-    return None if found is None else str(getattr(found, "module_name", type(found).__module__))
+    model_class = ModelRegistry.models.get(architecture)
+    return None if model_class is None else str(getattr(model_class, "module_name", type(model_class).__module__))
 
 
 def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
@@ -38,16 +37,6 @@ def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tup
 
     mapping = {whole: list(parts) for whole, parts in fused.items()}
     return bool(should_ignore_layer(name, list(ignore), fused_mapping=mapping))
-
-
-def own_kernels(request: KernelRequest | None) -> AbstractContextManager[None]:
-    """Return a context in which vLLM uses the kernels that `request` names. If `request` is None, vLLM chooses as
-    usual."""
-    if request is None:
-        return nullcontext()
-    from qarl.rollout.vllm_plugin.linears import own_kernels_only
-
-    return own_kernels_only()
 
 
 def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int], kernels: str = "engine") -> str:

@@ -1,1 +1,0 @@
-"""Expert layers with low-bit weights, and their straight-through backward."""

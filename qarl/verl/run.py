@@ -25,7 +25,7 @@ from qarl.checkpoint.storage import checkpoints_dir, write_text
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.run import check_run
 from qarl.config import Config, write_resolved
-from qarl.console import note, stage
+from qarl.console import note, say, stage
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics, write_versions
 from qarl.process import runs_on_cpu
@@ -65,6 +65,7 @@ def _run(config: Config, resolved: Any, start: float, start_step: int) -> dict[s
 
     write_versions(config.run_dir)
     write_text(config.run_dir / "verl.yaml", as_yaml(resolved))
+    say("starting Ray, verl's trainer and the rollout engines (vLLM) ...")
     failure: BaseException | None = None
     checkpoints = checkpoints_dir(config.run_dir)
     with MetricsFollower(config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step) as follower:

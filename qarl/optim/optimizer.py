@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from muon import adam_update
 
+from qarl.errors import UserError
 from qarl.optim.muon import direction, local_part, region, updates, use_muon
 from qarl.optim.rounding import rounding_key, stochastic_round
 
@@ -107,7 +108,17 @@ class MuonAdamW(torch.optim.Optimizer):
             write(weight, stochastic_round(working, key, region(parameter)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a `state_dict()`. Unlike torch, keep the state of BF16 parameters in FP32."""
+        """Restore a `state_dict()`. Unlike torch, keep the state of BF16 parameters in FP32.
+
+        Raise UserError if it is another optimizer's. torch would take over its groups, and the next step would fail."""
+        saved = [group.get("use_muon") for group in state_dict["param_groups"]]
+        if saved != [group["use_muon"] for group in self.param_groups]:
+            raise UserError(
+                "the checkpoint has the state of another optimizer",
+                where="the optimizer's state in the checkpoint",
+                why="optim.name or optim.master_dtype has changed since the checkpoint was written",
+                fix="restore the old values, or start fresh with a new run",
+            )
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, saved in state_dict["state"].items():

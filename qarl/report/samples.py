@@ -78,6 +78,27 @@ def make_sample(
     }
 
 
+def chosen_samples(
+    step: int,
+    prompts: Sequence[Any],
+    responses: Sequence[Any],
+    deltas: Sequence[Sequence[float]],
+    advantages: Sequence[float],
+    decode: Callable[[list[int]], str],
+    **more: Sequence[Any],
+) -> list[dict[str, Any]]:
+    """Return the samples of the rows that `choose_rows` chooses. `prompts`, `responses`: a tensor of token ids per row.
+    `more`: `reward` and `finish_reason` of `make_sample`, each for all rows, if known."""
+    return [
+        make_sample(
+            *(step, decode(prompts[row].tolist()), responses[row].tolist(), deltas[row], decode),
+            advantage=advantages[row],
+            **{name: values[row] for name, values in more.items()},
+        )
+        for row in choose_rows(deltas, advantages)
+    ]
+
+
 def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 

@@ -26,7 +26,7 @@ from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
 from qarl.quant.convert import published_forward
 from qarl.quant.experts import stacked_experts
-from qarl.report.samples import append_samples, choose_rows, is_logged, make_sample
+from qarl.report.samples import append_samples, chosen_samples, is_logged
 from qarl.trainer.batch import Batch, make_batch, request_seed
 from qarl.trainer.old_log_probs import Measured
 from qarl.trainer.policy import Policy
@@ -186,22 +186,13 @@ def log_samples(config: Config, step: int, batch: Batch, measured: Measured, tok
         row[:length].tolist() if known else []
         for row, length, known in zip(differences, lengths, measured.known.tolist(), strict=True)
     ]
+    prompts = [row[:length] for row, length in zip(batch.input_ids, batch.prompt_lengths.tolist(), strict=True)]
+    responses = [row[:length] for row, length in zip(batch.responses, lengths, strict=True)]
+    more: dict[str, Any] = {"reward": batch.rewards.tolist()}
+    if batch.finish_reasons is not None:
+        more["finish_reason"] = batch.finish_reasons
     advantages = batch.advantages.tolist()
-    samples = []
-    for row in choose_rows(deltas, advantages):
-        prompt = batch.input_ids[row, : int(batch.prompt_lengths[row])].tolist()
-        samples.append(
-            make_sample(
-                step,
-                tokenizer.decode(prompt),
-                batch.responses[row, : lengths[row]].tolist(),
-                deltas[row],
-                tokenizer.decode,
-                advantage=advantages[row],
-                reward=float(batch.rewards[row]),
-                finish_reason=None if batch.finish_reasons is None else batch.finish_reasons[row],
-            )
-        )
+    samples = chosen_samples(step, prompts, responses, deltas, advantages, tokenizer.decode, **more)
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         append_samples(config.run_dir, samples)

@@ -209,9 +209,9 @@ def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
         tensors |= {f"model.{name}": tensor for name, tensor in engine.module.state_dict().items()}
     if "optimizer" in parts:
         optimizer = engine.optimizer.state_dict()
-        for index, one in optimizer["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in one.items()}
-        groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer["param_groups"]]
+        for index, entry in optimizer["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in entry.items()}
+        groups = [{key: group[key] for key in group if key != "params"} for group in optimizer["param_groups"]]
         state["optimizer.param_groups"] = _digest(repr(groups).encode())
     if "extra" in parts:
         state["scheduler"] = _digest(repr(sorted(engine.lr_scheduler.state_dict().items(), key=str)).encode())

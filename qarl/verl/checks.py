@@ -271,10 +271,10 @@ def _mapping(section: Any) -> dict[str, Any]:
 
 def _arithmetic(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return what decides the arithmetic of a `quantization_config`. {}: nothing is quantized."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found |= _arithmetic(value, f"{name}.")
+            settings |= _arithmetic(value, f"{name}.")
         elif name in ("num_bits", "type", "strategy", "group_size", "ignore") and value is not None:
-            found[prefix + name] = sorted(value) if name == "ignore" else value
-    return found
+            settings[prefix + name] = sorted(value) if name == "ignore" else value
+    return settings

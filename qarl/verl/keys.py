@@ -309,7 +309,7 @@ def cpu_keys(config: Config) -> Keys:
         "trainer.device": "cpu",
         "data.dataloader_num_workers": 0,
         "reward.num_workers": 1,
-        "actor_rollout_ref.model.external_lib": f"{PLUGIN}.cpu",
+        "actor_rollout_ref.model.external_lib": f"{PLUGIN}.process_group",
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         f"{rollout}.free_cache_engine": False,

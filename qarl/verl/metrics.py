@@ -12,7 +12,6 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,6 @@ class MetricsFollower:
             self.path.write_bytes(b"")
         steps: dict[str, Any] = {"total_steps": trainer.total_training_steps, "start_step": self.start_step}
         self._tracker = Tracker(self.config.run_dir, trainer.logger, config_dict=config, **steps)
-        self._start_up = StartUp()
         self._thread.start()
         return self
 
@@ -83,7 +81,6 @@ class MetricsFollower:
 
     def _follow(self) -> None:
         while not self._stop.wait(0.2):
-            self._start_up.look()
             self._read()
 
     def _read(self) -> None:
@@ -104,48 +101,7 @@ class MetricsFollower:
 
     def _log(self, entry: Mapping[str, Any]) -> None:
         metrics = our_names(entry["data"])
-        self._start_up.end()
         if entry["step"] == self.start_step + 1:
             metrics["startup/seconds_to_first_step"] = time.perf_counter() - self.start
         self._tracker.log(metrics, step=entry["step"])
         update_report(self.config, entry["step"])
-
-
-STAGES = (
-    ("", "starting Ray"),
-    ("", "starting verl's task, which reads the data"),
-    ("WorkerDict", "starting the trainer's processes and loading the model"),
-    ("vllm_server_", "starting the rollout engines (vLLM)"),
-    ("agent_loop_worker_", "publishing the weights, then the first evaluation or step"),
-)
-"""Part of the name of an actor, and what verl does once it exists, in order."""
-
-
-class StartUp:
-    """Prints what verl does until its first step, and how long each part took. Call `look` from time to time, and `end`
-    after the first step."""
-
-    def __init__(self) -> None:
-        self._stage, self._begun = 0, time.monotonic()
-        say(f"{STAGES[0][1]} ...")
-
-    def look(self) -> None:
-        """Print a line if verl has come further."""
-        with suppress(Exception):  # while Ray starts or ends
-            import ray
-
-            if ray.is_initialized():
-                names = ["", *ray.util.list_named_actors()]
-                self._reach(max(i for i, (part, _) in enumerate(STAGES) if any(part in name for name in names)))
-
-    def end(self) -> None:
-        """Print how long the last part took."""
-        self._reach(len(STAGES))
-
-    def _reach(self, stage: int) -> None:
-        while self._stage < stage:
-            now = time.monotonic()
-            say(f"{STAGES[self._stage][1]}: {now - self._begun:.0f} s")
-            self._stage, self._begun = self._stage + 1, now
-            if self._stage < len(STAGES):
-                say(f"{STAGES[self._stage][1]} ...")

@@ -25,7 +25,7 @@ from qarl.checkpoint.storage import checkpoints_dir, write_text
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.run import check_run
 from qarl.config import Config, write_resolved
-from qarl.console import note, stage
+from qarl.console import note, say, stage
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics, write_versions
 from qarl.process import runs_on_cpu
@@ -65,6 +65,7 @@ def _run(config: Config, resolved: Any, start: float, start_step: int) -> dict[s
 
     write_versions(config.run_dir)
     write_text(config.run_dir / "verl.yaml", as_yaml(resolved))
+    say("starting Ray, verl's trainer and the rollout engines (vLLM) ...")
     failure: BaseException | None = None
     checkpoints = checkpoints_dir(config.run_dir)
     with MetricsFollower(config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step) as follower:
@@ -163,11 +164,11 @@ def as_yaml(resolved: Any) -> str:
 def differences(config: Config, on_cpu: bool) -> list[str]:
     """Return one line for each key of `config` to which verl gives a different value or meaning than documented."""
     notes = []
-    wanted, given = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
-    if wanted != given:
-        why = "prompts are prefilled whole on a CPU" if given != VERL_BATCHED_TOKENS else "verl's default, not vLLM's"
+    wanted, tokens = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
+    if wanted != tokens:
+        why = "prompts are prefilled whole on a CPU" if tokens != VERL_BATCHED_TOKENS else "verl's default, not vLLM's"
         written = "null" if wanted is None else wanted
-        notes.append(f"rollout.max_num_batched_tokens={written} is {given} here: {why}")
+        notes.append(f"rollout.max_num_batched_tokens={written} is {tokens} here: {why}")
     if on_cpu and config.rollout.enforce_eager is False:
         notes.append("rollout.enforce_eager=false becomes true here, because a CPU has no CUDA graphs")
     if config.trainer.val_max_prompts is not None and config.data.shuffle:
@@ -195,11 +196,11 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]
     align, offload = applied_level(config, hf_config, device)[0], all(config.verl.get(key) for key in OFFLOAD)
     machine: dict[str, Any] = {"device": device, "gpu_memory_bytes": gpu_memory, "align": align}
-    found = estimate(size, config, **machine, kernels={}, offload=offload)
-    phase, needed = found.peak
+    plan = estimate(size, config, **machine, kernels={}, offload=offload)
+    phase, needed = plan.peak
     where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device
-    host = [f"host memory, {line}" for line in found.host_lines()]
-    return [f"memory of one rank ({where}): {readable(needed)} at most ({phase})", *found.table(), *host]
+    host = [f"host memory, {line}" for line in plan.host_lines()]
+    return [f"memory of one rank ({where}): {readable(needed)} at most ({phase})", *plan.table(), *host]
 
 
 @contextmanager

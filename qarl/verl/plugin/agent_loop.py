@@ -68,9 +68,9 @@ class Recorder:
         return getattr(self._client, name)
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        found = await self._client.generate(*args, **kwargs)
-        self.tokens += list(found.token_ids)
-        return found
+        response = await self._client.generate(*args, **kwargs)
+        self.tokens += list(response.token_ids)
+        return response
 
 
 def score(*, function: str, timeout_s: float | None, **arguments: Any) -> float | dict[str, Any]:

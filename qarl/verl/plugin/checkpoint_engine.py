@@ -51,7 +51,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
         self.token = ""
         self.address: Address = ("", 0)
         self.server: WeightServer | None = None
-        self._held: str | None = None
+        self._fingerprint: str | None = None
         self._arrived: str | None = None
 
     def prepare(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return the arguments of `init_process_group` for every rank of the actor and for every rollout worker."""
-        (master,) = [one for one in metadata[:actor_wg_world_size] if one]
+        (master,) = [rank for rank in metadata[:actor_wg_world_size] if rank]
 
         same = master | {"receivers": rollout_world_size}
 
@@ -114,8 +114,8 @@ class QaRLCheckpointEngine(CheckpointEngine):
         return Publication(self._received()).reserve()
 
     def _received(self) -> Iterator[NamedTensor]:
-        held, self._held, self._arrived = self._held, None, None
-        with WeightClient(self.address, self.token, held=held, seconds=publish_timeout()) as client:
+        fingerprint, self._fingerprint, self._arrived = self._fingerprint, None, None
+        with WeightClient(self.address, self.token, held=fingerprint, seconds=publish_timeout()) as client:
             for name, tensor in client.stream():
                 plain = name.partition("#")[0]
                 if plain == BEGIN:
@@ -129,7 +129,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
     def finalize(self) -> None:
         """End a publish that was complete on all workers. verl does not call this after an error."""
-        self._held, self._arrived = self._arrived, None
+        self._fingerprint, self._arrived = self._arrived, None
         self._close()
 
     def _close(self) -> None:

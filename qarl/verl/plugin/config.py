@@ -131,8 +131,8 @@ def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
     """Return the settings of an objective from verl's actor config. Raise UserError as `tbpo_config` does, and if
     seq-mean-token-sum-norm has no `loss_scale_factor`."""
     policy_loss, where = actor.policy_loss, "actor_rollout_ref.actor"
-    given = _plain(getattr(policy_loss, "correction", {}))
-    correction = checked(RolloutCorrectionConfig, given, f"{where}.policy_loss.correction")
+    correction = _plain(getattr(policy_loss, "correction", {}))
+    correction = checked(RolloutCorrectionConfig, correction, f"{where}.policy_loss.correction")
     if policy_loss.loss_mode == "tbpo" or policy_loss.objective == "tbpo":
         return Settings(correction=correction, tbpo=tbpo_config(policy_loss, loss_agg_mode))
     factor = actor.loss_scale_factor

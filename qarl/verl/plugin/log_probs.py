@@ -122,10 +122,10 @@ def take_log_probs(
         return None
     request, head.request = head.request, None
     offsets = micro_batch["input_ids"].offsets()
-    found = {"log_probs": output.logits[0, :, 0], "entropy": request.entropies}
+    outputs = {"log_probs": output.logits[0, :, 0], "entropy": request.entropies}
     return {
         name: torch.nested.nested_tensor_from_jagged(gather(values, output_args["pad_size"]), offsets)
-        for name, values in found.items()
+        for name, values in outputs.items()
         if values is not None
     }
 
@@ -178,47 +178,47 @@ class RouterReplay:
     gradient checkpointing computes the forward again in the backward."""
 
     def __init__(self) -> None:
-        self._held = ExitStack()
+        self._replay = ExitStack()
         self._record: RecordedRouting | None = None
-        self._given: torch.Tensor | None = None
+        self._routing: torch.Tensor | None = None
         self.other = self.known = 0
         """Numbers of tokens since the last `take`, in passes that compute old log-probs. `known`: tokens whose routing
         is in the batch. `other`: those of them that the actor's own routers would send to different experts."""
 
     def begin(self, module: Any, micro_batch: Any, input_ids: torch.Tensor) -> None:
         """Call before a forward of `input_ids`, [B, T] padded on the right or [1, tokens] packed."""
-        self._held.close()
-        self._given = self._record = None
+        self._replay.close()
+        self._routing = self._record = None
         routed = micro_batch.get("routed_experts", None)
         if routed is None:
             return
-        given = as_forward(routed, input_ids)
-        self._held.enter_context(replayed_routing(module, given))
+        routing = as_forward(routed, input_ids)
+        self._replay.enter_context(replayed_routing(module, routing))
         if not torch.is_grad_enabled():
-            self._given, self._record = given, self._held.enter_context(recorded_routing(module))
+            self._routing, self._record = routing, self._replay.enter_context(recorded_routing(module))
 
     def end(self) -> None:
         """Call after a forward. If it ran without gradients (to compute log-probs), update the counts for `take`."""
-        if self._record is None or self._given is None:
+        if self._record is None or self._routing is None:
             return
-        self.other += int(differing(self._record.experts(), self._given).sum())
-        self.known += int(known_routing(self._given).any(-1).sum())
+        self.other += int(differing(self._record.experts(), self._routing).sum())
+        self.known += int(known_routing(self._routing).any(-1).sum())
         self._record = None
 
     def take(self) -> tuple[int, int]:
         """Return `other` and `known`, the token counts since the last call, and set both to 0."""
-        found, self.other, self.known = (self.other, self.known), 0, 0
-        return found
+        counts, self.other, self.known = (self.other, self.known), 0, 0
+        return counts
 
 
 def as_forward(routed: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Flatten verl's nested routing [B, tokens, layers, k] to [positions, layers, k] of the same dtype. The positions
     are those of the flattened `input_ids`. Positions without a token get -1."""
     values, lengths = routed.values(), routed.offsets().diff()
-    given = torch.full((*input_ids.shape, *values.shape[1:]), -1, dtype=values.dtype, device=values.device)
+    routing = torch.full((*input_ids.shape, *values.shape[1:]), -1, dtype=values.dtype, device=values.device)
     if len(input_ids) != len(lengths):  # packed
-        given[0, : len(values)] = values
+        routing[0, : len(values)] = values
     else:
         places = torch.arange(input_ids.shape[1], device=lengths.device)[None, :] < lengths[:, None]
-        given[places.to(given.device)] = values
-    return given.flatten(0, 1)
+        routing[places.to(routing.device)] = values
+    return routing.flatten(0, 1)

@@ -100,10 +100,13 @@ def policy_loss(
     weighted = f"TBPO already weights the mismatch ({ACTOR}.policy_loss.seq_tis_imp_ratio_cap caps its weight)"
     engine = f"loss_mode={mode} needs the rollout's log-probs, which only QaRL's FSDP engine passes to the loss"
     hidden = f"loss_mode={mode} needs the rollout's log-probs; the trainer's own would hide every mismatch"
-    refuse([(twice, "algorithm.rollout_correction.rollout_is", "on", "null", weighted)])
-    refuse([(micro_batch is None, f"{ACTOR}.strategy", "another engine", "fsdp2", engine)])
     rollout = None if micro_batch is None else micro_batch.rollout_log_prob
-    refuse([(rollout is None, "actor_rollout_ref.rollout.calculate_log_probs", False, True, hidden)])
+    problems = [
+        (twice, "algorithm.rollout_correction.rollout_is", "on", "null", weighted),
+        (micro_batch is None, f"{ACTOR}.strategy", "another engine", "fsdp2", engine),
+        (rollout is None, "actor_rollout_ref.rollout.calculate_log_probs", False, True, hidden),
+    ]
+    refuse(problems)
     assert micro_batch is not None and rollout is not None
     loss, statistics = objective_loss(
         log_prob,

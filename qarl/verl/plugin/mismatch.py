@@ -48,7 +48,7 @@ from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_noise, times_noise
 from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 from qarl.quant.convert import published_forward
 from qarl.quant.experts import QuantExperts, stacked_experts
-from qarl.report.samples import append_samples, choose_rows, is_logged, make_sample
+from qarl.report.samples import append_samples, chosen_samples, is_logged
 from qarl.verl.plugin.log_probs import RouterReplay
 from qarl.verl.plugin.loss import RELIES
 
@@ -224,8 +224,15 @@ class TrainingStep:
 
     def begin_mini_batch(self, data: Any, group: Any) -> None:
         """Count the mini-batch `data`. Every rank of `group` must call this, because it is a collective. Without
-        rollout log-probs all tokens differ, and δ is NaN."""
+        rollout log-probs all tokens differ, and δ is NaN. Raise UserError without `old_log_probs`."""
         rows = log_prob_rows(data)
+        if "old_log_probs" not in rows:
+            raise UserError(
+                "the batch has no old_log_probs, the trainer's own log-probs before the update",
+                where="the trainer that calls the actor's train_batch",
+                why="QaRL's losses and the check of the mismatch need them, and this trainer did not compute them",
+                fix="set trainer.v1.trainer_mode to qarl_sync or sync, or add the column in your own trainer",
+            )
         old = rows["old_log_probs"]
         rollout = rows.get("rollout_log_probs", torch.full_like(old, torch.nan))
         self.mini_batch = Counts.of(rows["response_mask"], old, rollout).over_ranks(group)
@@ -316,9 +323,5 @@ def samples_of(data: Any, step: int, decode: Callable[[list[int]], str]) -> list
     prompts, responses, masks, old, rollout, advantages = ([row.cpu() for row in data[name].unbind()] for name in names)
     differences = (torch.where(m != 0, a.float() - b.float(), 0.0) for m, a, b in zip(masks, old, rollout, strict=True))
     deltas, first = [row.tolist() for row in differences], [float(row[:1].sum()) for row in advantages]
-    scores = [float(row.sum()) for row in data["rm_scores"].unbind()] if "rm_scores" in data else [None] * len(first)
-    samples = []
-    for row in choose_rows(deltas, first):
-        texts = decode(prompts[row].tolist()), responses[row].tolist()
-        samples.append(make_sample(step, *texts, deltas[row], decode, advantage=first[row], reward=scores[row]))
-    return samples
+    scores = {"reward": [float(row.sum()) for row in data["rm_scores"].unbind()]} if "rm_scores" in data else {}
+    return chosen_samples(step, prompts, responses, deltas, first, decode, **scores)

@@ -51,7 +51,9 @@ class Watch:
 
         if not ray.is_initialized():
             return
-        self._asked = {name: one for name, one in self._asked.items() if (one.exception() if one.done() else not again)}
+        self._asked = {
+            name: answer for name, answer in self._asked.items() if (answer.exception() if answer.done() else not again)
+        }
         for name in ray.util.list_named_actors():
             if name.startswith(self._prefixes) and name not in self._actors:
                 self._actors[name] = ray.get_actor(name)
@@ -88,7 +90,8 @@ def all_have(fingerprint: str, seconds: float) -> bool:
 
     try:
         servers = engine_servers().values()
-        ray.get([one.collective_rpc.remote("qarl_compare", args=(fingerprint,)) for one in servers], timeout=seconds)
+        answers = [server.collective_rpc.remote("qarl_compare", args=(fingerprint,)) for server in servers]
+        ray.get(answers, timeout=seconds)
     except Exception:  # in doubt, all tensors are published, and that publish reports what is wrong
         return False
     return bool(servers)

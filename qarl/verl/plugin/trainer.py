@@ -112,13 +112,13 @@ class QaRLTrainerSync(PPOTrainerSync):
         return self._take_rollouts(batch)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        found: dict[str, Any] = {}
-        updated = super()._update_actor(self._told(batch), found)
-        if self._relies == "auto" and found.get(f"actor/{DIFFERING}", 0):
+        update_metrics: dict[str, Any] = {}
+        updated = super()._update_actor(self._told(batch), update_metrics)
+        if self._relies == "auto" and update_metrics.get(f"actor/{DIFFERING}", 0):
             batch = self._compute_advantage(self._fall_back(batch, metrics), metrics)
-            found = {}
-            updated = super()._update_actor(self._told(batch), found)
-        metrics |= found
+            update_metrics = {}
+            updated = super()._update_actor(self._told(batch), update_metrics)
+        metrics |= update_metrics
         return updated
 
     def _told(self, batch: Any) -> Any:
@@ -263,9 +263,8 @@ class PromptReplayBuffer(ReplayBuffer):
         if failed:
             self._watch.ask(again=True)
             if dead := self._watch.dead(ANSWER_SECONDS):
-                raise has_stopped(
-                    f"a process that generates has stopped, and {len(failed)} prompts lack responses", dead
-                )
+                what = f"a process that generates has stopped, and {len(failed)} prompts lack responses"
+                raise has_stopped(what, dead)
             raise UserError(
                 f"responses to {len(failed)} of the prompts could not be generated",
                 where=", ".join(failed[:4]),

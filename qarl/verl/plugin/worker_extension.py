@@ -98,10 +98,10 @@ def _traceback_as_text(error: BaseException) -> None:
     """Replace the traceback of `error` with a note. Variables in its frames would keep the bucket alive, so verl's
     receiver could not close its shared memory."""
     error.add_note("".join(traceback.format_exception(error)))
-    one: BaseException | None = error
-    while one is not None:
-        one.__traceback__ = None
-        one = one.__cause__ or one.__context__
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
 
 
 def make_receiver(model_runner: Any) -> WeightReceiver:

@@ -146,6 +146,13 @@ def test_settings_that_an_engine_refuses_before_it_loads_the_model(monkeypatch, 
         QaRLFSDPEngine(SimpleNamespace(**MODEL), kind(**{"strategy": "fsdp2"} | changes), None, None)
 
 
+def test_a_trainer_without_old_log_probs_is_told_what_it_lacks():
+    """One that is not verl's own, and calls `train_batch` without asking for log-probs before."""
+    mask = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(UserError, match="the batch has no old_log_probs"):
+        TrainingStep().begin_mini_batch(tu.get_tensordict({"response_mask": mask, "rollout_log_probs": mask}, {}), None)
+
+
 def test_positions_of_several_axes_are_refused():
     with pytest.raises(UserError, match="mrope"):
         quantized_engine().prepare_model_inputs({"position_ids": torch.zeros(2, 4, 5)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
 from qarl.verl.checkpoint import engine_state
 from qarl.verl.keys import trainer_keys
-from qarl.verl.metrics import STAGES, MetricsFollower, StartUp, our_names
+from qarl.verl.metrics import MetricsFollower, our_names
 from qarl.verl.run import answered_interrupt
 
 pytest.importorskip("verl")
@@ -225,22 +224,6 @@ def test_a_dry_run_refuses_a_resume_that_the_run_refuses(opened, tmp_path):
     with pytest.raises(UserError, match=r"changes what is trained[\s\S]*n_gpus_per_node"):
         dry_run(quickstart(**settings, **{"trainer.n_gpus_per_node": 2}))
     assert opened.tracker.read_text() == "4"
-
-
-def test_each_part_of_the_start_is_said_once_with_its_seconds(capsys, monkeypatch):
-    seen = [[], ["xWorkerDict_0:0"], ["xWorkerDict_0:0", "vllm_server_0_0", "agent_loop_worker_0_a"]]
-    start = StartUp()
-    start.look()  # Ray has not started yet
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    for names in seen:
-        monkeypatch.setattr("ray.util.list_named_actors", lambda names=names: names)
-        start.look()
-    start.end()
-    start.look()
-    lines = capsys.readouterr().err.splitlines()
-    doing = [text for _, text in STAGES]
-    assert [line for line in lines if line.endswith(" ...")] == [f"{text} ..." for text in doing]
-    assert [re.sub(r": \d+ s$", "", line) for line in lines if not line.endswith(" ...")] == doing
 
 
 @pytest.mark.parametrize("ray_has_started", [False, True])

@@ -6,7 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qarl.errors import UserError
 from qarl.optim.muon import orthogonalized, use_muon
+from qarl.optim.optimizer import MuonAdamW
 
 
 def test_muon_takes_the_hidden_matrices_of_a_qwen3() -> None:
@@ -35,3 +37,14 @@ def test_an_update_is_as_large_as_the_docs_say(rows: int, columns: int) -> None:
     assert 0.75 < update.square().mean().sqrt() * columns**0.5 < 1
     if (rows, columns) == (384, 128):
         assert float(torch.linalg.matrix_norm(update, 2)) == pytest.approx(1.97, abs=0.05)
+
+
+@pytest.mark.parametrize("muon_lr", [None, 0.02])
+def test_the_state_of_another_optimizer_is_refused(muon_lr: float | None) -> None:
+    """As a checkpoint's is if optim.name has changed: verl gives it to the new optimizer."""
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    others = [torch.optim.AdamW([weight]), MuonAdamW([("layers.0.q_proj.weight", weight)], lr=0.1, muon_lr=0.1)]
+    optimizer = MuonAdamW([("layers.0.q_proj.weight", weight)], lr=0.1, muon_lr=muon_lr)
+    with pytest.raises(UserError, match="state of another optimizer"):
+        optimizer.load_state_dict(others[0 if muon_lr else 1].state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())

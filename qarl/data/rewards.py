@@ -217,7 +217,7 @@ def score_of(fn: RewardFn, result: Any, arguments: Mapping[str, Any], *, where: 
     """Return the number in the `result` of a reward function. Raise UserError if there is no finite number."""
     score: Any = result.get("score") if isinstance(result, Mapping) else result
     try:
-        number = math.nan if isinstance(score, str) else float(score)
+        number = math.nan if isinstance(score, str | bytes | bytearray) else float(score)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):

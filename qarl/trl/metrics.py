@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import gather_object
 
 from qarl.config import Config
-from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
 from qarl.rollout.publish.wire import PublishReport
 from qarl.tbpo import reduce_metrics

@@ -108,6 +108,10 @@ def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
             fix = "set vllm_max_model_length to the tokens of the longest prompt plus max_completion_length"
             raise UserError(what, where="vllm_max_model_length", why=why, fix=fix)
         return
+    if not len(data) or "prompt" not in data.column_names:
+        what = "a dataset is empty" if not len(data) else "a dataset has no column prompt"
+        where, fix = "train_dataset, eval_dataset", "give each dataset rows with a prompt"
+        raise UserError(what, where=where, why=f"its columns: {', '.join(data.column_names)}", fix=fix)
     prompts = list(data["prompt"])
     if isinstance(prompts[0], str):
         tokens = tokenizer(prompts)

@@ -135,7 +135,7 @@ def test_only_ctrl_c_ends_the_process(ends: type[BaseException]) -> None:
 
 @pytest.mark.parametrize(
     "result",
-    [math.nan, None, "1.0", {"reward": 1.0}, {"score": math.inf}, 10**400, torch.zeros(2), [1.0]],
+    [math.nan, None, "1.0", b"1", {"reward": 1.0}, {"score": math.inf}, 10**400, torch.zeros(2), [1.0]],
     ids=str,
 )
 def test_a_result_that_is_no_finite_number(result: Any) -> None:

@@ -184,7 +184,8 @@ class PhaseTimer:
         self._step = 0.0
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, *, not_in: str | None = None) -> Iterator[None]:
+        """Time the block. `not_in`: the phase around it, whose seconds leave out those of the block."""
         self._synchronize()
         self._depth += 1
         start = time.perf_counter()
@@ -194,6 +195,8 @@ class PhaseTimer:
             self._synchronize()
             seconds = time.perf_counter() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if not_in is not None:
+                self._seconds[not_in] = self._seconds.get(not_in, 0.0) - seconds
             self._depth -= 1
             if not self._depth and name != "eval":
                 self._step += seconds

@@ -100,15 +100,15 @@ def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
         )
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    if not output.is_dir():
-        raise UserError(f"output={output} is a file", fix="choose the name of a folder")
     if not overwrite:
-        raise UserError(f"output={output} exists and is not empty", fix="choose another folder, or add overwrite=true")
+        raise UserError(
+            f"output={output} exists and is no empty folder", fix="choose another folder, or add overwrite=true"
+        )
     if not (output / "config.json").is_file():
         raise UserError(
             f"output={output} is not a model folder",
-            why="overwrite=true replaces only model folders, and this folder has no config.json",
-            fix="choose a different folder, or empty it yourself",
+            why="overwrite=true replaces only folders with a config.json",
+            fix="choose a different folder, or remove it yourself",
         )
 
 

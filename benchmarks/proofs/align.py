@@ -23,8 +23,8 @@ from benchmarks.proofs.harness import (
     log_probs,
     timed,
 )
-from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import resolve_limit
+from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.trainer.policy import Policy

@@ -23,7 +23,7 @@ from qarl.align.router_replay import known_routing
 from qarl.bench.arguments import find_model
 from qarl.checks.sampling import sampling_config
 from qarl.diagnose.candidates import with_keys
-from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.local import LocalTrainer, request_seed
 from qarl.trainer.policy import Policy

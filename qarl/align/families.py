@@ -15,7 +15,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families with levels `model` and `exact`. Every key of their configs has a verdict in `qarl.align.hf_config`."""
 
 LARGEST_SHARE = 0.1
-"""Trainer and engine agree on a family if its mean |δ| (`qarl.metrics.mismatch`) at level `linears` is at most this
+"""Trainer and engine agree on a family if its mean |δ| (`qarl.metrics.step_metrics`) at level `linears` is at most this
 fraction of its mean |δ| at `off`, in W4A16. An absolute limit would not work, because a family that scales its logits
 down has a small δ even if the two sides compute different models. Llama's fraction is 0.03."""
 SHOWN = {

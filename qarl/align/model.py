@@ -3,8 +3,8 @@
     off       nothing: the trainer is plain BF16, and only the rollout is quantized
     linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
     model     also the engine's rounding of residual additions, norms, rotary embedding and attention, in PyTorch
-    exact     also the engine's own attention operator. δ (`qarl.metrics.mismatch`) is then 0. For prompts of more than
-              about 300 tokens this needs one thread, and an engine that prefills each prompt in one piece
+    exact     also the engine's own attention operator. δ (`qarl.metrics.step_metrics`) is then 0. For prompts of more
+              than about 300 tokens this needs one thread, and an engine that prefills each prompt in one piece
 
 `align_model` applies levels `model` and `exact`. Both exist for Llama, Qwen2, Qwen3 and Qwen3-MoE against vLLM on CPU.
 For experts they also use the engine's router and, if the experts are BF16, the engine's operator. On a GPU, `model`

@@ -33,7 +33,7 @@ from qarl.config import Config, build_config
 from qarl.data.prompts import Prompt, PromptDataset, PromptSampler
 from qarl.errors import UserError
 from qarl.kernels.registry import LINEAR_KERNELS
-from qarl.metrics.mismatch import PhaseTimer
+from qarl.metrics.step_metrics import PhaseTimer
 from qarl.process import keep_freed_memory
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import measure_phases, quantize

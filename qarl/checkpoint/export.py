@@ -52,7 +52,7 @@ def export(request: ExportRequest) -> str:
     import torch
 
     from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, weight_files, write_model
-    from qarl.checkpoint.open import find_checkpoint, open_source, read_all, reading
+    from qarl.checkpoint.read_weights import find_checkpoint, open_source, read_all, reading
     from qarl.checkpoint.storage import recover, whole_folder
     from qarl.quant.scheme import get_scheme
 
@@ -100,15 +100,15 @@ def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
         )
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    if not output.is_dir():
-        raise UserError(f"output={output} is a file", fix="choose the name of a folder")
     if not overwrite:
-        raise UserError(f"output={output} exists and is not empty", fix="choose another folder, or add overwrite=true")
+        raise UserError(
+            f"output={output} exists and is no empty folder", fix="choose another folder, or add overwrite=true"
+        )
     if not (output / "config.json").is_file():
         raise UserError(
             f"output={output} is not a model folder",
-            why="overwrite=true replaces only model folders, and this folder has no config.json",
-            fix="choose a different folder, or empty it yourself",
+            why="overwrite=true replaces only folders with a config.json",
+            fix="choose a different folder, or remove it yourself",
         )
 
 

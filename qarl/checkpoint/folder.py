@@ -158,9 +158,12 @@ def newest_good(parent: Path) -> tuple[Checkpoint | None, list[tuple[Path, Check
 
 
 def prune(parent: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints of `parent`. If `keep` is None, remove nothing."""
+    """Remove all but the newest `keep` checkpoints of `parent`. If `keep` is None, remove nothing.
+
+    Links stay, because removing one would not free the space of its checkpoint."""
     for _, folder in list_checkpoints(parent)[keep:] if keep is not None else ():
-        remove_folder(folder)
+        if not folder.is_symlink():
+            remove_folder(folder)
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -131,8 +131,6 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
     import datasets
 
     check_data_file(file)
-    if not Path(file).stat().st_size:
-        raise UserError("the data file has no rows", where=file, fix="write at least one prompt to it")
     try:
         _check_first(Path(file))
         # A temporary cache, because the user's cache would keep a copy of every version of every file.

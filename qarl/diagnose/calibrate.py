@@ -49,7 +49,7 @@ from qarl.diagnose.candidates import (
 from qarl.diagnose.diagnosis import write_report
 from qarl.diagnose.gradients import Closeness, closeness, objective_gradients, spread
 from qarl.errors import UserError
-from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.objectives import verl_losses
 from qarl.objectives.settings import Settings, objective_settings
 from qarl.trainer.batch import Batch

@@ -26,7 +26,7 @@ from qarl.checkpoint.storage import write_json
 from qarl.checks.sampling import truncation
 from qarl.config import Config
 from qarl.diagnose.candidates import with_keys
-from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.metrics.tracker import write_versions
 from qarl.trainer.batch import Batch, micro_batches
 from qarl.trainer.local import LocalTrainer

@@ -7,7 +7,7 @@ from qarl.lazy import exporter
 __getattr__ = exporter(
     __name__,
     {
-        "mismatch": ("PhaseTimer", "mismatch_metrics", "response_metrics"),
+        "step_metrics": ("PhaseTimer", "mismatch_metrics", "response_metrics"),
         "tracker": ("Tracker", "read_metrics"),
     },
 )

@@ -115,8 +115,8 @@ def text_metrics(statistics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             over the sampled tokens, which has the same expectation
     """
     total: dict[str, float] = {}
-    for one in statistics:
-        for key, value in one.items():
+    for sums in statistics:
+        for key, value in sums.items():
             if key.startswith("sum/text/"):
                 total[key.removeprefix("sum/text/")] = total.get(key.removeprefix("sum/text/"), 0.0) + value
     metrics = {}

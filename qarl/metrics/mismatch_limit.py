@@ -96,12 +96,12 @@ def check_mismatch(
     allowed = resolve_limit(limit, level, response_length=response_length, temperature=temperature)
     if abs_mean <= allowed:  # false for NaN, which is over every limit
         return None
-    found = f"mean |δ| between trainer and engine is {abs_mean:.2g} nats per token, over the {allowed:.2g}"
+    measured = f"mean |δ| between trainer and engine is {abs_mean:.2g} nats per token, over the {allowed:.2g}"
     source = source or (f"that quant.align={level} allows" if limit is None else "of quant.mismatch_limit")
     if not before_first_update:
-        return f"{found} {source}; the policy that samples may differ from the one that the trainer updates"
+        return f"{measured} {source}; the policy that samples may differ from the one that the trainer updates"
     raise MismatchError(
-        f"trainer and engine disagree: {found} {source}",
+        f"trainer and engine disagree: {measured} {source}",
         where="mismatch/abs_mean, before the first update",
         why="possible reasons: only one side uses a key of the model's config or of sampling; weights are not "
         "published; text was changed after it was sampled; or the alignment does not fit this model or machine",

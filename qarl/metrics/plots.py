@@ -3,11 +3,6 @@
 `python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png. With several runs, every figure shows all of
 them; `--output DIR` sets the folder. A figure whose metrics were not logged is left out. `CHARTS` has
 the figures of lines, for these PNG files and for report.html.
-
-token_shares.png and token_moves.png are the QaRL paper's figures 4c and 5b (arXiv 2604.07853), made from the metrics
-`tokens/*` (`qarl.tbpo.metrics`). Figure 4c shows that unlikely tokens are mostly in negative samples. Figure 5b shows
-that the ratios of unlikely tokens have the heaviest tail. The paper plots single tokens. QaRL counts tokens in four
-classes of probability, which every run can log.
 """
 
 from __future__ import annotations
@@ -15,19 +10,15 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
-from qarl.tbpo.config import CLASSES, SIGNS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -106,9 +97,6 @@ CHARTS = (
 
 _PHASES = ("rollout", "reward", "old_log_prob", "update", "quantize", "publish", "eval")
 _PARTS_OF_UPDATE = ("forward", "backward", "optimizer")
-_CLASS_NAMES = ("p < 0.001", "0.001 to 0.01", "0.01 to 0.1", "p > 0.1")
-_SIGN_COLORS = {"pos": "C0", "neg": "C3"}
-_SIGN_NAMES = {"pos": "positive samples (A > 0)", "neg": "negative samples (A < 0)"}
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
@@ -121,9 +109,7 @@ def plot_compare(run_dirs: Sequence[str | Path], output: str | Path) -> list[Pat
     """Write figures that show all runs to the folder `output`, and return the files written."""
     runs = {Path(run_dir).resolve().name: read_metrics(run_dir) for run_dir in run_dirs}
     output = Path(output)
-    written = [path for chart in CHARTS if chart.file and (path := _plot_lines(chart, runs, output))]
-    tokens = _plot_tokens(next(iter(runs.values())), output) if len(runs) == 1 else []
-    return written + tokens + _plot_phases(runs, output)
+    return [path for chart in CHARTS if chart.file and (path := _plot_lines(chart, runs, output))]
 
 
 def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -138,7 +124,14 @@ def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = F
 
 
 def _plot_lines(chart: Chart, runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path | None:
-    axes = _new_axes(chart.title, chart.unit)
+    # The figure class without pyplot, which needs a window system and has global state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(title=chart.title, ylabel=chart.unit)
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     window = max(1, max((len(entries) for entries in runs.values()), default=0) // 20) if chart.smooth else 1
     alone, styles = len(runs) == 1, ("-", "--", ":", "-.")
     for run_index, (run, entries) in enumerate(runs.items()):
@@ -162,15 +155,17 @@ def _plot_lines(chart: Chart, runs: Mapping[str, Sequence[Mapping[str, Any]]], o
         axes.set_yscale("log")
     if chart.fraction:
         axes.set_ylim(-0.02, 1.02)
-    return _save(axes, output / f"{chart.file}.png")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"{chart.file}.png"
+    figure.savefig(path, dpi=130)
+    return path
 
 
 def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Return, for each value, the mean of this value and up to `window - 1` values before it."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(0, end - window)
-    return (total[end] - total[start]) / (end - start)
+    return np.asarray([values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)])
 
 
 def phases_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -179,89 +174,6 @@ def phases_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
     known = [phase for phase in _PHASES if phase in timed]
     return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]
-
-
-def _plot_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> list[Path]:
-    """Plot the seconds of each step of a run, stacked by phase, or a bar for each of several runs: their means."""
-    phases = phases_of([entry for entries in runs.values() for entry in entries])
-    if not phases:
-        return []
-    timed = {run: [entry for entry in entries if phases_of([entry])] for run, entries in runs.items()}
-    order = [*_PHASES, *phases]  # a phase has the same colour in every figure
-    colors = [f"C{order.index(phase) % 10}" for phase in phases]
-    axes = _new_axes("Wall-clock time of a step by phase", "seconds per step")
-    if len(runs) == 1:
-        (entries,) = timed.values()
-        heights = [np.nan_to_num([float(e.get(f"timing_s/{phase}") or 0.0) for e in entries]) for phase in phases]
-        axes.stackplot([e["step"] for e in entries], heights, labels=phases, colors=colors, step="mid", linewidth=0)
-        axes.margins(x=0)
-        axes.set_xlabel("training step")
-    else:
-        bottom = np.zeros(len(runs))
-        for phase, color in zip(phases, colors, strict=True):
-            # The mean is over all steps, so an evaluation in every tenth step adds a tenth of its seconds.
-            height = [series(e, f"timing_s/{phase}")[1].sum() / max(1, len(e)) for e in timed.values()]
-            axes.bar(list(runs), height, bottom=bottom, label=phase, color=color)
-            bottom += height
-    return [_save(axes, output / "seconds.png", outside=True)]
-
-
-def _plot_tokens(entries: Sequence[Mapping[str, Any]], output: Path) -> list[Path]:
-    """Plot how likely the tokens of positive and negative samples were, and how far updates moved them."""
-    shares = {sign: class_values(entries, sign, "frac", np.mean) for sign in SIGNS}
-    if np.isnan(list(shares.values())).all():
-        return []
-    places = np.arange(len(CLASSES))
-    axes = _new_axes("Tokens by their probability under the old policy", "share of the tokens of that sign")
-    for sign, shift in zip(SIGNS, (-0.2, 0.2), strict=True):
-        axes.bar(places + shift, shares[sign], 0.38, color=_SIGN_COLORS[sign], label=_SIGN_NAMES[sign])
-    axes.set_yscale("log")
-    moves = _new_axes("How far updates move tokens", "|log ratio| of a token, nats")
-    for sign, shift in zip(SIGNS, (-0.1, 0.1), strict=True):
-        for style, what, over_steps, label in (
-            ("o-", "moved_mean", np.mean, "mean"),
-            ("^:", "moved_max", np.max, "largest of the run"),
-        ):
-            values, name = class_values(entries, sign, what, over_steps), f"{_SIGN_NAMES[sign]}: {label}"
-            moves.plot(places + shift, values, style, color=_SIGN_COLORS[sign], label=name)
-    moves.set_yscale("symlog", linthresh=1e-4)
-    for each in (axes, moves):
-        each.set_xticks(places, _CLASS_NAMES)
-        each.set_xlabel("probability of the token under the old policy")
-    return [_save(axes, output / "token_shares.png"), _save(moves, output / "token_moves.png")]
-
-
-def class_values(
-    entries: Sequence[Mapping[str, Any]], sign: str, what: str, over_steps: Callable[[np.ndarray], float]
-) -> list[float]:
-    """Return, for each class, `over_steps` of the metric tokens/SIGN_CLASS_WHAT, or NaN if there are no values."""
-    found = [series(entries, f"tokens/{sign}_{label}_{what}")[1] for label in CLASSES]
-    return [float(over_steps(values)) if values.size else math.nan for values in found]
-
-
-def _new_axes(title: str, ylabel: str) -> Axes:
-    # Use the figure class without pyplot, which needs a window system and has global state.
-    from matplotlib.figure import Figure as Canvas
-
-    axes = Canvas(figsize=(7.5, 4.2), layout="constrained").add_subplot()
-    axes.set(title=title, ylabel=ylabel)
-    axes.grid(alpha=0.3)
-    axes.set_axisbelow(True)
-    return axes
-
-
-def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
-    """Write the figure, with a legend if lines have labels. `outside`: legend right of the axes, in stacking order."""
-    if axes.get_legend_handles_labels()[0]:
-        if outside:
-            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=True)
-        else:
-            axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    figure.savefig(path, dpi=130)
-    return path
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,21 +7,24 @@ to the file and may repeat steps. `read_metrics` then drops the older entries.
 
 from __future__ import annotations
 
-import importlib.metadata
+import configparser
 import importlib.util
+import netrc
 import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
+
+from tqdm import tqdm
 
 from qarl.checkpoint.storage import METRICS_FILE, StorageError, append_lines, number, read_lines, write_json, writing
 from qarl.console import say
 from qarl.errors import UserError
-from qarl.metrics.wandb_key import check_wandb_key
 from qarl.metrics.warning_log import WarningLog
 from qarl.process import package_versions
 
@@ -74,7 +77,7 @@ class Tracker:
         self._watch = WarningLog(run_dir, history, config_dict.get("actor"))
         self._views: dict[str, Any] = {}
         make: dict[str, Callable[[], Any]] = {
-            "console": lambda: _Console(stream or sys.stdout, total_steps, start_step),
+            "console": lambda: _Console(stream or sys.stdout, total_steps),
             "tensorboard": lambda: _TensorBoard(run_dir, start_step),
             "wandb": lambda: _WandB(run_dir, start_step, config_dict),
         }
@@ -151,6 +154,30 @@ def check_loggers(loggers: Sequence[str]) -> None:
         check_wandb_key()
 
 
+def check_wandb_key() -> None:
+    """Raise UserError if W&B has no key, because `wandb.init` would wait for one at the terminal.
+
+    A key may be in the environment, in W&B's settings files or in .netrc (docs.wandb.ai, `wandb login`)."""
+    home = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read([home / "settings", Path("wandb") / "settings"], encoding="utf-8")
+    settings = dict(parser["default"]) if parser.has_section("default") else {}
+    mode = os.environ.get("WANDB_MODE") or settings.get("mode")
+    keys = [os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")]
+    if mode in ("offline", "disabled", "dryrun") or any(keys) or settings.get("api_key"):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai").hostname
+    with suppress(OSError, netrc.NetrcParseError):
+        if netrc.netrc(Path(os.environ.get("NETRC", "~/.netrc")).expanduser()).authenticators(host or ""):
+            return
+    raise UserError(
+        "the logger wandb is chosen, but W&B has no key",
+        where="trainer.logger",
+        why=f"neither WANDB_API_KEY nor .netrc has a key for {host}, and a run cannot ask for one",
+        fix="run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline; or remove wandb from trainer.logger",
+    )
+
+
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the objects of metrics.jsonl in order of `step`, one per step, with "nan" and "inf" as floats.
 
@@ -212,41 +239,23 @@ class _WandB:
 
 
 class _Console:
-    """Show a progress bar on a terminal. Otherwise print one plain line per step, so that log files stay readable."""
+    """Print one line per step."""
 
-    def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
-        from tqdm import tqdm
-
-        self._stream, self._total, self._tqdm = stream, total_steps, tqdm
-        self._bar = (
-            tqdm(total=total_steps, initial=start_step, unit="step", file=stream, dynamic_ncols=True)
-            if stream.isatty()
-            else None
-        )
+    def __init__(self, stream: TextIO, total_steps: int) -> None:
+        self._stream, self._total = stream, total_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         figures = "  ".join(f"{label} {form.format(metrics[key])}" for label, key, form in _FIGURES if key in metrics)
-        if self._bar is not None:
-            if self._bar.n == self._bar.initial:  # what came before is the start of the run, not step time
-                self._bar.start_t = self._bar.last_print_t = time.time() - metrics.get("timing_s/step", 0.0)
-            self._bar.set_postfix_str(figures, refresh=False)
-            self._bar.update(max(0, step - self._bar.n))
-            self._bar.refresh()
-            return
         if seconds := metrics.get("timing_s/step"):
-            left = self._tqdm.format_interval(seconds * (self._total - step))
+            left = tqdm.format_interval(seconds * (self._total - step))
             figures = f"{seconds:.2f} s/step  left {left}  {figures}"
-        print(f"step {step}/{self._total}  {figures}", file=self._stream, flush=True)
+        self.message(f"step {step}/{self._total}  {figures}")
 
     def message(self, text: str) -> None:
-        if self._bar is None:
-            print(text, file=self._stream, flush=True)
-        else:
-            self._bar.write(text, file=self._stream)
+        print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        pass
 
 
 def write_versions(run_dir: str | Path) -> Path:

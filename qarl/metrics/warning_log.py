@@ -56,25 +56,25 @@ class WarningLog:
 
         Raise StorageError if warnings.jsonl cannot be written."""
         known = len(self._bands)
-        found = self._add(step, metrics)
+        signs = self._add(step, metrics)
         advised = known < len(self._bands) == ADVICE_AFTER
-        self._write(found)
-        if advised and not any(sign.sign == NARROW for sign in found):
-            return [*map(str, found), band_advice(self._bands, self._actor)[0]]
-        return [*map(str, found)]
+        self._write(signs)
+        if advised and not any(sign.sign == NARROW for sign in signs):
+            return [*map(str, signs), band_advice(self._bands, self._actor)[0]]
+        return [*map(str, signs)]
 
     def _write(self, warnings: Sequence[WarningSign]) -> None:
         if warnings:
             append_lines(self._path, map(asdict, warnings))
 
     def _add(self, step: int, metrics: Mapping[str, Any]) -> list[WarningSign]:
-        found = self._signs.add(step, metrics)
+        signs = self._signs.add(step, metrics)
         if len(self._bands) < ADVICE_AFTER and _FACTOR in metrics and _ADVISED in metrics:
             self._bands.append((metrics[_ADVISED], metrics[_FACTOR], metrics.get(_OUTSIDE, 1.0)))
             text, remedy = band_advice(self._bands, self._actor)
             if len(self._bands) == ADVICE_AFTER and remedy:
-                found.append(WarningSign(NARROW, step, step - ADVICE_AFTER + 1, text, remedy))
-        return found
+                signs.append(WarningSign(NARROW, step, step - ADVICE_AFTER + 1, text, remedy))
+        return signs
 
 
 def band_advice(steps: Sequence[tuple[float, float, float]], actor: Mapping[str, Any]) -> tuple[str, str]:
@@ -94,10 +94,10 @@ def band_advice(steps: Sequence[tuple[float, float, float]], actor: Mapping[str,
 
 def bands_in_force(actor: Mapping[str, Any]) -> dict[str, float]:
     """Return name -> width of the bands that take effect, of `actor`, a config's section of that name."""
-    given = asdict(PAPER) | dict(actor)
+    settings = asdict(PAPER) | dict(actor)
     names = ["seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high"]
-    names += ["seq_clip_ratio_low"] if given["positive_band"] == "two_sided" else []
-    return {name: given[name] for name in names}
+    names += ["seq_clip_ratio_low"] if settings["positive_band"] == "two_sided" else []
+    return {name: settings[name] for name in names}
 
 
 def scaled(width: float, tokens: int, reference: int = PAPER.band_reference_length) -> float:

@@ -80,7 +80,7 @@ class SignFinder:
 
     def __init__(self) -> None:
         self._series: dict[str, list[Point]] = {name: [] for name in METRICS}
-        self._found: set[str] = set()
+        self._reported: set[str] = set()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> list[WarningSign]:
         """Add the metrics of one training step. Return the signs that show now and have not been reported yet.
@@ -91,12 +91,12 @@ class SignFinder:
             value = values.get(name)
             if isinstance(value, int | float) and math.isfinite(value):
                 points.append((step, float(value)))
-        found = []
+        signs = []
         for sign, (rule, remedy) in SIGNS.items():
-            if sign not in self._found and (seen := rule(self._series)):
-                self._found.add(sign)
-                found.append(WarningSign(sign, step, *seen, remedy))
-        return found
+            if sign not in self._reported and (seen := rule(self._series)):
+                self._reported.add(sign)
+                signs.append(WarningSign(sign, step, *seen, remedy))
+        return signs
 
 
 def find(history: Sequence[Mapping[str, Any]]) -> list[WarningSign]:
@@ -113,20 +113,20 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
                          the rollout's
     ratio/mismatched     actor/ratio_size if it contains such a mismatch: there, and with bypass_mode
     """
-    found: dict[str, float] = {}
+    derived: dict[str, float] = {}
     with suppress(KeyError, TypeError):
         names = [f"zero_centred_loss_{sign}" for sign in ("pos", "neg")]
         own, to_rollout = ([metrics[f"actor/{prefix}{name}"] for name in names] for prefix in ("", "rollout_"))
-        found |= {"skew/net": sum(to_rollout) - sum(own), "skew/own": sum(map(abs, own))}
+        derived |= {"skew/net": sum(to_rollout) - sum(own), "skew/own": sum(map(abs, own))}
     update, ratio = (metrics.get(f"actor/{name}_size", math.nan) for name in ("update", "ratio"))
     k3 = metrics.get("mismatch/k3")
     mismatched = isinstance(k3, float) and k3 >= LARGE_K3
     from_rollout = metrics.get("old_log_probs/from_rollout") == 1
     if (mismatched and from_rollout) or update == 0:
-        found["actor/update_size"] = math.nan
+        derived["actor/update_size"] = math.nan
     if mismatched and (from_rollout or ratio != update):
-        found["ratio/mismatched"] = ratio
-    return found
+        derived["ratio/mismatched"] = ratio
+    return derived
 
 
 def usual(values: Sequence[float], recent: int) -> tuple[float, float, float] | None:
@@ -171,9 +171,9 @@ def jumps(*rows: tuple[str, float], recent: int = RECENT) -> Rule:
     def rule(series: Series) -> Seen:
         for name, factor in rows:
             positive = [(step, math.log(value)) for step, value in series[name] if value > 0]
-            if (found := usual([value for _, value in positive], recent)) is None:
+            if (medians := usual([value for _, value in positive], recent)) is None:
                 continue
-            now, middle, spread = found
+            now, middle, spread = medians
             up, far = math.copysign(1, math.log(factor)), abs(math.log(factor))
             if up * (now - middle) >= max(far, JUMP_DEVIATIONS * spread):
                 since = _since(positive, lambda value, up=up, far=far, middle=middle: up * (value - middle) >= far)  # type: ignore[misc]  # mypy infers no type for defaults
@@ -242,9 +242,9 @@ def _skew(series: Series) -> Seen:
 
 def _repetition(series: Series) -> Seen:
     for name in ("error_tokens/repetitive_frac", "error_tokens/garbled_frac"):
-        if (found := usual([value for _, value in series[name]], 5)) is None:
+        if (medians := usual([value for _, value in series[name]], 5)) is None:
             continue
-        now, middle, spread = found
+        now, middle, spread = medians
         limit = middle + max(0.1, DEVIATIONS * spread)
         if now > limit:
             since = _since(series[name], lambda value, limit=limit: value > limit)  # type: ignore[misc]  # mypy infers no type for `limit`

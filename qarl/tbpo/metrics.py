@@ -5,7 +5,7 @@ micro-batches and ranks. A value of `all/NAME` is a list, and lists are concaten
 
 The QaRL paper (arXiv 2604.07853, section 3.2) finds that the error tokens of quantized rollouts are unlikely tokens of
 negative samples (figure 4c), and that their ratios have the heaviest tail (figure 5b). `token_statistics` show both in
-every run, for the plots of `qarl.metrics.plots`.
+every run.
 
 Legend: B responses, T token positions.
 """

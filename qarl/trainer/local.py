@@ -29,7 +29,7 @@ from qarl.console import stage
 from qarl.data.prompts import Prompt
 from qarl.data.rewards import score_responses
 from qarl.metrics.error_tokens import text_metrics, text_statistics
-from qarl.metrics.mismatch import PhaseTimer, response_metrics
+from qarl.metrics.step_metrics import PhaseTimer, response_metrics
 from qarl.objectives import verl_losses
 from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.metrics import update_metrics
@@ -179,7 +179,8 @@ class LocalTrainer:
             for rows in batch.micro_batches(size):
                 statistics, log_probs = self.backward(batch, old_log_probs, rows.start, rows.stop)
                 if confirm is not None and not norms:
-                    confirmed = confirm(batch, old_log_probs, log_probs)
+                    with self.timer.phase("old_log_prob", not_in="update"):
+                        confirmed = confirm(batch, old_log_probs, log_probs)
                     if confirmed is not old_log_probs:
                         self.optimizer.zero_grad()
                         return self.update(batch, confirmed)

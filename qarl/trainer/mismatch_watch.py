@@ -22,8 +22,8 @@ from qarl.checks.sampling import sampling_config
 from qarl.config import Config
 from qarl.console import say
 from qarl.errors import UserError
-from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
+from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.quant.convert import published_forward
 from qarl.quant.experts import stacked_experts
 from qarl.report.samples import append_samples, chosen_samples, is_logged

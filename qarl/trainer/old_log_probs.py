@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from qarl.config import Config
-from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.trainer.batch import Batch, Rows
 
 MOST_PATIENCE = 32

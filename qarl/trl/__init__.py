@@ -7,14 +7,6 @@ docs/trl.md says what changes for a TRL user. Importing this package does not im
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from qarl.lazy import exporter
-
-if TYPE_CHECKING:
-    from qarl.trl.config import QaRLConfig
-    from qarl.trl.trainer import QaRLTrainer
-
-__all__ = ["QaRLConfig", "QaRLTrainer"]
 
 __getattr__ = exporter(__name__, {"config": ["QaRLConfig"], "trainer": ["QaRLTrainer"]})

@@ -71,10 +71,10 @@ COMPARED = ["master_dtype", *(f"quant_{name}" for name in QUANT_KEYS if name != 
 """The fields that a checkpoint and the run that resumes from it must have in common."""
 
 
-def check_args(args: Any, given: dict[str, Any]) -> None:
-    """Raise UserError for the first setting of `args`, or argument in `given`, that QaRL does not support.
+def check_args(args: Any, arguments: dict[str, Any]) -> None:
+    """Raise UserError for the first setting of `args`, or argument in `arguments`, that QaRL does not support.
 
-    `given`: arguments of `GRPOTrainer` by name, and their values."""
+    `arguments`: arguments of `GRPOTrainer` by name, and their values."""
     installed = importlib.metadata.version("trl")
     if installed != TRL_VERSION:
         what = f"qarl.trl needs trl=={TRL_VERSION}, but {installed} is installed"
@@ -94,9 +94,11 @@ def check_args(args: Any, given: dict[str, Any]) -> None:
         fix = "use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights"
         raise UserError("QaRLTrainer does not support FSDP", where=where, why=why, fix=fix)
     _check_saves(args)
-    given = given | {"optimizers": given.get("optimizers", (None, None))[0]}  # a scheduler may come from outside
+    arguments = arguments | {
+        "optimizers": arguments.get("optimizers", (None, None))[0]
+    }  # a scheduler may come from outside
     for name, why in ARGUMENTS.items():
-        if given.get(name):
+        if arguments.get(name):
             raise UserError(f"QaRLTrainer does not support {name}", where=name, why=why, fix=f"leave {name} out")
 
 

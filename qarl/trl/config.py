@@ -98,8 +98,8 @@ def run_config(args: QaRLConfig, model: str, max_prompt_length: int) -> Config:
         # TRL's losses are no values of `actor.loss`, so the bands of TBPO are compared with `loss_type` here.
         fields = {key: getattr(args, name) for key, name in RUN_KEYS.items()} | {"actor.loss": args.loss_type}
         defaults = {key: getattr(QaRLConfig, name, None) for key, name in RUN_KEYS.items()}
-        if found := problems(fields, defaults):
-            raise ConfigError(found)
+        if misfits := problems(fields, defaults):
+            raise ConfigError(misfits)
         return config
 
     return in_trls_words(build)
@@ -107,7 +107,7 @@ def run_config(args: QaRLConfig, model: str, max_prompt_length: int) -> Config:
 
 def trls_words(text: str) -> str:
     """Return `text` with the fields of `QaRLConfig` instead of QaRL's keys."""
-    return _KEYS.sub(lambda found: _WORDS[found[0]], text)
+    return _KEYS.sub(lambda match: _WORDS[match[0]], text)
 
 
 def in_trls_words(call: Any) -> Any:

@@ -14,8 +14,8 @@ import torch
 from accelerate.utils import gather_object
 
 from qarl.config import Config
-from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
+from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.rollout.publish.wire import PublishReport
 from qarl.tbpo import reduce_metrics
 from qarl.trainer.mismatch_watch import PROBE_RESPONSES, compare_with_noise
@@ -77,8 +77,8 @@ class StepMetrics:
     def _summed(self, *numbers: float) -> list[float]:
         """Return each number's sum over all processes."""
         sums = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
-        found: list[float] = self.accelerator.reduce(sums, reduction="sum").tolist()
-        return found
+        totals: list[float] = self.accelerator.reduce(sums, reduction="sum").tolist()
+        return totals
 
     def take(self, report: PublishReport | None) -> dict[str, float]:
         """Return the metrics of all processes since the last call."""
@@ -87,8 +87,8 @@ class StepMetrics:
         self._pairs, self._statistics = [], []
         metrics: dict[str, float] = dict(reduce_metrics(statistics)) if statistics else {}
         if pairs:
-            old, rollout = (torch.cat([one[i] for one in pairs])[None] for i in range(2))
-            mean_length = sum(len(one[0]) for one in pairs) / max(sum(one[2] for one in pairs), 1)
+            old, rollout = (torch.cat([pair[i] for pair in pairs])[None] for i in range(2))
+            mean_length = sum(len(pair[0]) for pair in pairs) / max(sum(pair[2] for pair in pairs), 1)
             metrics |= mismatch_metrics(old, rollout, torch.ones_like(old, dtype=torch.bool))
             del metrics["mismatch/ppl_ratio"]  # it needs the responses one by one
             warning = self._check(metrics["mismatch/abs_mean"], mean_length, before_first_update=False)

@@ -49,12 +49,12 @@ class Rollouts:
         self.publish(step)
         seeds = self._seeds(trainer, step, len(prompts))
         sampling = SamplingConfig(trainer.max_completion_length, temperature=trainer.temperature)
-        found = self.engine.generate(token_ids, sampling, seeds)
+        responses = self.engine.generate(token_ids, sampling, seeds)
         self.engine.sleep()
         return {
-            "prompt_ids": found.prompt_token_ids,
-            "completion_ids": found.response_token_ids,
-            "logprobs": found.rollout_log_probs,
+            "prompt_ids": responses.prompt_token_ids,
+            "completion_ids": responses.response_token_ids,
+            "logprobs": responses.rollout_log_probs,
         }
 
     def publish(self, step: int) -> None:
@@ -92,8 +92,8 @@ def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
     """
     limit, response = args.vllm_max_model_length, args.max_completion_length
     assert response is not None  # `run_config` refuses None
-    given = [one for data in datasets for one in (data.values() if isinstance(data, dict) else [data])]
-    longest = max((n for data in given if data is not None for n in _lengths(args, tokenizer, data)), default=1)
+    parts = [part for data in datasets for part in (data.values() if isinstance(data, dict) else [data])]
+    longest = max((n for data in parts if data is not None for n in _lengths(args, tokenizer, data)), default=1)
     if limit is not None and limit - response < longest:
         what = f"vllm_max_model_length={limit} leaves {limit - response} tokens for a prompt, not {longest}"
         why, fix = "the longest prompt has as many", f"set it to {longest + response} or more, or remove it"
@@ -108,6 +108,10 @@ def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
             fix = "set vllm_max_model_length to the tokens of the longest prompt plus max_completion_length"
             raise UserError(what, where="vllm_max_model_length", why=why, fix=fix)
         return
+    if not len(data) or "prompt" not in data.column_names:
+        what = "a dataset is empty" if not len(data) else "a dataset has no column prompt"
+        where, fix = "train_dataset, eval_dataset", "give each dataset rows with a prompt"
+        raise UserError(what, where=where, why=f"its columns: {', '.join(data.column_names)}", fix=fix)
     prompts = list(data["prompt"])
     if isinstance(prompts[0], str):
         tokens = tokenizer(prompts)
@@ -122,33 +126,33 @@ def checked_functions(reward_funcs: Any) -> Any:
 
     Names and folders of reward models, and models, are returned as they are."""
     if isinstance(reward_funcs, list):
-        return [checked_functions(one) for one in reward_funcs]
+        return [checked_functions(function) for function in reward_funcs]
     if not callable(reward_funcs) or isinstance(reward_funcs, torch.nn.Module):
         return reward_funcs
     name = get_callable_name(reward_funcs)
 
     @functools.wraps(reward_funcs)
-    def call(**given: Any) -> Any:
-        return check_finite(name, reward_funcs(**given), given)
+    def call(**arguments: Any) -> Any:
+        return check_finite(name, reward_funcs(**arguments), arguments)
 
     @functools.wraps(reward_funcs)
-    async def call_async(**given: Any) -> Any:
-        return check_finite(name, await reward_funcs(**given), given)
+    async def call_async(**arguments: Any) -> Any:
+        return check_finite(name, await reward_funcs(**arguments), arguments)
 
     checked: Callable[..., Any] = call_async if is_async_callable(reward_funcs) else call
     checked.__name__ = name
     return checked
 
 
-def check_finite(name: str, rewards: Sequence[Any], given: dict[str, Any]) -> Sequence[Any]:
+def check_finite(name: str, rewards: Sequence[Any], arguments: dict[str, Any]) -> Sequence[Any]:
     """Return what the reward function `name` returned. Raise UserError if a reward is NaN or Inf.
 
-    `given`: the function's arguments, of which `prompts` and `trainer_state` are named in the error."""
-    for prompt, reward in zip(given["prompts"], rewards, strict=False):  # TRL refuses another number of rewards
+    `arguments`: the function's arguments, of which `prompts` and `trainer_state` are named in the error."""
+    for prompt, reward in zip(arguments["prompts"], rewards, strict=False):  # TRL refuses another number of rewards
         if reward is not None and not math.isfinite(reward):
             raise UserError(
                 f"the reward function {name!r} returned {float(reward)}",
-                where=f"step {given['trainer_state'].global_step}, prompt {_shown(prompt)}",
+                where=f"step {arguments['trainer_state'].global_step}, prompt {_shown(prompt)}",
                 why="a NaN or Inf makes the mean and all advantages of its group useless",
                 fix="return a finite number, or None if this function does not apply to the response",
             )

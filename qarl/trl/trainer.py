@@ -57,14 +57,14 @@ class QaRLTrainer(GRPOTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        **given: Any,
+        **arguments: Any,
     ) -> None:
         """Take the arguments of `GRPOTrainer`. `model`: a folder or name, or a causal LM loaded from one.
 
         Raises:
             UserError: a setting, the model or this machine is not supported. This is raised before an engine starts.
         """
-        check_args(args, given)
+        check_args(args, arguments)
         assert args is not None
         folder = model_folder(model)
         self.run = run_config(args, folder, max_prompt_length=1)
@@ -83,7 +83,7 @@ class QaRLTrainer(GRPOTrainer):
             eval_dataset,
             tokenizer,
             rollout_func=lambda prompts, trainer: self.rollouts(prompts, trainer),
-            **given,
+            **arguments,
         )
         if self.aux_loss_enabled:
             what, where = "QaRLTrainer does not add the routers' auxiliary loss", "router_aux_loss_coef"
@@ -105,10 +105,10 @@ class QaRLTrainer(GRPOTrainer):
         """Whether this is a training step and not an evaluation."""
         return bool(self.policy.model.training)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **named: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
         """Train as `GRPOTrainer` does. Raise UserError if the checkpoint's run was quantized differently."""
         check_resume(resume_from_checkpoint, self.args)
-        return super().train(resume_from_checkpoint, *given, **named)
+        return super().train(resume_from_checkpoint, *more, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
@@ -197,11 +197,11 @@ class QaRLTrainer(GRPOTrainer):
         batch = as_batch(input_ids, attention_mask, logits_to_keep)
         parts, gradient = batch.micro_batches(batch_size or len(batch)), self._entropy_bonus_enabled
         how = {"temperature": self.temperature, "entropies": compute_entropy, "entropy_gradient": gradient}
-        found = [log_probs_of_rows(policy, batch, rows, **how) for rows in parts]
-        log_probs = torch.cat([one for one, _ in found])
+        outputs = [log_probs_of_rows(policy, batch, rows, **how) for rows in parts]
+        log_probs = torch.cat([part for part, _ in outputs])
         if not is_reference:
             self._log_probs = log_probs.detach()
-        entropies = torch.cat([one for _, one in found if one is not None]) if compute_entropy else None
+        entropies = torch.cat([part for _, part in outputs if part is not None]) if compute_entropy else None
         return log_probs, entropies, None
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
@@ -300,7 +300,7 @@ class MasterAdamW(MuonAdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
         """Update every parameter. If a gradient is not finite, change nothing: neither weights nor state."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if all(bool(one.isfinite().all()) for one in gradients):
+        if all(bool(gradient.isfinite().all()) for gradient in gradients):
             super().step()
 
     def _apply(self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]) -> None:

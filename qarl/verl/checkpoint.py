@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import yaml
 
-from qarl.checkpoint.open import load_part, refuse_code, step_of, what_is_missing, whole_and_torn
+from qarl.checkpoint.read_weights import load_part, refuse_code, step_of, what_is_missing, whole_and_torn
 from qarl.checkpoint.storage import StorageError, fresh_run_dir, remove_folder, write_json
 from qarl.config import Config
 from qarl.console import note, say

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from qarl.checkpoint.open import whole_and_torn
+from qarl.checkpoint.read_weights import whole_and_torn
 from qarl.checkpoint.storage import checkpoints_dir, write_text
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.run import check_run

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qarl.checkpoint.storage import StorageError
-from qarl.metrics.mismatch import PhaseTimer
+from qarl.metrics.step_metrics import PhaseTimer
 from qarl.metrics.tracker import Tracker
 from qarl.rollout.publish.wire import PublishReport
 

@@ -10,7 +10,7 @@ import torch
 from qarl.checkpoint.folder import open_checkpoint
 from qarl.config import Config
 from qarl.data.prompts import PromptSampler
-from qarl.metrics.mismatch import PhaseTimer
+from qarl.metrics.step_metrics import PhaseTimer
 from qarl.objectives.settings import objective_settings
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch

@@ -43,8 +43,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 from qarl.align.model import Roots, engine_arithmetic
 from qarl.errors import UserError
 from qarl.metrics.error_tokens import text_metrics, text_statistics
-from qarl.metrics.mismatch import token_mismatch
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_noise, times_noise
+from qarl.metrics.step_metrics import token_mismatch
 from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 from qarl.quant.convert import published_forward
 from qarl.quant.experts import QuantExperts, stacked_experts

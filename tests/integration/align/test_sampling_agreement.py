@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from qarl.checks.sampling import check_sampling
 from qarl.config import checks as config_checks
 from qarl.errors import UserError
-from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.mismatch_limit import MismatchError
+from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.rollout.engine_config import sampling_params

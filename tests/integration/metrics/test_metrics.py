@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from qarl.metrics.mismatch import PhaseTimer, mismatch_metrics, response_metrics, token_mismatch
+from qarl.metrics.step_metrics import PhaseTimer, mismatch_metrics, response_metrics, token_mismatch
 
 
 def make_batch(spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,7 +155,11 @@ def test_phase_timer_accumulates_and_starts_anew() -> None:
     with pytest.raises(RuntimeError), timer.phase("update"):
         raise RuntimeError
     assert len(calls) == 6
+    with timer.phase("update"), timer.phase("old_log_prob", not_in="update"):
+        time.sleep(0.01)
     seconds = timer.pop()
-    assert set(seconds) == {"timing_s/rollout", "timing_s/update", "timing_s/step"}
+    assert set(seconds) == {f"timing_s/{name}" for name in ("rollout", "update", "old_log_prob", "step")}
     assert 0.02 <= seconds["timing_s/rollout"] < 5
+    assert seconds["timing_s/update"] < 0.01 <= seconds["timing_s/old_log_prob"]
+    assert seconds["timing_s/step"] == pytest.approx(sum(seconds.values()) / 2)
     assert timer.pop() == {"timing_s/step": 0.0}

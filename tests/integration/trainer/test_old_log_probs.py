@@ -13,7 +13,7 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from updating_trainer import through_checkpoint
 
-from qarl.metrics.mismatch import PhaseTimer
+from qarl.metrics.step_metrics import PhaseTimer
 from qarl.objectives.settings import objective_settings
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch

@@ -144,6 +144,15 @@ def test_data_of_unknown_lengths_are_refused(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("columns", "words"),
+    [({"prompt": []}, "a dataset is empty"), ({"question": PROMPTS}, "no column prompt[\\s\\S]*its columns: question")],
+)
+def test_data_without_prompts_are_refused(model: Path, tmp_path: Path, columns: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build(model, tmp_path, data=Dataset.from_dict(columns))
+
+
+@pytest.mark.parametrize(
     ("broken", "words"),
     [("fp32", "torch.float32"), ("from a config", "not loaded from a checkpoint"), ("missing", "nowhere")],
 )

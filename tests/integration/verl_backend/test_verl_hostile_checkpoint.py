@@ -16,7 +16,7 @@ pytest.importorskip("verl")
 
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-from qarl.checkpoint.open import load_part
+from qarl.checkpoint.read_weights import load_part
 from qarl.errors import UserError
 from qarl.verl.plugin.config import QuantFSDPEngineConfig
 from qarl.verl.plugin.engine import FSDPEngineWithLMHead, QaRLFSDPEngine

@@ -16,7 +16,7 @@ from qarl.config import Config, ConfigError
 from qarl.config.objectives import LOSSES
 from qarl.errors import UserError
 from qarl.metrics.error_tokens import text_metrics, text_statistics
-from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.tbpo import TBPOConfig, reduce_metrics
 from qarl.verl.run import verl_config
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from verl_runs import quickstart
 
-from qarl.checkpoint.open import find_checkpoint, open_ranks, whole_and_torn, whole_tensor
+from qarl.checkpoint.read_weights import find_checkpoint, open_ranks, whole_and_torn, whole_tensor
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums

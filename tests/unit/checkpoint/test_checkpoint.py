@@ -94,12 +94,14 @@ def test_another_format_is_an_error_and_no_damage(pristine_model, tmp_path):
 def test_only_the_newest_are_kept_by_number(tmp_path):
     for step in (2, 10, 9, 100):
         (tmp_path / f"step_{step}").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "step_1").symlink_to(tmp_path / "disk")
     (tmp_path / "step_100.damaged").mkdir()
     (tmp_path / "step_12.partial-1").mkdir()
     prune(tmp_path, None)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [100, 10, 9, 2]
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [100, 10, 9, 2, 1]
     prune(tmp_path, 2)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [100, 10]
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [100, 10, 1]
     assert (tmp_path / "step_100.damaged").is_dir()
 
 

@@ -154,7 +154,7 @@ def test_an_output_in_the_way_is_not_touched(tmp_path):
     run, _, _ = make_run(tmp_path)
     (tmp_path / "empty").mkdir()
     run_export(run, tmp_path / "empty")
-    with pytest.raises(UserError, match="exists and is not empty"):
+    with pytest.raises(UserError, match="exists and is no empty folder"):
         run_export(run, tmp_path / "empty", "format=bf16")
     run_export(run, tmp_path / "empty", "format=bf16", "overwrite=true")
     assert "quantization_config" not in json.loads((tmp_path / "empty" / "config.json").read_text())
@@ -195,7 +195,7 @@ def test_what_will_not_do_is_one_message(tmp_path, capsys, arguments, expected):
 
 def test_an_export_over_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(UserError, match="is a file"):
+    with pytest.raises(UserError, match="not a model folder"):
         check_output(tmp_path / "out", tmp_path / "run" / "checkpoints" / "step_1", overwrite=True)
     for arguments in (["run=a", "output=b", "output=c"], ["run=", "output=b"]):
         with pytest.raises(UserError, match="twice or is empty"):

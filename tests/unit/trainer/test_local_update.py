@@ -15,7 +15,7 @@ from random_models import save_random_model
 from updating_trainer import FOUR, four_responses, updating_trainer
 
 from qarl.data.prompts import Prompt
-from qarl.metrics.mismatch import PhaseTimer
+from qarl.metrics.step_metrics import PhaseTimer
 from qarl.rollout.engine import RolloutBatch, SamplingConfig
 from qarl.trainer.local import LocalTrainer
 

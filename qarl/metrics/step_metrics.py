@@ -72,11 +72,11 @@ def token_mismatch(
     )
     mean_delta = sums_of_responses / lengths
     mine = torch.stack([filled.sum().double(), lengths.sum().double(), (-mean_delta).exp().sum()])
-    found = reduce(torch.cat((mine, torch.stack([_sums(*piece) for piece in pieces]).sum(0))))
-    responses, tokens, perplexities, *sums = found.tolist()
+    totals = reduce(torch.cat((mine, torch.stack([_sums(*piece) for piece in pieces]).sum(0))))
+    responses, tokens, perplexities, *sums = totals.tolist()
     if not tokens:
         return {}
-    magnitude, surprise, k3, weight, weight_squares, mean, other_mean = (one / tokens for one in sums)
+    magnitude, surprise, k3, weight, weight_squares, mean, other_mean = (total / tokens for total in sums)
     spreads = torch.stack([_spread(*piece, mean, other_mean) for piece in pieces])
     together, own, other = reduce(spreads.sum(0)).tolist()
     values = {
@@ -96,8 +96,8 @@ def _sums(old: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
     delta = (old - rollout).double()
     weights = delta.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp().clamp(max=ROLLOUT_IS_THRESHOLD)
     probabilities = (old.double().exp(), rollout.double().exp())
-    each = (delta.abs(), -delta, delta.expm1() - delta, weights, weights.square(), *probabilities)
-    return torch.stack([one.sum() for one in each])
+    values = (delta.abs(), -delta, delta.expm1() - delta, weights, weights.square(), *probabilities)
+    return torch.stack([value.sum() for value in values])
 
 
 def _spread(old: torch.Tensor, rollout: torch.Tensor, mean: float, other_mean: float) -> torch.Tensor:
@@ -122,15 +122,16 @@ def _order_statistics(magnitude: torch.Tensor, tokens: int, reduce: Reduce) -> d
     bins = torch.searchsorted(ends, at, right=True)
     before = torch.where(bins > 0, ends[(bins - 1).clamp(min=0)], 0)
     rest = (at - before).tolist()
-    counts = torch.stack([torch.bincount(bits[upper == one] & 0xFFFF, minlength=1 << 16) for one in bins.tolist()])
-    found = {}
-    for place, one, row, within in zip(wanted, bins.tolist(), reduce(counts), rest, strict=True):
+    counts = torch.stack([torch.bincount(bits[upper == high] & 0xFFFF, minlength=1 << 16) for high in bins.tolist()])
+    numbers = {}
+    for place, high, row, within in zip(wanted, bins.tolist(), reduce(counts), rest, strict=True):
         low = int(torch.searchsorted(row.cumsum(0), within, right=True))
-        found[place] = float(torch.tensor(one << 16 | low, dtype=torch.int32).view(torch.float32))
-    if math.isnan(found[tokens - 1]):  # as in NumPy, a NaN makes all of them NaN
+        numbers[place] = float(torch.tensor(high << 16 | low, dtype=torch.int32).view(torch.float32))
+    if math.isnan(numbers[tokens - 1]):  # as in NumPy, a NaN makes all of them NaN
         return {f"abs_{name}": math.nan for name in places}
     return {
-        f"abs_{name}": found[math.floor(place)] + (place % 1) * (found[math.ceil(place)] - found[math.floor(place)])
+        f"abs_{name}": numbers[math.floor(place)]
+        + (place % 1) * (numbers[math.ceil(place)] - numbers[math.floor(place)])
         for name, place in places.items()
     }
 
@@ -165,8 +166,8 @@ def response_metrics(
 
 
 def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
-    found = {kind: getattr(values, kind)() if values.size else math.nan for kind in ("mean", "max", "min")}
-    return {f"{name}/{kind}": float(value) for kind, value in found.items()}
+    statistics = {kind: getattr(values, kind)() if values.size else math.nan for kind in ("mean", "max", "min")}
+    return {f"{name}/{kind}": float(value) for kind, value in statistics.items()}
 
 
 class PhaseTimer:
@@ -184,7 +185,8 @@ class PhaseTimer:
         self._step = 0.0
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, *, not_in: str | None = None) -> Iterator[None]:
+        """Time the block. `not_in`: the phase around it, whose seconds leave out those of the block."""
         self._synchronize()
         self._depth += 1
         start = time.perf_counter()
@@ -194,6 +196,8 @@ class PhaseTimer:
             self._synchronize()
             seconds = time.perf_counter() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if not_in is not None:
+                self._seconds[not_in] = self._seconds.get(not_in, 0.0) - seconds
             self._depth -= 1
             if not self._depth and name != "eval":
                 self._step += seconds

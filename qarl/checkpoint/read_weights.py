@@ -63,10 +63,10 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     Raise UserError if it does not exist or is incomplete. The message lists the existing steps or the missing files.
     """
     checkpoints = run / "checkpoints"
-    found, torn = dict(list_checkpoints(checkpoints)), dict[int, str]()
-    if not found:
-        found, torn = whole_and_torn(checkpoints)
-    wanted = step if step is not None else max(found or torn, default=0)
+    folders, torn = dict(list_checkpoints(checkpoints)), dict[int, str]()
+    if not folders:
+        folders, torn = whole_and_torn(checkpoints)
+    wanted = step if step is not None else max(folders or torn, default=0)
     if wanted in torn:
         raise UserError(
             f"the checkpoint of step {wanted} is incomplete",
@@ -74,19 +74,15 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
             why=torn[wanted],
             fix="run qarl export on a machine that has the files of all ranks, or choose a different step",
         )
-    if not found:
-        raise UserError(
-            f"the run {run} has no checkpoints",
-            why="it ended before the first was due (trainer.save_freq, trainer.save_minutes), or this is no run folder",
-            fix="train with trainer.save_freq=N, or use the final model in the export folder of the run",
-        )
     if step is None and max(torn, default=0) > wanted:
         newest = max(torn)
         note(f"the checkpoint of step {newest} is incomplete: {torn[newest]}; step {wanted} is used instead")
-    if wanted not in found:
-        there = ", ".join(f"step={step}" for step in sorted(found))
-        raise UserError(f"the run {run} has no checkpoint of step {wanted}", fix=f"choose from {there}")
-    return found[wanted]
+    if wanted not in folders:
+        steps = ", ".join(f"step={step}" for step in sorted(folders))
+        what = f"the run {run} has no checkpoint of step {wanted}" if steps else f"the run {run} has no checkpoints"
+        other = "train with trainer.save_freq=N, or use the final model in the export folder of the run"
+        raise UserError(what, fix=f"choose from {steps}" if steps else other)
+    return folders[wanted]
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from qarl.bench import report
-from qarl.bench.arguments import DEVICES, LINEARS, as_json, check_device, device_of, find_model, linear_shapes, read
+from qarl.bench.arguments import DEVICES, as_json, check_device, device_of, read
+from qarl.bench.model import LINEARS, find_model, linear_shapes
 from qarl.checkpoint.storage import write_json
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError

@@ -13,7 +13,8 @@ import json
 from typing import Any
 
 from qarl.bench import roofline
-from qarl.bench.arguments import check_divides, default_group_size, find_model
+from qarl.bench.arguments import check_divides
+from qarl.bench.model import default_group_size, find_model
 from qarl.bench.report import markdown_table
 from qarl.bench.roofline import TERMS, Rates, Work, by_phase
 from qarl.checks.memory import MemoryEstimate, estimate

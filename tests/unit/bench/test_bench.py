@@ -48,8 +48,6 @@ SOME = Arguments(device="cpu", group_size=32)
         ("steps", "n=1", "must be greater than or equal to 2"),
         ("steps", "response_length=1", "greater than or equal to 2"),
         ("steps", "response_length=9000", "9008, but the model has only 8192 positions"),
-        ("steps", "response_length=8,16", "only rollout"),
-        ("publish", "batch=4", "only rollout"),
         ("steps", "model=Qwen3-30B-A3B", "mixture of experts"),
         ("steps", "model=./nowhere", "no config.json"),
         ("steps", "mini_batches=3", "mini_batches must divide prompts"),

@@ -135,7 +135,7 @@ def run(arguments: Arguments) -> int:
     document = report.facts(device) | {"benchmark": "kernels", "arguments": as_json(arguments), "ceilings": tops}
     document |= {"results": [], "not_measured": {}}
     with torch.no_grad():
-        for group in groups(arguments, device, document["not_measured"]):
+        for group in groups(arguments, device):
             document["results"] += _measure(group, device, arguments, document)
             if arguments.json:  # after every group, so that Ctrl-C or a crash loses nothing
                 write_json(arguments.json, document)

@@ -50,12 +50,12 @@ class Arguments:
     steps: Annotated[int, Field(ge=2)] = 6
 
     @classmethod
-    def parse(cls, part: str, given: Sequence[str]) -> Arguments:
+    def parse(cls, part: str, words: Sequence[str]) -> Arguments:
         """Read the arguments, a revision first. Raise UserError if one is invalid."""
-        if not given or "=" in given[0]:
+        if not words or "=" in words[0]:
             where = "qarl bench against"
             raise UserError("no revision was named", where=where, fix="name a commit, tag or branch first")
-        return read(cls, given[1:], revision=given[0])
+        return read(cls, words[1:], revision=words[0])
 
 
 KEYS = Arguments

@@ -22,14 +22,14 @@ DEVICES = ("cuda", "cpu")
 
 
 def read(
-    cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[str]] = MappingProxyType({}), **fixed: Any
+    cls: type[T], words: Sequence[str], choices: Mapping[str, Collection[str]] = MappingProxyType({}), **fixed: Any
 ) -> T:
-    """Return a `cls` from the `given` key=value pairs. The values of a tuple are separated by commas.
+    """Return a `cls` from the key=value pairs `words`. The values of a tuple are separated by commas.
 
     `choices`: key -> its valid names. `fixed`: fields that the user cannot set. Raise UserError if an argument is not
     key=value, a key is unknown, or a value is invalid."""
     hints, values = get_type_hints(cls, include_extras=True), dict(fixed)
-    for argument in given:
+    for argument in words:
         key, _, text = argument.partition("=")
         if not text:
             raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="write key=value, e.g. json=FILE")
@@ -62,11 +62,11 @@ def check_divides(arguments: Any, part: str, whole: str) -> None:
         raise UserError(f"{part} must divide {whole}", where=f"{whole}={getattr(arguments, whole)}")
 
 
-def device_of(given: Sequence[str]) -> str:
-    """Return `given`. If it is empty, return cuda if the driver shows a GPU, else cpu. This does not import torch."""
+def device_of(words: Sequence[str]) -> str:
+    """Return the device that `words` name, else cuda if the driver shows a GPU, else cpu, without importing torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     default = "cuda" if not hidden and Path("/dev/nvidiactl").exists() else "cpu"
-    return next((argument.partition("=")[2] for argument in given if argument.startswith("device=")), default)
+    return next((argument.partition("=")[2] for argument in words if argument.startswith("device=")), default)
 
 
 def check_device(device: str) -> None:

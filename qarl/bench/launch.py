@@ -17,7 +17,7 @@ import resource
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -91,18 +91,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({place.filename.rpartition('/')[2]}:{place.lineno})"
 
 
-class Bench:
-    """Base class of the measurements. Each launch makes one object, of the class for its command."""
-
-    policy: Policy
-    engine: RolloutEngine | None
-
-    def round(self) -> Phases:
-        """Measure once."""
-        raise NotImplementedError
-
-
-class StepBench(Bench):
+class StepBench:
     """Training steps."""
 
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
@@ -136,7 +125,7 @@ class StepBench(Bench):
         return seconds
 
 
-class TrainerBench(Bench):
+class TrainerBench:
     """Old log-probs and update of a random batch, without an engine. The rollout log-probs are the trainer's own."""
 
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
@@ -156,10 +145,8 @@ class TrainerBench(Bench):
         return _phases(trainer.timer)
 
 
-class PublishBench(Bench):
+class PublishBench:
     """Publish weights to an engine, without an optimizer. The weights change before every publish."""
-
-    engine: RolloutEngine
 
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
         config = config_of(arguments, case, folder)
@@ -193,11 +180,12 @@ def _check_update(metrics: dict[str, float]) -> None:
         raise WrongNumbers("the gradient is not finite")
 
 
-BENCHES: dict[str, Callable[[Arguments, Case, str], Bench]] = {
+BENCHES: dict[str, type[StepBench | TrainerBench | PublishBench]] = {
     "steps": StepBench,
     "trainer": TrainerBench,
     "publish": PublishBench,
 }
+"""Part -> the class that a launch makes one object of. `round` measures once and returns seconds by phase."""
 
 
 @torch.no_grad()

@@ -86,16 +86,11 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> st
 
 def kernel_line(place: str, entry: Entry) -> str:
     """Return one result as a line of text: median (minimum-maximum), and the shares of this machine's peak rates."""
-    seconds = entry["seconds"]
-    speed = ""
-    if entry["tflop_per_s"]:
-        speed = f"{entry['tflop_per_s']:8.2f} TFLOP/s ({entry['share_of_bf16_product']:.0%})"
-    ratio = f"{entry['speedup']:6.2f}x" if entry["speedup"] else ""
-    times = f"{seconds['median'] * 1e6:.1f} ({seconds['minimum'] * 1e6:.1f}-{seconds['maximum'] * 1e6:.1f}) us"
-    return (
-        f"{place:52} {entry['scheme'] + ' ' + entry['kernel']:34} {times:>32} {speed:22} "
-        f"{entry['gb_per_s']:8.1f} GB/s ({entry['share_of_copy']:.0%}) {ratio}"
-    )
+    shares = f"{entry['share_of_copy']:.0%} of a copy's bytes/s"
+    if entry["share_of_bf16_product"]:
+        shares += f", {entry['share_of_bf16_product']:.0%} of a BF16 product's FLOP/s"
+    speedup = f", {entry['speedup']:.2f}x" if entry["speedup"] else ""
+    return f"{place:52} {entry['scheme']} {entry['kernel']}: {seconds(entry['seconds'])} s, {shares}{speedup}"
 
 
 def kernel_tables(document: Mapping[str, Any]) -> str:

@@ -84,12 +84,12 @@ class Arguments:
     json: Path | None = None
 
     @classmethod
-    def parse(cls, part: str, given: Sequence[str]) -> Arguments:
+    def parse(cls, part: str, words: Sequence[str]) -> Arguments:
         """Read the arguments. Raise UserError if one is invalid, or if they do not fit together."""
-        device = device_of(given)
+        device = device_of(words)
         defaults = [f"device={device}", f"model={'SmolLM2-135M' if device == 'cpu' else 'Qwen3-8B'}"]
         choices = {"device": DEVICES, "schemes": ROLLOUT_SCHEMES, "levels": LEVELS}
-        arguments = read(cls, [*defaults, *given], choices, part=part)
+        arguments = read(cls, [*defaults, *words], choices, part=part)
         _check(arguments)
         return arguments
 

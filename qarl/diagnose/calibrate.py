@@ -368,15 +368,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _sentence(kind: str, row: Mapping[str, Any]) -> str:
-    gain = row["cosine_gain"]
-    verdict = "closer to exact than none" if row["beyond_noise"] else "not closer to exact than none, beyond the noise"
-    if kind == "band":
-        verdict = verdict.replace("none", "the configured one")
-    return (
-        f"best {kind}: {row['keys']} ({verdict}: cosine {gain['mean']:+.5f} ± {gain['std']:.5f}; "
-        f"{row['responses_without_gradient']:.1%} of the responses have no gradient, "
-        f"{row['tokens_with_clipped_weight']:.1%} of the weights are clipped)"
-    )
+    gain, base = row["cosine_gain"], "the configured one" if kind == "band" else "none"
+    verdict = f"closer to exact than {base}" if row["beyond_noise"] else f"not closer than {base}, beyond noise"
+    return f"best {kind}: {row['keys']} ({verdict}: cosine {gain['mean']:+.5f} ± {gain['std']:.5f})"
 
 
 def _shown(value: Mapping[str, float]) -> str:

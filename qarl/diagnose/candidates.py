@@ -98,11 +98,11 @@ def corrections(config: Config, log_ratios: Sequence[tuple[torch.Tensor, torch.T
 
     `log_ratios`: for each batch log r_corr at quant.align=off, and the mask of its tokens, both [B, R]."""
     base, tried = base_config(config), list(_corrections(config, log_ratios))
-    found = [Candidate("base", {}, objective_settings(base), "no correction")]
+    candidates = [Candidate("base", {}, objective_settings(base), "no correction")]
     own = objective_settings(config)
-    if own != found[0].settings:
-        found.append(Candidate("as configured", {}, own, "as configured"))
-    return found + [Candidate(kind, keys, objective_settings(with_keys(base, keys))) for kind, keys in tried]
+    if own != candidates[0].settings:
+        candidates.append(Candidate("as configured", {}, own, "as configured"))
+    return candidates + [Candidate(kind, keys, objective_settings(with_keys(base, keys))) for kind, keys in tried]
 
 
 def bands(config: Config) -> list[Candidate]:
@@ -117,14 +117,14 @@ def bands(config: Config) -> list[Candidate]:
         widths = {f"actor.{name}": width for name, width in bands_in_force(actor.model_dump()).items()}
     else:
         widths = {f"actor.{name}": getattr(settings, name) for name in ("clip_ratio_low", "clip_ratio_high")}
-    found = []
+    candidates = []
     for factor in BAND_FACTORS:
         wanted = {key: width if factor == 1 else rounded(width * factor) for key, width in widths.items()}
         keys = {key: min(width, _LOWEST) if key.endswith("_low") else width for key, width in wanted.items()}
         kind, label = "base" if factor == 1 else "band", f"bands times {factor:g}"
         label += "" if keys == wanted else f", lower at most {_LOWEST:g}"
-        found.append(Candidate(kind, keys, objective_settings(with_keys(base, keys)), label))
-    return found
+        candidates.append(Candidate(kind, keys, objective_settings(with_keys(base, keys)), label))
+    return candidates
 
 
 def _corrections(
@@ -209,8 +209,8 @@ def _above_one(ratios: torch.Tensor, default: float) -> list[float]:
 
 
 def _quantiles(values: torch.Tensor) -> list[float]:
-    found: list[float] = values.double().quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
-    return found
+    bounds: list[float] = values.double().quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+    return bounds
 
 
 def _distinct(values: Iterable[float]) -> list[float]:

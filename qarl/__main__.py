@@ -24,7 +24,7 @@ COMMANDS = {
     "diagnose": ("qarl.diagnose.__main__", "show how far trainer and rollout differ for a run, and why"),
     "export": ("qarl.export", "write a checkpoint of a run as a model folder that vLLM loads"),
     "report": ("qarl.report.__main__", "write report.html of a run again, from the files of its folder"),
-    "bench": ("qarl.bench.__main__", "measure kernels, training steps, rollouts and publishes, or predict them"),
+    "bench": ("qarl.bench.__main__", "measure kernels, training steps and publishes, or predict them"),
 }
 """Name of a command -> (its module, a summary). The module has `main` and `describe`, and imports nothing slow."""
 

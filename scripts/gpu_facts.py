@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 
-from qarl.bench.arguments import find_model, linear_shapes
+from qarl.bench.model import find_model, linear_shapes
 from qarl.bench.report import facts as known_facts
 from qarl.checks.machine import check_compiler, check_driver
 from qarl.errors import UserError

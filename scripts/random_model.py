@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from qarl.bench.arguments import SPECIAL, Source, find_model, write_model
+from qarl.bench.model import SPECIAL, Source, find_model, write_model
 
 PROMPTS, WORDS = 512, 16
 

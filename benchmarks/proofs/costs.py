@@ -21,7 +21,7 @@ from benchmarks.proofs.shard_costs import (
     quantize_phase,
     receive_phase,
 )
-from qarl.bench.arguments import default_group_size, find_model
+from qarl.bench.model import default_group_size, find_model
 from qarl.bench.report import markdown_table
 from qarl.checks.model_size import ModelSize
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.proofs.counting import Counting, counting
 from benchmarks.proofs.shard_costs import ENGINE_KERNELS, Phase, dense_shapes, gather, make_shard, on_meta, stack_shapes
-from qarl.bench.arguments import default_group_size
+from qarl.bench.model import default_group_size
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.experts import TritonExperts, fused_experts
 from qarl.kernels.vllm_experts import Experts

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.proofs.harness import Record, Row, on_ranks
-from qarl.bench.arguments import Source, write_model
+from qarl.bench.model import Source, write_model
 from qarl.checks.memory import estimate
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, build_config

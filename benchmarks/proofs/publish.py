@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.proofs.harness import QUIET, TINY, Record, Row, batch_of, in_process, log_probs, run_config
-from qarl.bench.arguments import Source, write_model
+from qarl.bench.model import Source, write_model
 from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors, save_model
 from qarl.checkpoint.export import export, read_request
 from qarl.checkpoint.folder import open_checkpoint, tensor_digest

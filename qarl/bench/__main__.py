@@ -1,4 +1,4 @@
-"""Measure products, training steps, rollouts and publishes, or predict them.
+"""Measure products, training steps and publishes, or predict them.
 
 usage: qarl bench PART [KEY=VALUE ...]
        qarl bench --help [PART ...]
@@ -6,7 +6,6 @@ usage: qarl bench PART [KEY=VALUE ...]
 parts:
   kernels   seconds of single products and quantizers, for every kernel that works here and for BF16
   steps     seconds of each phase of a training step, by scheme and alignment level
-  rollout   only the engine: prefill and decode for several batches and lengths
   trainer   only the trainer: old log-probs and update, without an engine
   publish   quantize and publish, part by part
   against   this checkout's seconds over those of another git revision, phase by phase
@@ -34,7 +33,7 @@ from qarl.process import limit_threads
 
 PARTS = {
     "kernels": "qarl.bench.kernels",
-    **dict.fromkeys(("steps", "rollout", "trainer", "publish"), "qarl.bench.steps"),
+    **dict.fromkeys(("steps", "trainer", "publish"), "qarl.bench.steps"),
     "against": "qarl.bench.against",
     "plan": "qarl.bench.plan",
 }

@@ -42,22 +42,20 @@ class Arguments:
     """
     config    the config of both revisions, taken from this checkout
     pairs     how often each revision runs
-    steps     training steps of each run; the first is not counted
-    json      the file to write"""
+    steps     training steps of each run; the first is not counted"""
 
     revision: str
     config: str = "quickstart.yaml"
     pairs: PositiveInt = 3
     steps: Annotated[int, Field(ge=2)] = 6
-    json: Path | None = None
 
     @classmethod
-    def parse(cls, part: str, given: Sequence[str]) -> Arguments:
+    def parse(cls, part: str, words: Sequence[str]) -> Arguments:
         """Read the arguments, a revision first. Raise UserError if one is invalid."""
-        if not given or "=" in given[0]:
+        if not words or "=" in words[0]:
             where = "qarl bench against"
             raise UserError("no revision was named", where=where, fix="name a commit, tag or branch first")
-        return read(cls, given[1:], revision=given[0])
+        return read(cls, words[1:], revision=words[0])
 
 
 KEYS = Arguments
@@ -66,13 +64,8 @@ Times = dict[str, float]
 
 
 def run(arguments: Arguments) -> int:
-    """Compare, print, write, and return the exit code. Raise UserError if a revision cannot run the config."""
-    pairs = compare(arguments, CHECKOUT)
-    print(table(pairs, arguments.revision))
-    if arguments.json:
-        settings = {name: getattr(arguments, name) for name in ("revision", "config", "steps")}
-        document = {**settings, "pairs": pairs}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    """Compare, print, and return the exit code. Raise UserError if a revision cannot run the config."""
+    print(table(compare(arguments, CHECKOUT), arguments.revision))
     return 0
 
 
@@ -148,7 +141,7 @@ def table(pairs: Sequence[dict[str, Times]], revision: str) -> str:
         each = [pair["now"][phase] / pair["before"][phase] for pair in pairs]
         spread = f"{min(each):.3f}-{max(each):.3f}"
         rows.append([phase, f"{before:.3g}", f"{now:.3g}", f"{statistics.median(each):.3f}", spread])
-    found = markdown_table(heads, rows)
+    lines = markdown_table(heads, rows)
     if any(pair["now"]["length"] != pair["before"]["length"] for pair in pairs):
-        found += "\n\nwarning: the revisions generated responses of different lengths: not the same work"
-    return found
+        lines += "\n\nwarning: the revisions generated responses of different lengths: not the same work"
+    return lines

@@ -1,47 +1,35 @@
 """The arguments of a benchmark: key=value pairs, read into a dataclass whose fields are the keys, and models by name.
 
 Unknown keys and invalid values are reported before any work is done.
-
-A model is a public config by name, with random weights, or a local folder with its weights. Random weights are enough,
-because speed depends on shapes, not on values. `qarl/bench/models/NAME/config.json` has the numbers of a public config,
-written by hand. `layers=N` keeps the first N decoder layers, embedding and lm_head. The copy of the model has no
-end-of-sequence token, so all responses have the requested length.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 
 T = TypeVar("T")
 DEVICES = ("cuda", "cpu")
-MODELS = Path(__file__).resolve().parent / "models"
-SPECIAL = {0: "<unknown>", 1: "<end>", 2: "<padding>"}
-LINEARS = {"q": "q_proj", "kv": "k_proj", "o": "o_proj", "gate_up": "gate_proj", "down": "down_proj"}
-"""Name in the benchmark -> module of a decoder layer."""
 
 
 def read(
-    cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[str]] = MappingProxyType({}), **fixed: Any
+    cls: type[T], words: Sequence[str], choices: Mapping[str, Collection[str]] = MappingProxyType({}), **fixed: Any
 ) -> T:
-    """Return a `cls` from the `given` key=value pairs. The values of a tuple are separated by commas.
+    """Return a `cls` from the key=value pairs `words`. The values of a tuple are separated by commas.
 
     `choices`: key -> its valid names. `fixed`: fields that the user cannot set. Raise UserError if an argument is not
     key=value, a key is unknown, or a value is invalid."""
     hints, values = get_type_hints(cls, include_extras=True), dict(fixed)
-    for argument in given:
+    for argument in words:
         key, _, text = argument.partition("=")
         if not text:
             raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="write key=value, e.g. json=FILE")
@@ -74,11 +62,11 @@ def check_divides(arguments: Any, part: str, whole: str) -> None:
         raise UserError(f"{part} must divide {whole}", where=f"{whole}={getattr(arguments, whole)}")
 
 
-def device_of(given: Sequence[str]) -> str:
-    """Return `given`. If it is empty, return cuda if the driver shows a GPU, else cpu. This does not import torch."""
+def device_of(words: Sequence[str]) -> str:
+    """Return the device that `words` name, else cuda if the driver shows a GPU, else cpu, without importing torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     default = "cuda" if not hidden and Path("/dev/nvidiactl").exists() else "cpu"
-    return next((argument.partition("=")[2] for argument in given if argument.startswith("device=")), default)
+    return next((argument.partition("=")[2] for argument in words if argument.startswith("device=")), default)
 
 
 def check_device(device: str) -> None:
@@ -95,99 +83,3 @@ def check_device(device: str) -> None:
 def as_json(arguments: Any) -> dict[str, Any]:
     """Return the fields of the dataclass for a file that may be published. Paths lose their folders."""
     return dataclasses.asdict(arguments) | {"json": arguments.json and arguments.json.name}
-
-
-@dataclass(frozen=True)
-class Source:
-    """A model. `config`: content of config.json. `folder`: weights and tokenizer, or None for random weights."""
-
-    name: str
-    config: Mapping[str, Any]
-    folder: Path | None = None
-
-    @property
-    def layers(self) -> int:
-        return int(self.config["num_hidden_layers"])
-
-    @property
-    def size(self) -> ModelSize:
-        return ModelSize.from_config(self.config)
-
-
-def find_model(name: str) -> Source:
-    """Find the model `name`: a folder, or a known name (case is ignored). Raise UserError if there is no such model."""
-    folder = Path(name)
-    if folder.is_dir() or "/" in name:
-        if not (folder / "config.json").is_file():
-            raise UserError(f"{name!r} has no config.json", where="model", fix="give a model folder, or a known name")
-        return Source(folder.name, json.loads((folder / "config.json").read_text()), folder)
-    names = {path.parent.name.lower(): path.parent.name for path in sorted(MODELS.glob("*/config.json"))}
-    found = names[one_of(name.lower(), names, "model")]
-    return Source(found, json.loads((MODELS / found / "config.json").read_text()))
-
-
-def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return the config with only its first `layers` decoder layers."""
-    cut = dict(config) | {"num_hidden_layers": layers}
-    if cut.get("layer_types"):
-        cut["layer_types"] = cut["layer_types"][:layers]
-    return cut
-
-
-def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
-    """Return name -> [N, K] of a decoder layer's dense weights, not fused, as in the trainer.
-    Each shape is listed once. In a mixture of experts only the weights of attention are dense."""
-    block = source.size.block_linears(0)
-    by_leaf = {name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name}
-    shapes = {name: by_leaf[leaf] for name, leaf in LINEARS.items() if leaf in by_leaf}
-    first = {shape: name for name, shape in reversed(shapes.items())}
-    return {name: shape for name, shape in shapes.items() if first[shape] == name}
-
-
-def default_group_size(size: ModelSize) -> int:
-    """Return the largest of 128, 64 and 32 that divides the input size of every linear, or 128 if there is none."""
-    inputs = {k for _, k in size.block_linears(0).values()}
-    return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
-
-
-def write_model(source: Source, layers: int, folder: Path, *, eos: int | None = None) -> int:
-    """Write a Hugging Face folder of `source` with `layers` layers. Return the number of parameters.
-
-    `eos`: id of the end-of-sequence token; without one, a response ends only at its longest length."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(cut_config(source.config, layers) | {"eos_token_id": eos}))
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if source.folder is None:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-        tokenizer = _numbered_tokens(config.vocab_size, eos)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
-            source.folder, config=config, dtype=torch.bfloat16, trust_remote_code=False
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-        tokenizer.eos_token = None
-    model.generation_config.eos_token_id = eos
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _numbered_tokens(vocab_size: int, eos: int | None) -> Any:
-    """Return a tokenizer with chat template that vLLM can load. Its tokens are the words t0, t1, ... and special ones,
-    none of which begins another word: a tokenizer cuts special tokens out of the middle of words."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {f"t{i}": i for i in range(vocab_size) if i not in SPECIAL} | {word: i for i, word in SPECIAL.items()}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    given = {"unk_token": SPECIAL[0], "pad_token": SPECIAL[2], "eos_token": None if eos is None else SPECIAL[eos]}
-    found = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **given)
-    found.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return found

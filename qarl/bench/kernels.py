@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from qarl.bench import report
-from qarl.bench.arguments import DEVICES, LINEARS, as_json, check_device, device_of, find_model, linear_shapes, read
+from qarl.bench.arguments import DEVICES, as_json, check_device, device_of, read
+from qarl.bench.model import LINEARS, find_model, linear_shapes
 from qarl.checkpoint.storage import write_json
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
@@ -77,11 +78,11 @@ class Arguments:
     json: Path | None = None
 
     @classmethod
-    def parse(cls, part: str, given: Sequence[str]) -> Arguments:
+    def parse(cls, part: str, words: Sequence[str]) -> Arguments:
         """Read the arguments. Raise UserError if one is invalid."""
-        device = device_of(given)
+        device = device_of(words)
         on_cpu = device == "cpu"
-        named = {argument.partition("=")[0] for argument in given}
+        named = {argument.partition("=")[0] for argument in words}
         defaults = ["m=" + ",".join(map(str, CPU_ROWS if on_cpu else GPU_ROWS)), f"device={device}"]
         if on_cpu:
             defaults += ["seconds=3", "rounds=3"]
@@ -89,7 +90,7 @@ class Arguments:
             defaults += ["model=Qwen3-0.6B"] if on_cpu else ["model=" + ",".join(GPU_MODELS)]
             defaults += ["layer=gate_up"] if on_cpu and "layer" not in named else []
         choices = {"device": DEVICES, "layer": LINEARS, "scheme": LOW_BIT, "operation": OPERATIONS}
-        arguments = read(cls, [*defaults, *given], choices)
+        arguments = read(cls, [*defaults, *words], choices)
         if not arguments.layers() and not arguments.expert_layers():
             fix = "name layers that the models have"
             raise UserError("there is no layer to measure", where="model, layer", fix=fix)
@@ -100,8 +101,8 @@ class Arguments:
         if self.shape:
             n, k = map(int, self.shape.split("x"))
             return [("custom", "layer", (n, k))]
-        found = [(source.name, linear_shapes(source)) for source in map(find_model, self.model)]
-        return [(name, layer, nk) for name, shapes in found for layer, nk in shapes.items()
+        models = [(source.name, linear_shapes(source)) for source in map(find_model, self.model)]
+        return [(name, layer, nk) for name, shapes in models for layer, nk in shapes.items()
                 if not self.layer or layer in self.layer]  # fmt: skip
 
     def expert_layers(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -134,7 +135,7 @@ def run(arguments: Arguments) -> int:
     document = report.facts(device) | {"benchmark": "kernels", "arguments": as_json(arguments), "ceilings": tops}
     document |= {"results": [], "not_measured": {}}
     with torch.no_grad():
-        for group in groups(arguments, device, document["not_measured"]):
+        for group in groups(arguments, device):
             document["results"] += _measure(group, device, arguments, document)
             if arguments.json:  # after every group, so that Ctrl-C or a crash loses nothing
                 write_json(arguments.json, document)
@@ -152,7 +153,7 @@ def _measure(
     good = {competitor.name: competitor for competitor in group.competitors if wrong[competitor.name] is None}
     calls = {name: competitor.call for name, competitor in good.items()}
     times = measure(calls, device, seconds=arguments.seconds, rounds=arguments.rounds) if calls else {}
-    results = {name: group.keys | _entry(one, times[name], document["ceilings"]) for name, one in good.items()}
+    results = {name: group.keys | _entry(good[name], times[name], document["ceilings"]) for name in good}
     for name, entry in results.items():
         base = next((base for base in ("bf16 bf16", f"{entry['scheme']} pytorch") if base in results), None)
         entry["baseline"] = base
@@ -182,12 +183,12 @@ def measure(
     for call in calls.values():
         for _ in range(2):
             call()
-    one = _seconds_on_gpu if device.type == "cuda" else _seconds_on_cpu
+    seconds_of = _seconds_on_gpu if device.type == "cuda" else _seconds_on_cpu
     taken: dict[str, list[float]] = {name: [] for name in calls}
     start, done = time.perf_counter(), 0
     while done < rounds or (time.perf_counter() - start < seconds and done < MOST_ROUNDS):
         for name, call in calls.items():
-            taken[name].append(one(call))
+            taken[name].append(seconds_of(call))
         done += 1
     return {name: report.summary([values]) | {"calls": len(values)} for name, values in taken.items()}
 

@@ -17,7 +17,7 @@ import resource
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -91,27 +91,16 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({place.filename.rpartition('/')[2]}:{place.lineno})"
 
 
-class Bench:
-    """Base class of the measurements. Each launch makes one object, of the class for its command."""
-
-    policy: Policy
-    engine: RolloutEngine | None
-
-    def round(self) -> dict[tuple[int, int], Phases]:
-        """Measure once. Return (batch, response length) -> seconds by phase. The key is (0, 0) except in `rollout`."""
-        raise NotImplementedError
-
-
-class StepBench(Bench):
+class StepBench:
     """Training steps."""
 
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
-        self.length = arguments.response_length[0]
+        self.length = arguments.response_length
         self.trainer = make_trainer(arguments, case, folder, engine=True)
         self.policy, self.engine = self.trainer.policy, self.trainer.engine
         self.trainer.publish()
 
-    def round(self) -> dict[tuple[int, int], Phases]:
+    def round(self) -> Phases:
         trainer = self.trainer
         prefill = self._prefill()
         trainer.timer.pop()
@@ -122,7 +111,7 @@ class StepBench(Bench):
             raise WrongNumbers(f"responses are not {self.length} tokens long")
         _check_update(metrics)
         phases = _phases(trainer.timer)
-        return {(0, 0): phases | {"step": seconds, "prefill": prefill, "decode": phases["rollout"] - prefill}}
+        return phases | {"step": seconds, "prefill": prefill, "decode": phases["rollout"] - prefill}
 
     def _prefill(self) -> float:
         """Return the seconds of a step's prefill, measured by generating only one token per response."""
@@ -136,7 +125,7 @@ class StepBench(Bench):
         return seconds
 
 
-class TrainerBench(Bench):
+class TrainerBench:
     """Old log-probs and update of a random batch, without an engine. The rollout log-probs are the trainer's own."""
 
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
@@ -145,7 +134,7 @@ class TrainerBench(Bench):
         self.policy.requantize()
         self.batch = random_batch(self.trainer)
 
-    def round(self) -> dict[tuple[int, int], Phases]:
+    def round(self) -> Phases:
         trainer = self.trainer
         with trainer.timer.phase("old_log_prob"):
             old_log_probs = trainer.old_log_probs(self.batch)
@@ -153,16 +142,13 @@ class TrainerBench(Bench):
         with trainer.timer.phase("update"):
             metrics = trainer.update(self.batch, old_log_probs)
         _check_update(metrics)
-        return {(0, 0): _phases(trainer.timer)}
+        return _phases(trainer.timer)
 
 
-class PublishBench(Bench):
+class PublishBench:
     """Publish weights to an engine, without an optimizer. The weights change before every publish."""
 
-    engine: RolloutEngine
-
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
-        self.arguments = arguments
         config = config_of(arguments, case, folder)
         self.policy = Policy.load(config)
         self.engine = RolloutEngine(engine_config(config, level=self.policy.align))
@@ -180,28 +166,9 @@ class PublishBench(Bench):
         metrics = report.metrics(quantizing)
         return _phases(self.timer) | {f"publish.{part}": metrics[f"publish/{part}_s"] for part in PUBLISH_PARTS}
 
-    def round(self) -> dict[tuple[int, int], Phases]:
+    def round(self) -> Phases:
         move_weights(self.policy, self.version)
-        return {(0, 0): self.publish()}
-
-
-class RolloutBench(PublishBench):
-    """Rollouts of several batches and lengths."""
-
-    def round(self) -> dict[tuple[int, int], Phases]:
-        sizes = [(b, length) for length in self.arguments.response_length for b in self.arguments.batches]
-        return {size: self._rollout(*size) for size in sizes}
-
-    def _rollout(self, batch: int, length: int) -> Phases:
-        prompts = random_tokens(int(self.policy.model.config.vocab_size), batch, self.arguments.prompt_length)
-        for phase, tokens in (("prefill", 1), ("rollout", length)):
-            self.engine.reset_prefix_cache()
-            with self.timer.phase(phase):
-                found = self.engine.generate(prompts, SamplingConfig(tokens), list(range(batch)))
-        if {len(response) for response in found.response_token_ids} != {length}:
-            raise WrongNumbers(f"responses are not {length} tokens long")
-        phases = _phases(self.timer)
-        return phases | {"decode": phases["rollout"] - phases["prefill"]}
+        return self.publish()
 
 
 def _phases(timer: PhaseTimer) -> Phases:
@@ -213,12 +180,12 @@ def _check_update(metrics: dict[str, float]) -> None:
         raise WrongNumbers("the gradient is not finite")
 
 
-BENCHES: dict[str, Callable[[Arguments, Case, str], Bench]] = {
+BENCHES: dict[str, type[StepBench | TrainerBench | PublishBench]] = {
     "steps": StepBench,
     "trainer": TrainerBench,
-    "rollout": RolloutBench,
     "publish": PublishBench,
 }
+"""Part -> the class that a launch makes one object of. `round` measures once and returns seconds by phase."""
 
 
 @torch.no_grad()
@@ -242,11 +209,11 @@ def _compare(linears: dict[str, nn.Linear], scheme: Scheme, engines: nn.Module |
     x = torch.randn(ROWS, first.in_features, generator=generator, device=first.weight.device).bfloat16()
     expected = {name: reference(linear, scheme, x) for name, linear in linears.items()}
     allowed = ALLOWED_FP8 if scheme.name == "fp8" else ALLOWED
-    found = [(name, "the trainer", layer(x)) for name, layer in linears.items() if isinstance(layer, QuantLinear)]
+    outputs = [(name, "the trainer", layer(x)) for name, layer in linears.items() if isinstance(layer, QuantLinear)]
     if engines is not None:
-        outputs = engines(x)[0].split([true.shape[1] for true in expected.values()], -1)
-        found += [(name, "the engine", y) for name, y in zip(linears, outputs, strict=True)]
-    for name, who, y in found:
+        parts = engines(x)[0].split([true.shape[1] for true in expected.values()], -1)
+        outputs += [(name, "the engine", y) for name, y in zip(linears, parts, strict=True)]
+    for name, who, y in outputs:
         error = float((y.float() - expected[name].float()).norm() / expected[name].float().norm())
         if not error <= allowed:  # true for NaN, too
             raise WrongNumbers(f"{name}: {who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed")
@@ -275,12 +242,12 @@ def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
                 "train_files": ["random.parquet"],
                 "train_batch_size": arguments.prompts,
                 "max_prompt_length": arguments.prompt_length,
-                "max_response_length": max(arguments.response_length),
+                "max_response_length": arguments.response_length,
                 "shuffle": False,
             },
             "rollout": {
                 "n": arguments.n,
-                "max_num_seqs": max(256, *arguments.batches),
+                "max_num_seqs": max(256, arguments.sequences),
                 "cpu_kvcache_space_gib": kv_cache_gib(arguments),
                 "gpu_memory_utilization": arguments.gpu_memory_utilization,
             },
@@ -298,7 +265,7 @@ def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
 
 def kv_cache_gib(arguments: Arguments) -> float:
     """Return a size for the KV cache: 1.5 times the GiB for all sequences at once."""
-    tokens = max(arguments.batches) * (arguments.prompt_length + max(arguments.response_length) + 32)
+    tokens = arguments.sequences * (arguments.prompt_length + arguments.response_length + 32)
     return max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)
 
 

@@ -13,7 +13,8 @@ import json
 from typing import Any
 
 from qarl.bench import roofline
-from qarl.bench.arguments import check_divides, default_group_size, find_model
+from qarl.bench.arguments import check_divides
+from qarl.bench.model import default_group_size, find_model
 from qarl.bench.report import markdown_table
 from qarl.bench.roofline import TERMS, Rates, Work, by_phase
 from qarl.checks.memory import MemoryEstimate, estimate
@@ -34,7 +35,7 @@ def run(work: Work) -> int:
     mean, longest = work.response_length[0], work.response_length[-1]
     what = f"{find_model(work.model).name} on {work.gpus} x {rates.device}, {work.prompts} x {work.n} responses of"
     what += f" {mean} tokens (at most {longest}) to prompts of {work.prompt_length}. Rates of one device:"
-    print("\n  ".join([what, *rates.said]), table(rows), terms_table(rows), footer(work), sep="\n\n")
+    print("\n  ".join([what, *rates.said]), table(rows), terms_table(rows), footer(), sep="\n\n")
     if work.json:
         work.json.write_text(json.dumps({"rates": rates.said, "results": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -49,8 +50,8 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     cases = [(s, level) for s in work.schemes for level in ("off", "linears") if (s, level) != ("bf16", "linears")]
     rows = []
     for scheme, level in cases:
-        held = memory(work, rates, size, scheme, level, group_size)
-        room = float(held.kv_tokens) if rates.memory_bytes else float("inf")
+        plan = memory(work, rates, size, scheme, level, group_size)
+        room = float(plan.kv_tokens) if rates.memory_bytes else float("inf")
         if room < work.prompt_length + work.response_length[-1]:
             raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, too few for a sequence",
                             where="tensor_parallel, gpu_memory_utilization", fix="raise one of these keys")  # fmt: skip
@@ -58,8 +59,8 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
         rows.append({"scheme": scheme, "level": level, "seconds": seconds, "phases": by_phase(seconds),
                      "step": sum(seconds.values()),
                      "gathered_bytes": gathered, "published_bytes": published,
-                     "memory_bytes": held.peak[1], "memory_phase": held.peak[0],
-                     "too_much": 0 < rates.memory_bytes < held.peak[1]})  # fmt: skip
+                     "memory_bytes": plan.peak[1], "memory_phase": plan.peak[0],
+                     "too_much": 0 < rates.memory_bytes < plan.peak[1]})  # fmt: skip
     return rows
 
 
@@ -69,7 +70,7 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, g
     micro: dict[str, Any] = {f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")}
     if work.micro_tokens is not None:
         micro = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": work.micro_tokens}
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "name": "plan",
         "backend": "verl" if on_gpu else "local",
         "model": {"path": work.model, "gradient_checkpointing": on_gpu},
@@ -84,7 +85,7 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, g
                     "val_before_train": False, "test_freq": -1},
     }  # fmt: skip
     device = "cuda" if on_gpu else "cpu"
-    return estimate(size, build_config(given), device=device, gpu_memory_bytes=rates.memory_bytes)
+    return estimate(size, build_config(values), device=device, gpu_memory_bytes=rates.memory_bytes)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -111,24 +112,10 @@ def terms_table(rows: list[dict[str, Any]]) -> str:
     ])  # fmt: skip
 
 
-def footer(work: Work) -> str:
-    """Return what the prediction leaves out, its error, and each assumed number."""
-    r = roofline
+def footer() -> str:
     errors = ", ".join(f"{phase} {low:.2f}-{high:.2f}" for phase, (low, high) in ERROR.items())
-    lines = [
-        "Waiting for each other is left out, and with measured rates also launches, scheduler, sampler and norms.",
-        f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}.",
-        f"Assumed: {r.OPTIMIZER_BYTES} bytes per parameter and step of AdamW, {r.MOST_SEQUENCES} sequences at a time, "
-        f"responses of the mean length, {r.PUBLISH_PASSES} passes over the published bytes.",
-    ]
-    if not work.rates:
-        lines += [
-            "No GPU has been compared. The longest response is decoded alone. Counted: see docs/benchmarks.md.",
-            f"Estimates: {r.GRAPH_KERNEL_SECONDS * 1e6:.0f} us a small kernel of a graph, {r.LAYER_KERNELS} a layer, "
-            f"{r.EXPERTS_KERNELS} more with experts, {r.UNCOMPILED_KERNELS} more without compilation (8 bits); "
-            f"{r.ALL_REDUCE_SECONDS * 1e6:.0f} us an all-reduce, two a layer; "
-            f"sampler {r.SAMPLER_SECONDS * 1e6:.0f} us and {r.SAMPLER_PASSES} passes over FP32 logits; "
-            f"{r.ENGINE_SECONDS * 1e3:.0f} ms a decode step at least (host); "
-            f"{' and '.join(map(str, r.LOGIT_BYTES))} bytes a logit in a forward and in a backward.",
-        ]
-    return "\n".join(lines)
+    return (
+        "docs/benchmarks.md says what is left out, and qarl/bench/roofline.py has each assumed or estimated number. No "
+        "GPU has been compared.\n"
+        f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}."
+    )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ class Competitor:
         """Return why this call is not timed (error too large, or an exception), or None if it is."""
         try:
             error = self.error()
-        except (RuntimeError, ValueError, TypeError) as raised:  # a kernel that does not compile or launch
+        except Exception as raised:  # a kernel that does not compile or launch; the others must still be measured
             return f"{type(raised).__name__}: {raised}"
         return None if error <= self.allowed else f"its relative error is {error:.2e}; {self.allowed:.0e} is allowed"
 
@@ -123,19 +123,11 @@ class Group(NamedTuple):
 
 
 class Layer:
-    """One BF16 weight [N, K], and its low-bit tensors by scheme.
-    `failures`: tensors that could not be made, and why."""
+    """One BF16 weight [N, K], and its low-bit tensors by scheme."""
 
     def __init__(self, weight: torch.Tensor, arguments: Arguments) -> None:
         self.weight, self.arguments = weight, arguments
-        self.quantized: dict[str, QuantizedTensor] = {}
-        self.failures: dict[str, str] = {}
-        for name in arguments.scheme:
-            scheme = get_scheme(name, arguments.group_size)
-            if why_not := scheme.check_shape("the layer", *self.shape):
-                self.failures[name] = why_not
-            else:
-                self.quantized[name] = quantize(weight, scheme)
+        self.quantized = {name: quantize(weight, get_scheme(name, arguments.group_size)) for name in arguments.scheme}
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -159,7 +151,7 @@ def linear(layer: Layer, rows: int) -> list[Competitor]:
     weight, x = layer.weight, random_rows(rows, layer.shape[1], layer.weight)
     flop, activations = 2 * rows * weight.numel(), x.nbytes + 2 * rows * layer.shape[0]
     plain, right = partial(F.linear, x, weight), _product(ends(x), weight)
-    found = [
+    competitors = [
         Competitor("bf16", "bf16", plain, error_of(plain, right), PRODUCT_ERROR, activations + weight.nbytes, flop)
     ]
     for scheme, quantized in layer.quantized.items():
@@ -169,8 +161,8 @@ def linear(layer: Layer, rows: int) -> list[Competitor]:
         for kernel in layer.kernels(scheme):
             call = partial(kernel.linear, x, kernel.prepare(quantized.tensors), None)
             target = expected[kernel.name.startswith(("triton", "vllm_cutlass"))]
-            found.append(Competitor(scheme, kernel.name, call, error_of(call, target), allowed, moved, flop))
-    return found
+            competitors.append(Competitor(scheme, kernel.name, call, error_of(call, target), allowed, moved, flop))
+    return competitors
 
 
 def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
@@ -219,7 +211,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
     """Return the competitors that quantize the master. The error is 0 if all bytes equal a reference, else 1.
     The reference is made on the CPU, because PyTorch on CUDA multiplies by the reciprocal of a Python divisor."""
-    found, weight = [], layer.weight
+    competitors, weight = [], layer.weight
     for scheme, quantized in layer.quantized.items():
         grid, moved = get_scheme(scheme, layer.arguments.group_size), weight.nbytes + quantized.nbytes
         codes, scale = _wire(weight.cpu(), grid)
@@ -228,8 +220,8 @@ def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
         if triton_unavailable("w8a8", weight.device) is None:
             calls["triton"] = _triton(layer, scheme)
         for name, call in calls.items():
-            found.append(Competitor(scheme, name, call, partial(_differ, call, expected), 0.0, moved))
-    return found
+            competitors.append(Competitor(scheme, name, call, partial(_differ, call, expected), 0.0, moved))
+    return competitors
 
 
 def _wire(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,11 +253,10 @@ BUILDERS: dict[str, Callable[[Layer, int], list[Competitor]]] = {
 
 
 class ExpertLayer:
-    """Random BF16 experts, and their low-bit tensors by scheme. `failures`: tensors that could not be made, and why."""
+    """Random BF16 experts, and their low-bit tensors by scheme."""
 
     def __init__(self, shape: ExpertsShape, arguments: Arguments, device: torch.device) -> None:
         self.shape, self.group_size = shape, arguments.group_size
-        self.failures: dict[str, str] = {}
         e, _, hidden, intermediate = shape
         sizes = {"gate_up": (e, 2 * intermediate, hidden), "down": (e, hidden, intermediate)}
         self.weights = {
@@ -274,12 +265,8 @@ class ExpertLayer:
         self.quantized: dict[str, dict[str, Tensors]] = {}
         for name in (name for name in arguments.scheme if name in EXPERTS_KERNELS):
             scheme = get_scheme(name, self.group_size)
-            problems = [scheme.check_shape("the experts", *size[1:]) for size in sizes.values()]
-            if why_not := next(filter(None, problems), None):
-                self.failures[name] = why_not
-            else:
-                stacks = {part: quantize_stack(weight, scheme, name=part) for part, weight in self.weights.items()}
-                self.quantized[name] = {part: stack.tensors for part, stack in stacks.items()}
+            stacks = {part: quantize_stack(weight, scheme, name=part) for part, weight in self.weights.items()}
+            self.quantized[name] = {part: stack.tensors for part, stack in stacks.items()}
 
     def kernels(self, scheme: str, device: torch.device) -> list[type[ExpertsKernel]]:
         """Return the kernels for the whole layer. The PyTorch reference is left out if there is a faster one."""
@@ -319,19 +306,22 @@ def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
     plain_exact = _exact_layer(*some, bf16, torch.Tensor.double)
     share = float((way.ends.diff(prepend=way.ends.new_zeros(1)) > 0).float().mean())  # of experts that have rows
     moved = rows + int(share * (gate_up.nbytes + down.nbytes))
-    found = [Competitor("bf16", "bf16", plain, error_of(plain, plain_exact), LAYER_ERROR["bf16"], moved, flop)]
+    competitors = [Competitor("bf16", "bf16", plain, error_of(plain, plain_exact), LAYER_ERROR["bf16"], moved, flop)]
     for scheme, parts in [("bf16", bf16), *layer.quantized.items()]:
         moved = rows + int(share * sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values()))
         for kernel in layer.kernels(scheme, x.device):
-            try:
-                prepared = kernel.prepare(parts["gate_up"], parts["down"])
-            except Exception as raised:  # third-party code may raise anything; the rest must still be measured
-                layer.failures[f"{scheme} {kernel.name}"] = f"{type(raised).__name__}: {raised}"
-                continue
-            call = partial(kernel.forward, x, weights, ids, prepared)
+            prepare = cache(partial(kernel.prepare, parts["gate_up"], parts["down"]))
+            call = partial(_forward, kernel, x, weights, ids, prepare)
             error = error_of(call, _exact_layer(*some, parts, _as_read(kernel, scheme)))
-            found.append(Competitor(scheme, kernel.name, call, error, LAYER_ERROR[scheme], moved, flop))
-    return found
+            competitors.append(Competitor(scheme, kernel.name, call, error, LAYER_ERROR[scheme], moved, flop))
+    return competitors
+
+
+def _forward(
+    kernel: type[ExpertsKernel], x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, prepare: Callable[[], Any]
+) -> torch.Tensor:
+    """Prepare at the first call, so that a kernel that cannot is only this competitor's failure."""
+    return kernel.forward(x, weights, ids, prepare())
 
 
 def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
@@ -368,14 +358,11 @@ def _exact_layer(
     return out
 
 
-def groups(arguments: Arguments, device: torch.device, not_measured: dict[str, str]) -> Iterator[Group]:
-    """Yield the groups of dense weights and of layers of experts, whose `n` and `k` are the hidden size.
-
-    Write what could not be made, and why, to `not_measured`."""
+def groups(arguments: Arguments, device: torch.device) -> Iterator[Group]:
+    """Yield the groups of dense weights and of layers of experts, whose `n` and `k` are the hidden size."""
     operations = [operation for operation in arguments.operation if operation in BUILDERS]
     for model, name, (n, k) in arguments.layers() if operations else ():
         layer = Layer((torch.randn(n, k, device=device) / k**0.5).bfloat16(), arguments)
-        not_measured |= {f"{model} {name} {n}x{k}: {key}": why for key, why in layer.failures.items()}
         for operation in operations:
             for rows in (0,) if operation == "quantize" else arguments.m:
                 keys = {"operation": operation, "model": model, "layer": name, "n": n, "k": k, "m": rows}
@@ -385,6 +372,4 @@ def groups(arguments: Arguments, device: torch.device, not_measured: dict[str, s
         hidden = of_experts.shape.hidden
         for tokens, routing in product(arguments.m, ROUTINGS):
             keys = {"operation": "experts", "model": model, "layer": f"experts_layer, {routing}"}
-            group = Group(keys | {"n": hidden, "k": hidden, "m": tokens}, experts(of_experts, tokens, routing))
-            not_measured |= {f"{model} experts: {name}": why for name, why in of_experts.failures.items()}
-            yield group
+            yield Group(keys | {"n": hidden, "k": hidden, "m": tokens}, experts(of_experts, tokens, routing))

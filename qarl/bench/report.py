@@ -1,6 +1,6 @@
 """Facts for every file of results (device, versions, commit and date), and Markdown tables of such files.
 
-A figure of `steps`, `rollout`, `trainer` and `publish` is the median, minimum and maximum over launches. The value of a
+A figure of `steps`, `trainer` and `publish` is the median, minimum and maximum over launches. The value of a
 launch is the median of its rounds. With only one launch, the figure is over its rounds.
 """
 
@@ -32,13 +32,11 @@ PHASES = {
     "trainer": ("old_log_prob", "forward", "backward", "optimizer", "quantize", "step"),
     "publish": ("publish.quantize", "publish.pack", "publish.prepare", "publish.validate", "publish.transfer",
                 "publish.apply", "quantize", "publish"),
-    "rollout": ("prefill", "decode", "rollout"),
 }  # fmt: skip
 RATIOS = {
     "steps": ("rollout", "prefill", "decode", "old_log_prob", "update", "step"),
     "trainer": ("old_log_prob", "update", "step"),
     "publish": ("publish",),
-    "rollout": ("prefill", "decode", "rollout"),
 }
 """PHASES: the columns of the tables of seconds. RATIOS: the columns of the tables of ratios. `quantize` has no ratio,
 because bf16 has nothing to quantize."""
@@ -88,16 +86,11 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> st
 
 def kernel_line(place: str, entry: Entry) -> str:
     """Return one result as a line of text: median (minimum-maximum), and the shares of this machine's peak rates."""
-    seconds = entry["seconds"]
-    speed = ""
-    if entry["tflop_per_s"]:
-        speed = f"{entry['tflop_per_s']:8.2f} TFLOP/s ({entry['share_of_bf16_product']:.0%})"
-    ratio = f"{entry['speedup']:6.2f}x" if entry["speedup"] else ""
-    times = f"{seconds['median'] * 1e6:.1f} ({seconds['minimum'] * 1e6:.1f}-{seconds['maximum'] * 1e6:.1f}) us"
-    return (
-        f"{place:52} {entry['scheme'] + ' ' + entry['kernel']:34} {times:>32} {speed:22} "
-        f"{entry['gb_per_s']:8.1f} GB/s ({entry['share_of_copy']:.0%}) {ratio}"
-    )
+    shares = f"{entry['share_of_copy']:.0%} of a copy's bytes/s"
+    if entry["share_of_bf16_product"]:
+        shares += f", {entry['share_of_bf16_product']:.0%} of a BF16 product's FLOP/s"
+    speedup = f", {entry['speedup']:.2f}x" if entry["speedup"] else ""
+    return f"{place:52} {entry['scheme']} {entry['kernel']}: {seconds(entry['seconds'])} s, {shares}{speedup}"
 
 
 def kernel_tables(document: Mapping[str, Any]) -> str:
@@ -167,17 +160,16 @@ def step_tables(document: Document) -> str:
 
 
 def _head(document: Document) -> str:
-    model, work, given = document["model"], document["workload"], document["arguments"]
-    lengths = given["response_length"]
+    model, work = document["model"], document["workload"]
     done = (f"{work['prompts']} prompts of {work['prompt_length']} tokens, {work['n']} responses of "
-            f"{'/'.join(map(str, lengths))} to each")  # fmt: skip
-    if document["kind"] in ("steps", "trainer"):
+            f"{work['response_length']} to each")  # fmt: skip
+    if document["kind"] != "publish":
         batches = "mini-batch" if work["mini_batches"] == 1 else "mini-batches"
         done += f", {work['mini_batches']} {batches} of micro-batches of {work['micro_batch_size']}"
     depth, whole = model["layers"][-1], model["num_hidden_layers"]
     cut = "" if depth == whole else f" (the whole model has {whole}, but the others were not measured)"
     taken = [len(value["samples"]) for result in document["results"] for value in result["phases"].values()]
-    launches = max(taken, default=given["launches"])
+    launches = max(taken, default=document["arguments"]["launches"])
     over = f"{launches} launches" if launches > 1 else "the rounds of one launch"
     return (
         f"{model['name']}, {model['weights']} weights: {model['parameters'][-1] / 1e6:.0f}M parameters in {depth} "
@@ -192,10 +184,10 @@ def _seconds(document: Document) -> str:
     head = [*_label_titles(document), *titles, *(["publish / step"] if share else [])]
 
     def row(result: Result) -> Iterable[str]:
-        found = result["phases"]
-        yield from (seconds(summary(found[phase]["samples"])) if phase in found else "" for phase in phases)
+        taken = result["phases"]
+        yield from (seconds(summary(taken[phase]["samples"])) if phase in taken else "" for phase in phases)
         if share:
-            part = ratio(found["publish"]["samples"], found["step"]["samples"])
+            part = ratio(taken["publish"]["samples"], taken["step"]["samples"])
             yield f"{part['median']:.1%}"
 
     return _table(document, head, row)
@@ -204,65 +196,56 @@ def _seconds(document: Document) -> str:
 def _ratios(document: Document) -> str:
     """Return the table of speedups over BF16 at level `off` (as in the paper), and of each level's cost over `off`."""
     phases, results = RATIOS[document["kind"]], document["results"]
-    level = document["kind"] in ("steps", "trainer")
+    level = document["kind"] != "publish"
     head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]
 
     def row(result: Result) -> Iterable[str]:
-        base = _other(results, result, scheme="bf16", level="off" if level else None)
+        base = _result(results, "bf16", "off" if level else None)
         yield from (_ratio(base, result, phase) for phase in phases)
         if level:
-            yield _ratio(result, _other(results, result, scheme=result["scheme"], level="off"), "step")
+            yield _ratio(result, _result(results, result["scheme"], "off"), "step")
 
     return f"Speed relative to BF16{' at `off`' * level}:\n\n{_table(document, head, row)}"
 
 
-def _other(results: Sequence[Result], result: Result, **wanted: str | None) -> Result | None:
-    """Return the result with the same sizes, but with the scheme and level in `wanted`, or None."""
-    same = {key: result.get(key) for key in ("layers", "batch", "response_length")} | wanted
-    return next((one for one in results if all(one.get(key) == value for key, value in same.items())), None)
+def _result(results: Sequence[Result], scheme: str, level: str | None) -> Result | None:
+    return next((result for result in results if (result["scheme"], result["level"]) == (scheme, level)), None)
 
 
 def _ratio(base: Result | None, other: Result | None, phase: str) -> str:
     if base is None or other is None or phase not in base["phases"] or phase not in other["phases"]:
         return ""
-    found = ratio(base["phases"][phase]["samples"], other["phases"][phase]["samples"])
-    return f"{found['median']:.2f} ({found['minimum']:.2f}-{found['maximum']:.2f})"
+    both = ratio(base["phases"][phase]["samples"], other["phases"][phase]["samples"])
+    return f"{both['median']:.2f} ({both['minimum']:.2f}-{both['maximum']:.2f})"
 
 
 def _throughput(document: Document) -> str:
     """Return the table of tokens/s and peak memory. The first token of a response counts as prefill, not decode."""
     work = document["workload"]
-    rates = document["kind"] in ("steps", "rollout")
+    rates = document["kind"] == "steps"
     titles = ["prefill, tokens/s", "decode, tokens/s"] if rates else []
 
     def row(result: Result) -> Iterable[str]:
-        sequences = result.get("batch") or work["sequences"]
-        length = result.get("response_length") or work["response_length"]
-        for phase, tokens in (("prefill", work["prompt_length"]), ("decode", length - 1)) if rates else ():
-            yield f"{sequences * tokens / summary(result['phases'][phase]['samples'])['median']:.0f}"
+        lengths = {"prefill": work["prompt_length"], "decode": work["response_length"] - 1}
+        for phase, tokens in lengths.items() if rates else ():
+            yield f"{work['sequences'] * tokens / summary(result['phases'][phase]['samples'])['median']:.0f}"
         yield f"{result['peak_bytes']['step'] / 2**30:.2f}" if result["peak_bytes"].get("step") else ""
 
     return _table(document, [*_label_titles(document), *titles, "peak memory, GiB"], row)
 
 
 def _label_titles(document: Document) -> list[str]:
-    more = {"steps": ["level"], "trainer": ["level"], "rollout": ["batch", "tokens"], "publish": []}
-    return ["scheme", *more[document["kind"]]]
+    return ["scheme"] if document["kind"] == "publish" else ["scheme", "level"]
 
 
 def _labels(document: Document, result: Result) -> list[str]:
-    applied = result.get("level_applied") or result["level"]
-    values = {
-        "scheme": result["scheme"],
-        "level": f"`{result['level']}`" + (f" (ran as `{applied}`)" if applied != result["level"] else ""),
-        "batch": str(result.get("batch")),
-        "tokens": str(result.get("response_length")),
-    }
-    return [values[title] for title in _label_titles(document)]
+    level, applied = result["level"], result.get("level_applied") or result["level"]
+    labels = [result["scheme"], f"`{level}`" + f" (ran as `{applied}`)" * (applied != level)]
+    return labels[: len(_label_titles(document))]
 
 
 def _table(document: Document, head: Sequence[str], row: Callable[[Result], Iterable[str]]) -> str:
-    return markdown_table(head, [[*_labels(document, one), *row(one)] for one in document["results"]])
+    return markdown_table(head, [[*_labels(document, result), *row(result)] for result in document["results"]])
 
 
 def seconds(value: Mapping[str, float]) -> str:

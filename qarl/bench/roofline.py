@@ -140,10 +140,10 @@ def measured_rates(path: Path) -> Rates:
         for scheme in EFFICIENCY:
             kernel = next((e["kernel"] for e in results if e["scheme"] == scheme and e["kernel"] != "reference"), None)
             mine = [e for e in results if (e["scheme"], e["kernel"]) == (scheme, kernel)]
-            found = tuple((float(e["m"]), 2.0 * e["m"] * e["n"] * e["k"] / e["seconds"]["median"]) for e in mine)
-            product[scheme] = found or product["bf16"]
+            points = tuple((float(e["m"]), 2.0 * e["m"] * e["n"] * e["k"] / e["seconds"]["median"]) for e in mine)
+            product[scheme] = points or product["bf16"]
             best = max(rate for _, rate in product[scheme]) / 1e12
-            why = f"measured: {kernel}" if found else "assumed: the same as bf16, since it was not measured"
+            why = f"measured: {kernel}" if points else "assumed: the same as bf16, since it was not measured"
             said.append(f"{scheme} product up to {best:.2f} TFLOP/s ({why})")
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = "the file is not from qarl.bench kernels, or has no BF16 linear product"
@@ -186,11 +186,11 @@ class Work:
     json: Path | None = None
 
     @classmethod
-    def parse(cls, part: str, given: Sequence[str]) -> Work:
-        measured = any(argument.startswith("rates=") for argument in given)
+    def parse(cls, part: str, words: Sequence[str]) -> Work:
+        measured = any(argument.startswith("rates=") for argument in words)
         defaults = ["gpus=1", "mini_batches=1"] if measured else ["optimizer=muon"]
         choices = {"gpu": SHEETS, "schemes": ROLLOUT_SCHEMES, "optimizer": ("muon", "adamw")}
-        return read(cls, [*defaults, *given], choices)
+        return read(cls, [*defaults, *words], choices)
 
     @property
     def rows(self) -> float:
@@ -235,6 +235,8 @@ class Roofline:
         trained = published if self.low_bit else 2.0 * size.parameters
         others = (work.gpus - 1) / work.gpus
         gathered = others * batches * (3 * trained + 4 * size.parameters)  # weights for three passes, FP32 gradients
+        # Weights are quantized for each optimizer step, or at `off` only for the publish.
+        quantizations = 0 if self.scheme == "bf16" else work.mini_batches if self.low_bit else 1
         link = rates.link if work.gpus <= GPUS_PER_NODE else rates.network
         seconds = {
             "prefill": self.prefill(),
@@ -244,23 +246,12 @@ class Roofline:
             "backward": backward,
             "communication": max(gathered / link - 2 * forward - backward, 0.0),
             "optimizer": work.mini_batches * self.optimizer(),
-            "quantize": self.quantizations * self.quantize(),
+            "quantize": quantizations * (2 * self.weights + self.wire[self.scheme]) / work.gpus / rates.memory,
             "publish": PUBLISH_PASSES * published / rates.memory + others * published / link,
         }
         if self.on_gpu:
             seconds |= self.beside_decode() | self.elementwise(trainer) | {"constant": work.constant}
         return seconds, gathered + others * published, published
-
-    @property
-    def quantizations(self) -> int:
-        """How often weights are quantized in a step: for each optimizer step, or at `off` only for the publish."""
-        if self.scheme == "bf16":
-            return 0
-        return self.work.mini_batches if self.low_bit else 1
-
-    def quantize(self) -> float:
-        """Return seconds to quantize this rank's weights once."""
-        return (2 * self.weights + self.wire[self.scheme]) / self.work.gpus / self.rates.memory
 
     def elementwise(self, trainer: str) -> dict[str, float]:
         """Return seconds of a GPU for bytes that products do not move. A backward runs its blocks' forward again."""
@@ -278,16 +269,14 @@ class Roofline:
         """Return the terms of a GPU's rollout beside products and caches."""
         steps, each = self.decode_steps(), self.decode_step(self.at_once())
         on_gpu = self.decode() / steps + sum(each.values()) if steps else ENGINE_SECONDS
-        found = {name: steps * seconds for name, seconds in each.items()}
-        return found | {"engine": steps * max(ENGINE_SECONDS - on_gpu, 0.0), "tail": self.tail()}
+        terms = {name: steps * seconds for name, seconds in each.items()}
+        return terms | {"engine": steps * max(ENGINE_SECONDS - on_gpu, 0.0), "tail": self.tail()}
 
     def decode_step(self, rows: float) -> dict[str, float]:
         """Return seconds of a decode step of `rows` sequences beside products and cache."""
-        size, kernels = self.size, LAYER_KERNELS
-        if size.experts:
-            kernels += EXPERTS_KERNELS
-        if self.scheme in UNCOMPILED:
-            kernels += UNCOMPILED_KERNELS
+        size = self.size
+        kernels = LAYER_KERNELS + (EXPERTS_KERNELS if size.experts else 0)
+        kernels += UNCOMPILED_KERNELS if self.scheme in UNCOMPILED else 0
         reduced = 0.0
         if self.work.tensor_parallel > 1:
             reduced = 2 * size.layers * (ALL_REDUCE_SECONDS + 2 * 2 * rows * size.hidden / self.rates.link)
@@ -364,8 +353,8 @@ class Roofline:
         work, at_once = self.work, self.at_once()
         length = work.prompt_length + work.response_length[0] / 2
         cache = at_once * length * self.size.kv_bytes_per_token(work.tensor_parallel) / self.rates.memory
-        one = (self.product(at_once, self.scheme) + self.head(at_once)) / work.tensor_parallel + cache
-        return one * self.decode_steps()
+        step = (self.product(at_once, self.scheme) + self.head(at_once)) / work.tensor_parallel + cache
+        return step * self.decode_steps()
 
 
 def newton_schulz_flop(rows: int, columns: int) -> float:

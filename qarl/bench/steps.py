@@ -1,8 +1,7 @@
-"""`qarl bench steps`, `rollout`, `trainer` and `publish`: their keys, their launches, their tables.
+"""`qarl bench steps`, `trainer` and `publish`: their keys, their launches, their tables.
 
 python -m qarl.bench steps                                  all schemes; on a CPU with a model of 135M parameters
 python -m qarl.bench steps model=Qwen3-8B layers=4 schemes=bf16,fp8 json=FILE.json
-python -m qarl.bench rollout batch=1,16,64 response_length=32,128
 python -m qarl.bench trainer                                old log-probs and update, without an engine
 python -m qarl.bench publish                                quantize and publish, part by part
 
@@ -26,18 +25,8 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from qarl.bench import report
-from qarl.bench.arguments import (
-    DEVICES,
-    Source,
-    as_json,
-    check_device,
-    check_divides,
-    default_group_size,
-    device_of,
-    find_model,
-    read,
-    write_model,
-)
+from qarl.bench.arguments import DEVICES, as_json, check_device, check_divides, device_of, read
+from qarl.bench.model import Source, default_group_size, find_model, write_model
 from qarl.checkpoint.storage import write_json
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
@@ -46,7 +35,7 @@ LEVELS = ("off", "linears", "model", "exact")
 
 
 class Case(NamedTuple):
-    """The scheme and level that a launch measures. For `rollout` and `publish`, `level` is empty."""
+    """The scheme and level that a launch measures. For `publish`, `level` is empty."""
 
     scheme: str
     level: str
@@ -64,8 +53,7 @@ class Arguments:
     levels           off,linears,model,exact; all but exact by default; bf16 has no `linears`
     prompts, n       prompts per step, and responses per prompt
     prompt_length    number of random tokens in a prompt
-    response_length  exact number of tokens in a response; `rollout` takes several, with commas
-    batch            only for `rollout`: sequences at a time, several with commas; prompts * n by default
+    response_length  exact number of tokens in a response
     mini_batches     optimizer steps per training step
     micro_batch      sequences per forward and backward; all of a mini-batch by default
     launches         processes for each scheme and level; they take turns, and figures are medians over launches
@@ -85,8 +73,7 @@ class Arguments:
     prompts: PositiveInt = 8
     n: PositiveInt = 4
     prompt_length: PositiveInt = 8
-    response_length: tuple[Annotated[int, Field(ge=2)], ...] = (16,)  # the first token comes from the prefill
-    batch: tuple[PositiveInt, ...] = ()
+    response_length: Annotated[int, Field(ge=2)] = 16  # the first token comes from the prefill
     mini_batches: PositiveInt = 1
     micro_batch: PositiveInt | None = None
     launches: PositiveInt = 3
@@ -97,12 +84,12 @@ class Arguments:
     json: Path | None = None
 
     @classmethod
-    def parse(cls, part: str, given: Sequence[str]) -> Arguments:
+    def parse(cls, part: str, words: Sequence[str]) -> Arguments:
         """Read the arguments. Raise UserError if one is invalid, or if they do not fit together."""
-        device = device_of(given)
+        device = device_of(words)
         defaults = [f"device={device}", f"model={'SmolLM2-135M' if device == 'cpu' else 'Qwen3-8B'}"]
         choices = {"device": DEVICES, "schemes": ROLLOUT_SCHEMES, "levels": LEVELS}
-        arguments = read(cls, [*defaults, *given], choices, part=part)
+        arguments = read(cls, [*defaults, *words], choices, part=part)
         _check(arguments)
         return arguments
 
@@ -119,10 +106,6 @@ class Arguments:
         return self.prompts * self.n
 
     @property
-    def batches(self) -> tuple[int, ...]:
-        return self.batch or (self.sequences,)
-
-    @property
     def micro_batch_size(self) -> int:
         return self.micro_batch or self.sequences // self.mini_batches
 
@@ -133,7 +116,7 @@ class Arguments:
     def cases(self) -> list[Case]:
         """Return the cases in order, BF16 first. BF16 has no case `linears`, which would be the same as `off`."""
         schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
-        if self.part in ("rollout", "publish"):
+        if self.part == "publish":
             return [Case(scheme, "") for scheme in schemes]
         levels = sorted(set(self.levels), key=LEVELS.index)
         return [Case(s, level) for s in schemes for level in levels if (s, level) != ("bf16", "linears")]
@@ -144,14 +127,11 @@ def _check(arguments: Arguments) -> None:
     if arguments.depth > source.layers:
         raise UserError(f"layers={arguments.layers}, but {source.name} has only {source.layers}", where=where)
     positions = source.config.get("max_position_embeddings")
-    wanted = arguments.prompt_length + max(arguments.response_length)
+    wanted = arguments.prompt_length + arguments.response_length
     if positions and wanted > positions:
         what = f"prompt_length + response_length = {wanted}, but the model has only {positions} positions"
         raise UserError(what, where=where)
     check_divides(arguments, "mini_batches", "prompts")
-    if arguments.part != "rollout" and (len(arguments.response_length) > 1 or arguments.batch):
-        raise UserError("only rollout takes batch or several response lengths", where=where,
-                        fix="python -m qarl.bench rollout batch=... response_length=...")  # fmt: skip
     if source.size.experts:
         raise UserError(
             f"{source.name} is a mixture of experts", where=where, why="this benchmark supports only dense models",
@@ -162,7 +142,16 @@ def _check(arguments: Arguments) -> None:
 KEYS = Arguments
 
 
-WORKLOAD = ("prompts", "n", "prompt_length", "sequences", "mini_batches", "micro_batch_size", "threads")
+WORKLOAD = (
+    "prompts",
+    "n",
+    "prompt_length",
+    "response_length",
+    "sequences",
+    "mini_batches",
+    "micro_batch_size",
+    "threads",
+)
 
 
 class LaunchFailed(Exception):
@@ -190,11 +179,11 @@ def run(arguments: Arguments) -> int:
 
 
 class Measured:
-    """`results`: for each case, batch and length, the samples of all launches, one list of rounds per launch."""
+    """`results`: for each case, the samples of all launches, one list of rounds per launch."""
 
     def __init__(self, arguments: Arguments, parameters: int) -> None:
         self.arguments, self.parameters = arguments, parameters
-        self.results: dict[tuple[Case, tuple[int, int]], dict[str, Any]] = {}
+        self.results: dict[Case, dict[str, Any]] = {}
         self.failures: dict[str, str] = {}
 
     def take(self, folder: Path) -> bool:
@@ -216,30 +205,28 @@ class Measured:
 
     def _launch(self, case: Case, folder: Path) -> None:
         try:
-            self._keep(case, launch(self.arguments, case, folder))
+            self._add(case, launch(self.arguments, case, folder))
         except LaunchFailed as error:
             self.failures[str(case)] = str(error)
-            self.results = {key: result for key, result in self.results.items() if key[0] != case}
+            self.results.pop(case, None)
 
-    def _keep(self, case: Case, found: dict[str, Any]) -> None:
-        for key in found["rounds"][0]:
-            result = self.results.setdefault(
-                (case, key),
-                {
-                    "scheme": case.scheme,
-                    "level": case.level or None,
-                    **{name: found[name] for name in ("level_applied", "kernels")},
-                    "layers": self.arguments.depth,
-                    **({"batch": key[0], "response_length": key[1]} if key[0] else {}),
-                    "phases": {},
-                    "peak_bytes": {"step": 0},
-                },
-            )
-            for name in found["rounds"][0][key]:
-                samples = result["phases"].setdefault(name, {"samples": []})["samples"]
-                samples.append([one[key][name] for one in found["rounds"]])
-                result["phases"][name] |= report.summary(samples)
-            result["peak_bytes"]["step"] = max(result["peak_bytes"]["step"], found["peak_bytes"])
+    def _add(self, case: Case, launched: dict[str, Any]) -> None:
+        result = self.results.setdefault(
+            case,
+            {
+                "scheme": case.scheme,
+                "level": case.level or None,
+                **{name: launched[name] for name in ("level_applied", "kernels")},
+                "layers": self.arguments.depth,
+                "phases": {},
+                "peak_bytes": {"step": 0},
+            },
+        )
+        for name in launched["rounds"][0]:
+            samples = result["phases"].setdefault(name, {"samples": []})["samples"]
+            samples.append([phases[name] for phases in launched["rounds"]])
+            result["phases"][name] |= report.summary(samples)
+        result["peak_bytes"]["step"] = max(result["peak_bytes"]["step"], launched["peak_bytes"])
 
     def document(self) -> dict[str, Any]:
         import torch
@@ -247,7 +234,6 @@ class Measured:
         arguments = self.arguments
         source = arguments.source
         device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
-        order = [(case, key) for case in arguments.cases() for one, key in self.results if one == case]
         return report.facts(device) | {
             "kind": arguments.part,
             "arguments": as_json(arguments) | {"model": source.name},
@@ -260,10 +246,9 @@ class Measured:
             },
             "workload": {
                 **{name: getattr(arguments, name) for name in WORKLOAD},
-                "response_length": arguments.response_length[0],
                 "group_size": arguments.weight_group,
             },
-            "results": [self.results[key] for key in order],
+            "results": [self.results[case] for case in arguments.cases() if case in self.results],
             "failures": self.failures,
         }
 
@@ -281,7 +266,7 @@ def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
     signal.signal(signal.SIGINT, handler)
     theirs.close()
     try:
-        found: dict[str, Any] = ours.recv()
+        answered: dict[str, Any] = ours.recv()
         process.join(20)
     except (EOFError, OSError) as error:
         process.join()
@@ -291,6 +276,6 @@ def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
             process.kill()
         process.join()
         ours.close()
-    if "error" in found:
-        raise LaunchFailed(found["error"])
-    return found
+    if "error" in answered:
+        raise LaunchFailed(answered["error"])
+    return answered

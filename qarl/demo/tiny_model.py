@@ -260,7 +260,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=float, help="greedy accuracy at which to stop")
     parser.add_argument("--train-size", type=int, default=4000, help="rows of train.parquet")
     parser.add_argument("--test-size", type=int, default=512, help="rows of test.parquet")
-    parser.add_argument("--force", action="store_true", help="make both again even if they are there")
     args = parser.parse_args(argv)
     task = TASKS[args.task]
     of_task = "" if task is QUICKSTART else f"-{task.name.replace('_', '-')}"
@@ -275,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Make what is missing or was made with other settings. Return the exit code."""
     args = parse_arguments(argv)
     output, data = args.output.resolve(), args.data.resolve()
-    if not args.force and is_made(output, args, OF_MODEL) and is_made(data, args, OF_DATA):
+    if is_made(output, args, OF_MODEL) and is_made(data, args, OF_DATA):
         print(f"{args.output} and {args.data} are up to date")
         return 0
     for folder in (output, data):

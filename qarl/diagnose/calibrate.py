@@ -26,7 +26,6 @@ Weights are those of `model.path`, which may be a checkpoint of a run (RUN/check
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -76,12 +75,6 @@ class Row:
     clipped: list[float] = field(default_factory=list)
     total: torch.Tensor | float = 0.0
 
-    def add(self, gradient: torch.Tensor, truth: torch.Tensor, *, silent: float, clipped: float) -> None:
-        self.close.append(closeness(gradient, truth))
-        self.silent.append(silent)
-        self.clipped.append(clipped)
-        self.total = self.total + gradient
-
     def report(self, base: Row, truth: Any) -> dict[str, Any]:
         """Return the row of the report. `base`: the row without correction. `truth`: the sum over the batches."""
         gain = [mine.cosine - other.cosine for mine, other in zip(self.close, base.close, strict=True)]
@@ -90,12 +83,12 @@ class Row:
             "name": self.name,
             "keys": self.keys,
             "batches": len(self.close),
-            "cosine": spread([one.cosine for one in self.close]),
-            "relative_error": spread([one.error for one in self.close]),
-            "relative_norm": spread([one.norm for one in self.close]),
+            "cosine": spread([close.cosine for close in self.close]),
+            "relative_error": spread([close.error for close in self.close]),
+            "relative_norm": spread([close.norm for close in self.close]),
             "relative_error_of_the_mean_gradient": closeness(torch.as_tensor(self.total), truth).error,
             "cosine_gain": spread(gain),
-            "closer_in_batches": sum(one > 0 for one in gain),
+            "closer_in_batches": sum(value > 0 for value in gain),
             "responses_without_gradient": fmean(self.silent),
             "tokens_with_clipped_weight": fmean(self.clipped),
         }
@@ -108,6 +101,15 @@ class Moved:
     weights: Weights
     truth: torch.Tensor
     start: int
+
+
+@dataclass
+class Truth:
+    """A batch that has a gradient: its `gradient` at `exact`, [P], and the state after an update on it, if any."""
+
+    batch: Batch
+    gradient: torch.Tensor
+    moved: Moved | None
 
 
 def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
@@ -123,6 +125,36 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
     without_kl = config.actor.use_kl_loss
     config = with_keys(config, {"quant.align": "exact", "optim.lr_warmup_steps": 0, "actor.use_kl_loss": False})
     check_memory(config, batches)
+    trainer, sampled = _sample(config, batches)
+    start = copy_weights(trainer.policy)
+    at_exact = [_mismatch(trainer, batch) for batch in sampled]
+    truths = _truths(trainer, sampled, start)
+    rows, band_rows, off = _compare(trainer, truths, start)
+    tables = {
+        "corrections": _reports(rows, sum(truth.gradient for truth in truths)),
+        "bands": _reports(band_rows, sum(truth.moved.truth for truth in truths if truth.moved)),
+    }
+    report = {
+        "scheme": config.quant.scheme,
+        "loss": config.actor.loss,
+        "kl_term_left_out": without_kl,
+        "model": config.model.path,
+        "batches": len(truths),
+        "responses": sum(len(truth.batch) for truth in truths),
+        "tokens": sum(int(truth.batch.response_mask.sum()) for truth in truths),
+        "mismatch_abs_max_at_exact": max(metrics["mismatch/abs_max"] for metrics in at_exact),
+        "mismatch_abs_mean_at_off": fmean(metrics["mismatch/abs_mean"] for metrics in off),
+        "between_batches": spread(_between([truth.gradient for truth in truths])),
+        **tables,
+        "best": best([*tables["corrections"], *tables["bands"]]),
+    }
+    print(as_text(report))
+    write_report(config, "calibrate.json", report)
+    return report
+
+
+def _sample(config: Config, batches: int) -> tuple[LocalTrainer, list[Batch]]:
+    """Return a trainer at `exact`, whose engine is closed, and the batches that it sampled."""
     parts = prepare_run(config)
     if parts.policy.align != "exact":
         what = f"this model supports only quant.align={parts.policy.align}, but the reference gradient needs exact"
@@ -131,89 +163,61 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
     trainer = LocalTrainer(config, parts)
     with trainer.engine:
         trainer.publish()
-        sampled = [trainer.rollout()[0] for _ in range(batches)]
-    start = kept_weights(trainer.policy)
-    at_exact = [_mismatch(trainer, batch) for batch in sampled]
-    truths: list[torch.Tensor] = []
-    moved: list[Moved | None] = []
-    useful: list[Batch] = []
-    base = objective_settings(base_config(config))
-    for batch in sampled:
-        say(f"exact: batch {len(useful) + 1}")
+        return trainer, [trainer.rollout()[0] for _ in range(batches)]
+
+
+def _truths(trainer: LocalTrainer, sampled: Sequence[Batch], start: Weights) -> list[Truth]:
+    """Return the gradients at `exact` of the batches that have one."""
+    base, truths = objective_settings(base_config(trainer.config)), list[Truth]()
+    for number, batch in enumerate(sampled, 1):
+        say(f"exact: batch {number}")
         old = trainer.old_log_probs(batch)
-        truth = objective_gradients(trainer.policy, config, batch, old, [base]).by_parameters[0]
-        if not truth.any():
-            continue
-        truths.append(truth)
-        useful.append(batch)
-        moved.append(_moved(trainer, batch, old, base))
-        set_weights(trainer.policy, start)
-    if len(useful) < FEWEST_BATCHES:
+        gradient = objective_gradients(trainer.policy, trainer.config, batch, old, [base]).by_parameters[0]
+        if gradient.any():
+            truths.append(Truth(batch, gradient, _moved(trainer, batch, old, base)))
+            set_weights(trainer.policy, start)
+    if len(truths) < FEWEST_BATCHES:
         raise UserError(
-            f"only {len(useful)} of {batches} batches have a gradient, but at least {FEWEST_BATCHES} are needed",
+            f"only {len(truths)} of {len(sampled)} batches have a gradient, but at least {FEWEST_BATCHES} are needed",
             where="batches, data.train_batch_size",
             why="all rewards of every group are equal in the others, so every advantage is 0",
             fix="raise batches or data.train_batch_size, or choose a checkpoint that solves some of the prompts",
         )
-    rows, band_rows, off = _compare(trainer, config, useful, truths, moved, start)
-    tables = {
-        "corrections": _reports(rows, sum(truths)),
-        "bands": _reports(band_rows, sum(one.truth for one in moved if one is not None)),
-    }
-    report = {
-        "scheme": config.quant.scheme,
-        "loss": config.actor.loss,
-        "kl_term_left_out": without_kl,
-        "model": config.model.path,
-        "batches": len(useful),
-        "responses": sum(map(len, useful)),
-        "tokens": sum(int(batch.response_mask.sum()) for batch in useful),
-        "mismatch_abs_max_at_exact": max(one["mismatch/abs_max"] for one in at_exact),
-        "mismatch_abs_mean_at_off": fmean(one["mismatch/abs_mean"] for one in off),
-        "between_batches": spread(_between(truths)),
-        **tables,
-        "best": best(tables["corrections"]) | best(tables["bands"]),
-    }
-    print(as_text(report))
-    write_report(config, "calibrate.json", report)
-    return report
+    return truths
 
 
 def _compare(
-    trainer: LocalTrainer,
-    config: Config,
-    batches: Sequence[Batch],
-    truths: Sequence[torch.Tensor],
-    moved: Sequence[Moved | None],
-    start: Weights,
+    trainer: LocalTrainer, truths: Sequence[Truth], start: Weights
 ) -> tuple[list[Row], list[Row], list[dict[str, float]]]:
     """Return the rows of corrections and of bands, and the mismatch of each batch at `off`."""
+    config = trainer.config
     trainer.replace_policy(_policy(config, "off", start))
-    found = [_mismatch(trainer, batch) for batch in batches]
-    olds = [trainer.old_log_probs(batch) for batch in batches]
-    ratios = [
-        (torch.where(batch.response_mask, old - batch.rollout_log_probs, 0.0), batch.response_mask)
-        for batch, old in zip(batches, olds, strict=True)
-    ]
+    off = [_mismatch(trainer, truth.batch) for truth in truths]
+    olds = [trainer.old_log_probs(truth.batch) for truth in truths]
+    ratios = [_log_ratio(truth.batch, old) for truth, old in zip(truths, olds, strict=True)]
     candidates, widths = corrections(config, ratios), bands(config)
-    rows = [Row(one.kind, one.name, one.command) for one in candidates]
-    band_rows = [Row(one.kind, one.name, one.command) for one in widths]
-    for index, (batch, old) in enumerate(zip(batches, olds, strict=True)):
-        say(f"off: batch {index + 1} of {len(batches)}")
-        _fill(rows, candidates, trainer, batch, old, truths[index])
-        after = moved[index]
-        if after is not None and widths:
-            set_weights(trainer.policy, after.weights)
-            _fill(band_rows, widths, trainer, batch, old, after.truth, start=after.start)
+    rows, band_rows = ([Row(tried.kind, tried.name, tried.command) for tried in both] for both in (candidates, widths))
+    for number, (truth, old) in enumerate(zip(truths, olds, strict=True), 1):
+        say(f"off: batch {number} of {len(truths)}")
+        _fill(rows, candidates, trainer, truth.batch, old, truth.gradient)
+        if truth.moved and widths:
+            set_weights(trainer.policy, truth.moved.weights)
+            _fill(band_rows, widths, trainer, truth.batch, old, truth.moved.truth, start=truth.moved.start)
             set_weights(trainer.policy, start)
     for level in LEVELS:
         say(f"quant.align={level}")
         trainer.replace_policy(_policy(config, level, start))
         row = Row("alignment", key := f"quant.align={trainer.policy.align}", key)
-        for batch, truth in zip(batches, truths, strict=True):
-            _fill([row], candidates[:1], trainer, batch, trainer.old_log_probs(batch), truth)
+        for truth in truths:
+            old = trainer.old_log_probs(truth.batch)
+            _fill([row], candidates[:1], trainer, truth.batch, old, truth.gradient)
         rows.append(row)
-    return rows, [row for row in band_rows if row.close], found
+    return rows, [row for row in band_rows if row.close], off
+
+
+def _log_ratio(batch: Batch, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log r_corr, 0 at padding, and the mask of the tokens, [B, R]."""
+    return torch.where(batch.response_mask, old - batch.rollout_log_probs, 0.0), batch.response_mask
 
 
 def _fill(
@@ -227,16 +231,13 @@ def _fill(
     start: int = 0,
 ) -> None:
     """Add one batch to `rows`: the gradients of `candidates` at the trainer's weights over the rows from `start`."""
-    settings = [one.settings for one in candidates]
-    found = objective_gradients(trainer.policy, trainer.config, batch, old, settings, start=start)
-    log_ratio = torch.where(batch.response_mask, old - batch.rollout_log_probs, 0.0)
-    for index, (row, one) in enumerate(zip(rows, candidates, strict=True)):
-        row.add(
-            found.by_parameters[index],
-            truth,
-            silent=found.silent(index, batch.advantages[start:].cpu()),
-            clipped=clipped_share(one.settings, log_ratio, batch.response_mask),
-        )
+    settings = [tried.settings for tried in candidates]
+    gradients = objective_gradients(trainer.policy, trainer.config, batch, old, settings, start=start)
+    for index, row in enumerate(rows):
+        row.close.append(closeness(gradients.by_parameters[index], truth))
+        row.silent.append(gradients.silent(index, batch.advantages[start:].cpu()))
+        row.clipped.append(clipped_share(settings[index], *_log_ratio(batch, old)))
+        row.total = row.total + gradients.by_parameters[index]
 
 
 def _moved(trainer: LocalTrainer, batch: Batch, old: torch.Tensor, base: Settings) -> Moved | None:
@@ -254,7 +255,7 @@ def _moved(trainer: LocalTrainer, batch: Batch, old: torch.Tensor, base: Setting
     trainer.backward(batch, old, 0, min(first, len(batch)))
     trainer.optimizer_step()
     truth = objective_gradients(trainer.policy, trainer.config, batch, old, [base], start=start).by_parameters[0]
-    return Moved(kept_weights(trainer.policy), truth, start) if truth.any() else None
+    return Moved(copy_weights(trainer.policy), truth, start) if truth.any() else None
 
 
 def _policy(config: Config, level: str, weights: Weights) -> Policy:
@@ -263,7 +264,7 @@ def _policy(config: Config, level: str, weights: Weights) -> Policy:
     return policy
 
 
-def kept_weights(policy: Policy) -> Weights:
+def copy_weights(policy: Policy) -> Weights:
     """Return copies of the weights, with their checkpoint names."""
     return {name: tensor.detach().clone() for name, tensor in forward_weights(policy)}
 
@@ -282,7 +283,7 @@ def _mismatch(trainer: LocalTrainer, batch: Batch) -> dict[str, float]:
 
 def _between(truths: Sequence[torch.Tensor]) -> list[float]:
     """Return the cosine between each two batches' right gradients: how much a batch of this size says."""
-    return [closeness(one, other).cosine for i, one in enumerate(truths) for other in truths[:i]]
+    return [closeness(gradient, other).cosine for i, gradient in enumerate(truths) for other in truths[:i]]
 
 
 def _reports(rows: Sequence[Row], truth: Any) -> list[dict[str, Any]]:
@@ -297,15 +298,12 @@ def best(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
     It does if its gain passes a one-sided t test over the batches. The best of several candidates gains something by
     chance, so each may be a false finding with a probability of `FALSE_FINDINGS` over their number (Bonferroni)."""
-    found: dict[str, dict[str, Any]] = {}
-    tried = Counter(row["kind"] for row in rows)
+    by_kind: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        kind = row["kind"]
-        if kind in ("base", "as configured", "alignment"):
-            continue
-        if kind not in found or row["cosine"]["mean"] > found[kind]["cosine"]["mean"]:
-            found[kind] = row
-    return {kind: row | {"beyond_noise": _beyond_noise(row, tried[kind])} for kind, row in found.items()}
+        if row["kind"] not in ("base", "as configured", "alignment"):
+            by_kind.setdefault(row["kind"], []).append(row)
+    winners = {kind: max(tried, key=lambda row: row["cosine"]["mean"]) for kind, tried in by_kind.items()}
+    return {kind: row | {"beyond_noise": _beyond_noise(row, len(by_kind[kind]))} for kind, row in winners.items()}
 
 
 def _beyond_noise(row: dict[str, Any], candidates: int) -> bool:
@@ -370,15 +368,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _sentence(kind: str, row: Mapping[str, Any]) -> str:
-    gain = row["cosine_gain"]
-    verdict = "closer to exact than none" if row["beyond_noise"] else "not closer to exact than none, beyond the noise"
-    if kind == "band":
-        verdict = verdict.replace("none", "the configured one")
-    return (
-        f"best {kind}: {row['keys']} ({verdict}: cosine {gain['mean']:+.5f} ± {gain['std']:.5f}; "
-        f"{row['responses_without_gradient']:.1%} of the responses have no gradient, "
-        f"{row['tokens_with_clipped_weight']:.1%} of the weights are clipped)"
-    )
+    gain, base = row["cosine_gain"], "the configured one" if kind == "band" else "none"
+    verdict = f"closer to exact than {base}" if row["beyond_noise"] else f"not closer than {base}, beyond noise"
+    return f"best {kind}: {row['keys']} ({verdict}: cosine {gain['mean']:+.5f} ± {gain['std']:.5f})"
 
 
 def _shown(value: Mapping[str, float]) -> str:

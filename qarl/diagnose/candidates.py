@@ -41,6 +41,8 @@ LEVELS = ("linears", "model")
 """Alignment levels that are compared too, without a correction."""
 QUANTILES = (0.8, 0.95, 0.99)
 BAND_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)
+MOST_CAPS, MOST_WEIGHTS = 18, 26
+"""The largest numbers of corrections, of objectives that have a cap, and of the others."""
 PAPER_REJECTION = 0.001
 """The threshold of a sum of K in arXiv 2605.14220, appendix A.4."""
 _NO_BOUND = 1e6
@@ -96,11 +98,11 @@ def corrections(config: Config, log_ratios: Sequence[tuple[torch.Tensor, torch.T
 
     `log_ratios`: for each batch log r_corr at quant.align=off, and the mask of its tokens, both [B, R]."""
     base, tried = base_config(config), list(_corrections(config, log_ratios))
-    found = [Candidate("base", {}, objective_settings(base), "no correction")]
+    candidates = [Candidate("base", {}, objective_settings(base), "no correction")]
     own = objective_settings(config)
-    if own != found[0].settings:
-        found.append(Candidate("as configured", {}, own, "as configured"))
-    return found + [Candidate(kind, keys, objective_settings(with_keys(base, keys))) for kind, keys in tried]
+    if own != candidates[0].settings:
+        candidates.append(Candidate("as configured", {}, own, "as configured"))
+    return candidates + [Candidate(kind, keys, objective_settings(with_keys(base, keys))) for kind, keys in tried]
 
 
 def bands(config: Config) -> list[Candidate]:
@@ -115,14 +117,14 @@ def bands(config: Config) -> list[Candidate]:
         widths = {f"actor.{name}": width for name, width in bands_in_force(actor.model_dump()).items()}
     else:
         widths = {f"actor.{name}": getattr(settings, name) for name in ("clip_ratio_low", "clip_ratio_high")}
-    found = []
+    candidates = []
     for factor in BAND_FACTORS:
         wanted = {key: width if factor == 1 else rounded(width * factor) for key, width in widths.items()}
         keys = {key: min(width, _LOWEST) if key.endswith("_low") else width for key, width in wanted.items()}
         kind, label = "base" if factor == 1 else "band", f"bands times {factor:g}"
         label += "" if keys == wanted else f", lower at most {_LOWEST:g}"
-        found.append(Candidate(kind, keys, objective_settings(with_keys(base, keys)), label))
-    return found
+        candidates.append(Candidate(kind, keys, objective_settings(with_keys(base, keys)), label))
+    return candidates
 
 
 def _corrections(
@@ -207,8 +209,8 @@ def _above_one(ratios: torch.Tensor, default: float) -> list[float]:
 
 
 def _quantiles(values: torch.Tensor) -> list[float]:
-    found: list[float] = values.double().quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
-    return found
+    bounds: list[float] = values.double().quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+    return bounds
 
 
 def _distinct(values: Iterable[float]) -> list[float]:
@@ -218,36 +220,23 @@ def _distinct(values: Iterable[float]) -> list[float]:
 def check_memory(config: Config, batches: int) -> None:
     """Raise UserError if the comparison may need more memory than is free. `config`: that of its `exact` trainer."""
     size = ModelSize.from_config(load_hf_config(config.model.path, config.model.trust_remote_code))
-    parts = needed_memory(size, config, batches)
-    needed, free = sum(parts.values()), available_memory()
-    if needed <= free:
-        return
-    raise UserError(
-        f"comparing {batches} batches may need {readable(needed)} of memory, but only {readable(free)} are free",
-        where="qarl diagnose calibrate: host memory",
-        why=f"whole gradients in FP32 are kept; {', '.join(f'{name}: {readable(one)}' for name, one in parts.items())}",
-        fix="choose a smaller model or a machine with more memory, or lower batches: at least four are needed, and "
-        f"each takes {readable(10 * size.parameters)}",
-    )
+    needed, free = needed_memory(size, config, batches), available_memory()
+    if needed > free:
+        raise UserError(
+            f"comparing {batches} batches may need {readable(needed)} of memory, but only {readable(free)} are free",
+            where="qarl diagnose calibrate: host memory",
+            why="whole gradients in FP32 are stored for every batch and every candidate",
+            fix="choose a smaller model or a machine with more memory, or lower batches: at least four are needed, and "
+            f"each takes {readable(10 * size.parameters)}",
+        )
 
 
-def needed_memory(size: ModelSize, config: Config, batches: int) -> dict[str, int]:
-    """Return the largest number of bytes of each part. The module's docstring has the arithmetic."""
+def needed_memory(size: ModelSize, config: Config, batches: int) -> int:
+    """Return the largest number of bytes. The module's docstring has the arithmetic."""
     plan = estimate(size, config, device="cpu", align="exact")
     engine = [*terms.engine(size, config, "cpu", 0)[0], *terms.kept(size, config, "cpu")]
-    update = plan.total("update") - sum(part.bytes for part in engine)
-    policy = 2 * size.parameters + sum(part.bytes for part in terms.low_bit(size, config, "exact", {}))
-    tried, widths = len(corrections(config, [_spread()])), len(bands(config))
-    gradient, weights = 4 * size.parameters, 2 * size.parameters
-    return {
-        "a run's update": update,
-        "another policy": policy,
-        "truths": batches * (2 * gradient + weights) + weights,
-        "candidates": (tried + widths + len(LEVELS) + 2 * max(tried, widths) + 1) * gradient,
-    }
-
-
-def _spread() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log ratios that give the largest number of candidates: none of their thresholds are equal."""
-    log_ratios = torch.linspace(-3, 3, 601)[:, None]
-    return log_ratios, torch.ones_like(log_ratios, dtype=torch.bool)
+    other_policy = terms.low_bit(size, config, "exact", {})
+    run = plan.total("update") - sum(part.bytes for part in engine) + sum(part.bytes for part in other_policy)
+    tried = MOST_CAPS if config.actor.loss in ("tbpo", "mis_gspo") else MOST_WEIGHTS
+    gradients = 3 * tried + len(BAND_FACTORS) + len(LEVELS) + 1
+    return run + size.parameters * (2 + 4 * gradients + 10 * batches + 2)

@@ -94,21 +94,22 @@ def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
 def summary_table(comparisons: Sequence[Comparison]) -> str:
     """Return the comparisons as a Markdown table with one row each."""
     lines = ["| differs | level | " + " | ".join(_COLUMNS) + " | argmax flips |", "|---" * (len(_COLUMNS) + 3) + "|"]
-    for one in comparisons:
-        cells = [f"{one.metrics[key]:.3g}" for key in _COLUMNS.values()]
-        flips = one.metrics.get("mismatch/argmax_flip_rate")
+    for row in comparisons:
+        cells = [f"{row.metrics[key]:.3g}" for key in _COLUMNS.values()]
+        flips = row.metrics.get("mismatch/argmax_flip_rate")
         cells.append("" if flips is None else f"{flips:.2%}")
-        lines.append(f"| {one.name} | {one.level} | " + " | ".join(cells) + " |")
+        lines.append(f"| {row.name} | {row.level} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def response_table(one: Comparison, batch: Batch, row: int, tokenizer: Any) -> str:
+def response_table(comparison: Comparison, batch: Batch, row: int, tokenizer: Any) -> str:
     """Return a table, one line per token: rollout and trainer log-prob, δ, and `*` if the most likely tokens differ."""
     lines = [f"{'token':>12}  {'rollout':>10}  {'trainer':>10}  {'δ':>10}"]
     for t in batch.response_mask[row].nonzero()[:, 0].tolist():
         token = repr(tokenizer.decode([int(batch.responses[row, t])]))
-        rollout, ours = float(batch.rollout_log_probs[row, t]), float(one.log_probs[row, t])
-        flipped = batch.rollout_top_tokens is not None and bool(one.top[row, t] != batch.rollout_top_tokens[row, t])
+        rollout, ours = float(batch.rollout_log_probs[row, t]), float(comparison.log_probs[row, t])
+        engines = batch.rollout_top_tokens
+        flipped = engines is not None and bool(comparison.top[row, t] != engines[row, t])
         lines.append(f"{token:>12}  {rollout:10.5f}  {ours:10.5f}  {ours - rollout:+10.2e}{'  *' if flipped else ''}")
     return "\n".join(lines)
 
@@ -132,7 +133,7 @@ def diagnose(config: Config) -> dict[str, Any]:
     report = {
         "responses": len(batch),
         "tokens": tokens,
-        "comparisons": [{"differs": one.name, "level": one.level, **one.metrics} for one in comparisons],
+        "comparisons": [{"differs": row.name, "level": row.level, **row.metrics} for row in comparisons],
     }
     write_report(config, "diagnose.json", report)
     return report

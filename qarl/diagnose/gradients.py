@@ -47,7 +47,8 @@ def objective_gradients(
     mask = batch.response_mask[start:]
     whole = {"responses": int(mask.any(1).sum()), "tokens": int(mask.sum())}
     weight = [
-        correction_weights(old, batch.rollout_log_probs, batch.response_mask, one.correction) for one in objectives
+        correction_weights(old, batch.rollout_log_probs, batch.response_mask, settings.correction)
+        for settings in objectives
     ]
     total = torch.zeros(len(objectives), sum(p.numel() for p in parameters))
     slopes = torch.zeros(len(objectives), *batch.response_mask.shape)
@@ -68,22 +69,21 @@ def objective_gradients(
             )
             (slope,) = torch.autograd.grad(loss, leaf)
             slopes[index, rows] = slope.cpu()
-            found = next((gradient for known, gradient in done if torch.equal(known, slope)), None)
-            if found is None:
-                found = _backward(log_probs, parameters, slope)
-                done.append((slope, found))
-            total[index] += found
+            same = [gradient for other, gradient in done if torch.equal(other, slope)]
+            gradient = same[0] if same else _backward(log_probs, parameters, slope)
+            done.append((slope, gradient))
+            total[index] += gradient
         policy.end_replay()
     return Gradients(total, slopes[:, start:])
 
 
 def _backward(log_probs: torch.Tensor, parameters: Sequence[Any], slope: torch.Tensor) -> torch.Tensor:
     """Return the gradient by the parameters, FP32 [P], for a gradient by the log-probs. The graph is kept."""
-    found = torch.autograd.grad(log_probs, parameters, grad_outputs=slope, retain_graph=True, allow_unused=True)
+    gradients = torch.autograd.grad(log_probs, parameters, grad_outputs=slope, retain_graph=True, allow_unused=True)
     return torch.cat(
         [
-            torch.zeros(parameter.numel()) if one is None else one.detach().float().flatten().cpu()
-            for one, parameter in zip(found, parameters, strict=True)
+            torch.zeros(parameter.numel()) if gradient is None else gradient.detach().float().flatten().cpu()
+            for gradient, parameter in zip(gradients, parameters, strict=True)
         ]
     )
 
@@ -99,10 +99,10 @@ class Closeness:
 
 def closeness(gradient: torch.Tensor, truth: torch.Tensor) -> Closeness:
     """Compare two gradients, [P]. `truth` must not be 0."""
-    one, right = gradient.double(), truth.double()
-    length, size = float(one.norm()), float(right.norm())
-    cosine = float(one @ right) / (length * size) if length else 0.0
-    return Closeness(cosine, float((one - right).norm()) / size, length / size)
+    ours, right = gradient.double(), truth.double()
+    length, size = float(ours.norm()), float(right.norm())
+    cosine = float(ours @ right) / (length * size) if length else 0.0
+    return Closeness(cosine, float((ours - right).norm()) / size, length / size)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -66,12 +66,12 @@ def update_report(config: Config, step: int) -> None:
         say(f"warning: the report was not written after step {step}: {error}")
 
 
-def page(found: dict[str, Any]) -> str:
-    """Return the HTML of the report that shows `found`, the dict of `contents`."""
+def page(data: dict[str, Any]) -> str:
+    """Return the HTML of the report that shows `data`, the dict of `contents`."""
     style, script = (_packaged(f"page.{kind}") for kind in ("css", "js"))
-    data = json.dumps(found, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; form-action 'none'"
-    parts = {"POLICY": policy, "TITLE": html.escape(str(found["name"])), "STYLE": style, "SCRIPT": script, "DATA": data}
+    parts = {"POLICY": policy, "TITLE": html.escape(str(data["name"])), "STYLE": style, "SCRIPT": script, "DATA": text}
     # The frame is split at its marks before texts are inserted, so a mark inside a text stays text.
     before, *rest = _packaged("page.html").split("@@")
     return before + "".join(parts[piece] if place % 2 == 0 else piece for place, piece in enumerate(rest))
@@ -112,24 +112,20 @@ def series_of(entries: Sequence[Mapping[str, Any]], name: str) -> Series | None:
     """Return the steps `s` and the values `v` of a metric, or None if it has no number.
 
     NaN and infinities are the strings "nan", "inf" and "-inf", because JSON has no such numbers."""
-    points = [(entry["step"], entry[name]) for entry in entries if _is_number(entry.get(name))]
+    points = [(entry["step"], entry[name]) for entry in entries if isinstance(entry.get(name), (int, float))]
     if len(points) > MOST_POINTS:
         points = _extremes(points, MOST_POINTS // 2)
     return {"s": [step for step, _ in points], "v": [_short(value) for _, value in points]} if points else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _extremes(points: Sequence[tuple[int, float]], groups: int) -> list[tuple[int, float]]:
     """Return the lowest and the highest point of each of `groups` groups. A value that is not finite is the highest."""
-    found = []
+    points_shown = []
     for group in range(groups):
         part = points[group * len(points) // groups : (group + 1) * len(points) // groups]
         order = sorted(range(len(part)), key=lambda place: (not math.isfinite(part[place][1]), part[place][1]))
-        found += [part[place] for place in sorted({order[0], order[-1]})]
-    return found
+        points_shown += [part[place] for place in sorted({order[0], order[-1]})]
+    return points_shown
 
 
 def _short(value: float) -> float | str:
@@ -143,8 +139,8 @@ def fitting_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Remove every second logged step, but keep the last one, until the samples fit into `SAMPLE_CHARACTERS`."""
     while samples and sum(len(json.dumps(sample)) for sample in samples) > SAMPLE_CHARACTERS:
         steps = sorted({sample["step"] for sample in samples})
-        kept = set(steps[::-2]) if len(steps) > 1 else set()
-        samples = [sample for sample in samples if sample["step"] in kept]
+        fewer = set(steps[::-2]) if len(steps) > 1 else set()
+        samples = [sample for sample in samples if sample["step"] in fewer]
     return samples
 
 

@@ -39,16 +39,12 @@ def choose_rows(deltas: Sequence[Sequence[float]], advantages: Sequence[float]) 
 
     NaN counts as the largest |δ|. Rows without tokens are never chosen.
     """
-    sizes = [max((_size(delta) for delta in row), default=-1.0) for row in deltas]
+    sizes = [max((math.inf if math.isnan(delta) else abs(delta) for delta in row), default=-1.0) for row in deltas]
     present = [row for row, size in enumerate(sizes) if size >= 0]
     chosen = [max(present, key=sizes.__getitem__)] if present else []
     for sign in (1, -1):
         chosen += [row for row in present if advantages[row] * sign > 0][:1]
     return list(dict.fromkeys(chosen))
-
-
-def _size(delta: float) -> float:
-    return math.inf if math.isnan(delta) else abs(delta)
 
 
 def make_sample(
@@ -64,13 +60,13 @@ def make_sample(
 ) -> dict[str, Any]:
     """Return the line of one response as a dict. `token_ids` and `delta`: one entry per token of the response."""
     length = len(token_ids)
-    kept = range(length) if length <= 2 * ENDS else [*range(ENDS), *range(length - ENDS, length)]
+    places = range(length) if length <= 2 * ENDS else [*range(ENDS), *range(length - ENDS, length)]
     return {
         "step": step,
         "prompt": prompt[-PROMPT_CHARACTERS:],
-        "tokens": [decode([token_ids[place]]) for place in kept],
-        "delta": [_rounded(delta[place]) for place in kept],
-        "left_out": length - len(kept),
+        "tokens": [decode([token_ids[place]]) for place in places],
+        "delta": [_rounded(delta[place]) for place in places],
+        "left_out": length - len(places),
         "length": length,
         "reward": reward,
         "advantage": _rounded(advantage),

@@ -51,7 +51,6 @@ def test_against_float64(sizes: tuple[int, ...], group_size: int, routing: str, 
     layer = ExpertLayer(ExpertsShape(*sizes), arguments, torch.device("cuda", 0))
     for competitor in experts(layer, tokens, routing):
         assert competitor.wrong() is None, competitor.name
-    assert layer.failures == {}
 
 
 def test_a_repeated_backward_gives_the_same_bits() -> None:

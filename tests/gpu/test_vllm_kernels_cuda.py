@@ -26,7 +26,6 @@ def test_every_kernel_against_float64(operation: str, n: int, k: int, group_size
     for rows in (0,) if operation == "quantize" else (1, 3, 16, 33, 64, 200, 1000, 2500):
         for competitor in BUILDERS[operation](layer, rows):
             assert competitor.wrong() is None, f"{competitor.name}, {rows} rows"
-    assert layer.failures == {}
 
 
 def test_vllms_kernels_serve_here() -> None:

@@ -1,4 +1,4 @@
-"""`qarl.bench steps | rollout | trainer | publish`: launches in turn, what withholds figures, Ctrl-C, report."""
+"""`qarl.bench steps | trainer | publish`: launches in turn, what withholds figures, Ctrl-C, report."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from torch import nn
 
 from qarl.bench import report, steps
 from qarl.bench.__main__ import main
-from qarl.bench.arguments import find_model, write_model
 from qarl.bench.launch import (
     PublishBench,
-    RolloutBench,
     StepBench,
     TrainerBench,
     WrongNumbers,
     check_linears,
     move_weights,
 )
+from qarl.bench.model import find_model, write_model
 from qarl.bench.steps import Arguments, Case
 from qarl.metrics.plots import phases_of
 from qarl.quant.linear import QuantLinear
@@ -61,7 +60,7 @@ def tiny(folder: Path, *given: str, part: str) -> Arguments:
 def found(seconds: float, **more: Any) -> dict[str, Any]:
     phases = {"step": seconds, "rollout": seconds / 2, "prefill": seconds / 4, "decode": seconds / 4,
               "old_log_prob": 1.0, "update": 2.0, "publish": seconds / 10}  # fmt: skip
-    return {"rounds": [{(0, 0): phases}, {(0, 0): phases}], "peak_bytes": int(seconds * 2**30), "level_applied": "off",
+    return {"rounds": [phases, phases], "peak_bytes": int(seconds * 2**30), "level_applied": "off",
             "kernels": [], **more}  # fmt: skip
 
 
@@ -198,7 +197,7 @@ def test_the_trainer_times_the_parts_of_its_update(folder: Path, scheme: str) ->
     case = Case(scheme, "off" if scheme == "bf16" else "linears")
     bench = TrainerBench(tiny(folder, part="trainer"), case, str(folder))
     before = [p.detach().clone() for p in bench.policy.model.parameters()]
-    ((_, phases),) = bench.round().items()
+    phases = bench.round()
     parts = {"forward", "backward", "optimizer", "quantize"}
     assert phases.keys() == {"old_log_prob", "update", "step", *parts} and all(phases[part] > 0 for part in parts)
     assert sum(phases[part] for part in parts) <= phases["update"] < phases["step"]
@@ -222,16 +221,16 @@ def test_a_trainer_that_multiplies_by_unquantized_weights(
 
 
 @pytest.fixture(scope="module", params=["bf16", *SCHEMES])
-def publishing(request: pytest.FixtureRequest, folder: Path) -> Iterator[RolloutBench]:
-    bench = RolloutBench(tiny(folder, "batch=1,4", part="rollout"), Case(request.param, ""), str(folder))
+def publishing(request: pytest.FixtureRequest, folder: Path) -> Iterator[PublishBench]:
+    bench = PublishBench(tiny(folder, part="publish"), Case(request.param, ""), str(folder))
     yield bench
     bench.engine.close()
 
 
 @pytest.mark.vllm
-def test_engines_that_hold_other_weights(publishing: RolloutBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_hold_other_weights(publishing: PublishBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """One linear; all of them, after a publish that writes nothing; and then those of the trainer again."""
-    phases = PublishBench.round(publishing)[0, 0]
+    phases = publishing.round()
     assert phases["publish"] > 0 and {f"publish.{part}" for part in ("validate", "transfer", "apply")} <= phases.keys()
     check_linears(publishing.policy, publishing.engine)
     with torch.no_grad():
@@ -248,19 +247,11 @@ def test_engines_that_hold_other_weights(publishing: RolloutBench, monkeypatch: 
 
 
 @pytest.mark.vllm
-def test_rollouts_of_every_size(publishing: RolloutBench) -> None:
-    found = publishing.round()
-    assert found.keys() == {(1, 8), (4, 8)}
-    for phases in found.values():
-        assert phases["rollout"] == phases["prefill"] + phases["decode"] and phases["prefill"] > 0
-
-
-@pytest.mark.vllm
 def test_a_training_step(folder: Path) -> None:
     """The trainer's own step, at the weights that it moved and published."""
     bench = StepBench(tiny(folder, part="steps"), Case("w8a8", "model"), str(folder))
     with bench.trainer.engine:
-        phases = bench.round()[0, 0]
+        phases = bench.round()
         assert bench.trainer.step == bench.trainer.engine.weight_version == 1
         parts = ("prefill", "decode", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish")
         assert all(phases[part] > 0 for part in parts) and phases["rollout"] + phases["update"] < phases["step"]

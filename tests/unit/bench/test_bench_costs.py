@@ -22,7 +22,7 @@ from benchmarks.proofs.shard_costs import (
     wire,
 )
 from qarl.bench import roofline
-from qarl.bench.arguments import find_model
+from qarl.bench.model import find_model
 from qarl.checks.model_size import ModelSize
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.kernels.triton.quantize import dequantize_rows

@@ -1,0 +1,122 @@
+"""The model of a benchmark: a public config by name, with random weights, or a local folder with its weights.
+
+Random weights are enough, because speed depends on shapes, not on values. `qarl/bench/models/NAME/config.json` has the
+numbers of a public config, written by hand. `layers=N` keeps the first N decoder layers, embedding and lm_head. The
+copy of the model has no end-of-sequence token, so all responses have the requested length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl.bench.arguments import one_of
+from qarl.checks.model_size import ModelSize
+from qarl.errors import UserError
+
+MODELS = Path(__file__).resolve().parent / "models"
+SPECIAL = {0: "<unknown>", 1: "<end>", 2: "<padding>"}
+LINEARS = {"q": "q_proj", "kv": "k_proj", "o": "o_proj", "gate_up": "gate_proj", "down": "down_proj"}
+"""Name in the benchmark -> module of a decoder layer."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model. `config`: content of config.json. `folder`: weights and tokenizer, or None for random weights."""
+
+    name: str
+    config: Mapping[str, Any]
+    folder: Path | None = None
+
+    @property
+    def layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def size(self) -> ModelSize:
+        return ModelSize.from_config(self.config)
+
+
+def find_model(name: str) -> Source:
+    """Find the model `name`: a folder, or a known name (case is ignored). Raise UserError if there is no such model."""
+    folder = Path(name)
+    if folder.is_dir() or "/" in name:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{name!r} has no config.json", where="model", fix="give a model folder, or a known name")
+        return Source(folder.name, json.loads((folder / "config.json").read_text()), folder)
+    names = {path.parent.name.lower(): path.parent.name for path in sorted(MODELS.glob("*/config.json"))}
+    name = names[one_of(name.lower(), names, "model")]
+    return Source(name, json.loads((MODELS / name / "config.json").read_text()))
+
+
+def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return the config with only its first `layers` decoder layers."""
+    cut = dict(config) | {"num_hidden_layers": layers}
+    if cut.get("layer_types"):
+        cut["layer_types"] = cut["layer_types"][:layers]
+    return cut
+
+
+def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
+    """Return name -> [N, K] of a decoder layer's dense weights, not fused, as in the trainer.
+    Each shape is listed once. In a mixture of experts only the weights of attention are dense."""
+    block = source.size.block_linears(0)
+    by_leaf = {name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name}
+    shapes = {name: by_leaf[leaf] for name, leaf in LINEARS.items() if leaf in by_leaf}
+    first = {shape: name for name, shape in reversed(shapes.items())}
+    return {name: shape for name, shape in shapes.items() if first[shape] == name}
+
+
+def default_group_size(size: ModelSize) -> int:
+    """Return the largest of 128, 64 and 32 that divides the input size of every linear, or 128 if there is none."""
+    inputs = {k for _, k in size.block_linears(0).values()}
+    return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
+
+
+def write_model(source: Source, layers: int, folder: Path, *, eos: int | None = None) -> int:
+    """Write a Hugging Face folder of `source` with `layers` layers. Return the number of parameters.
+
+    `eos`: id of the end-of-sequence token; without one, a response ends only at its longest length."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(cut_config(source.config, layers) | {"eos_token_id": eos}))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if source.folder is None:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        tokenizer = _numbered_tokens(config.vocab_size, eos)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, config=config, dtype=torch.bfloat16, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+        tokenizer.eos_token = None
+    model.generation_config.eos_token_id = eos
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _numbered_tokens(vocab_size: int, eos: int | None) -> Any:
+    """Return a tokenizer with chat template that vLLM can load. Its tokens are the words t0, t1, ... and special ones,
+    none of which begins another word: a tokenizer cuts special tokens out of the middle of words."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"t{i}": i for i in range(vocab_size) if i not in SPECIAL} | {word: i for i, word in SPECIAL.items()}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=SPECIAL[0],
+        pad_token=SPECIAL[2],
+        eos_token=None if eos is None else SPECIAL[eos],
+        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    )

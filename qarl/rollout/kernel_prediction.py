@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from qarl.kernels.cuda.vllm_ops import chosen_int4_kernel
@@ -26,18 +25,6 @@ def serving_module(architecture: str) -> str | None:
 
     found = ModelRegistry.models.get(architecture)
     return None if found is None else str(getattr(found, "module_name", type(found).__module__))
-
-
-def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether vLLM leaves its layer `name` unquantized if the ignore list is `ignore`.
-
-    `fused`: name of each fused layer -> names of its checkpoint layers. Raise ValueError if `ignore` matches only some
-    checkpoint layers of a fused layer."""
-    _require_vllm()
-    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
-
-    mapping = {whole: list(parts) for whole, parts in fused.items()}
-    return bool(should_ignore_layer(name, list(ignore), fused_mapping=mapping))
 
 
 def own_kernels(request: KernelRequest | None) -> AbstractContextManager[None]:

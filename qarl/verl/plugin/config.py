@@ -18,8 +18,8 @@ from verl.utils.device import get_device_name
 from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 
 from qarl.config import ActorConfig
+from qarl.config.actor import LOSSES, RolloutCorrectionConfig
 from qarl.config.errors import from_pydantic, show
-from qarl.config.objectives import LOSSES, RolloutCorrectionConfig
 from qarl.config.types import Section
 from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
@@ -99,7 +99,7 @@ def checked(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
         return kind(**values)
     except ValidationError as error:
         known = {name: key.description or "" for name, key in kind.model_fields.items()}
-        problems = [from_pydantic(item, known, {}) for item in error.errors(include_url=False)]
+        problems = [from_pydantic(item, known) for item in error.errors(include_url=False)]
         raise UserError(
             "; ".join(f"{problem.key}={show(problem.value)}: {problem.reason}" for problem in problems),
             where=", ".join(f"{where}.{problem.key}" for problem in problems),

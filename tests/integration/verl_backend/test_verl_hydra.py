@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
 
-from qarl.config.objectives import LOSSES, RolloutCorrectionConfig
+from qarl.config.actor import LOSSES, RolloutCorrectionConfig
 from qarl.errors import UserError
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.objectives.settings import objective_settings as objective_settings_of_a_run

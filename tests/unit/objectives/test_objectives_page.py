@@ -11,7 +11,7 @@ from checkout import ROOT
 from objective_cases import run_config
 
 from qarl.config import ConfigError
-from qarl.config.objectives import (
+from qarl.config.actor import (
     LOSSES,
     REJECTIONS,
     AdvEstimator,

@@ -52,7 +52,10 @@ class TBPOPolicyLossConfig(_LossKeys):
     correction: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise UserError if the objective is unknown, or if `loss_mode` would ignore it."""
+        """Replace null by the defaults. Raise UserError if the objective is unknown, or `loss_mode` would ignore it."""
+        for name, info in _LOSS_KEYS.items():
+            if getattr(self, name) is None:  # verl's dataclasses refuse a second assignment
+                object.__setattr__(self, name, info.default)
         known, ignored = self.objective in LOSSES, self.loss_mode == "tbpo" and self.objective != "tbpo"
         key = ("actor_rollout_ref.actor.policy_loss.objective", self.objective)
         late = "it is ignored: +qarl=SCHEME sets tbpo, so write +qarl_loss=NAME after it"
@@ -108,8 +111,9 @@ def checked(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
 
 
 def _plain(values: Any) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else dict(values)
-    return dict(plain)
+    """Return `values` as a dict, without the keys that are null: they have QaRL's defaults."""
+    plain: Any = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
+    return {key: value for key, value in plain.items() if value is not None}
 
 
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:

@@ -100,8 +100,10 @@ def rejections_have_thresholds(v: Values) -> Problems:
     if options and len(upper) not in (1, len(options)):
         reason = f"rollout_rs has {len(options)} entries ({', '.join(options)})"
         yield Problem(key, upper, reason, "give one threshold for each entry, or one for all entries")
-    elif options and lower is not None and lower >= min(upper):
-        reason = f"it is not below the upper threshold, {min(upper)}"
+    elif (
+        options and lower is not None and (lower >= min(upper) or not any(option.endswith("k1") for option in options))
+    ):
+        reason = f"it is only for k1, and must be below the upper threshold, {min(upper)}"
         yield bad(v, f"{key}_lower", reason, "set it to null, or to a smaller value")
 
 

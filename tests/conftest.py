@@ -119,7 +119,7 @@ def startable_run(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(RolloutEngine, "__init__", construct)
     for module in (machine, model):
         monkeypatch.setattr(module, "runs_on_cpu", lambda backend: True)
-    monkeypatch.setattr(machine, "vllm_without_device", lambda: None)
+    monkeypatch.setattr(machine, "vllm_unusable", machine.vllm_missing)
     monkeypatch.setattr(machine, "cpu_flags", lambda: set(machine.W4A16_CPU_FLAGS))
     monkeypatch.chdir(tmp_path)
     shutil.copytree(pristine_model, "model")

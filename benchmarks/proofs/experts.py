@@ -21,7 +21,7 @@ import torch
 from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, batch_of, log_probs, run_config
 from qarl.align.router_replay import known_routing
 from qarl.bench.model import find_model
-from qarl.checks.sampling import sampling_config
+from qarl.checks.generation import sampling_config
 from qarl.diagnose.candidates import with_keys
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.rollout.engine import RolloutBatch

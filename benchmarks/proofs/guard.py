@@ -130,7 +130,6 @@ def refusals_off(model: Model) -> Iterator[None]:
     off: dict[str, Callable[..., Any]] = {
         "qarl.checks.model.check_config_keys": lambda config: None,
         "qarl.checks.model.check_checkpoint_layers": lambda model, family: None,
-        "qarl.checks.model.check_model": lambda config: None,
         "qarl.align.model.check_config_keys": lambda config: None,
     }
     if "attn_logit_softcapping" in model.changes:
@@ -144,7 +143,7 @@ def refusals_off(model: Model) -> Iterator[None]:
             stack.enter_context(mock.patch(name, function))
         if model.wrong:
             stack.enter_context(mock.patch.object(WritePlan, "_check_all_written", lambda self, expected: None))
-        for module in ("rollout.engine", "checks.sampling") if model.sampling else ():
+        for module in ("rollout.engine", "checks.generation") if model.sampling else ():
             stack.enter_context(mock.patch(f"qarl.{module}.sampling_params", _sampling(model.sampling)))
         if model.length:
             stack.enter_context(mock.patch("qarl.trainer.mismatch_watch.PROBE_TOKENS", model.length))

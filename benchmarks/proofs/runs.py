@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, Run, run_config, timed
 from qarl.checkpoint.folder import Checkpoint, list_checkpoints, open_checkpoint
 from qarl.checkpoint.storage import file_sha256
-from qarl.config.objectives import LOSSES, REJECTIONS
+from qarl.config.actor import LOSSES, REJECTIONS
 from qarl.metrics.warning_signs import find
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.setup import prepare_run

@@ -3,10 +3,8 @@
 vLLM refuses most of these layers too, but only after the trainer has loaded its weights, with a traceback, and without
 naming our config keys. vLLM splits a model over the workers of an engine as follows:
 
-- q, k, v, gate and up are split along N. If there are fewer key-value heads than workers, these heads are repeated
-  (vllm: QKVParallelLinear).
+- q, k, v, gate and up are split along N.
 - o and down are split along K. Weights along K that share a scale must be on one worker.
-- The vocabulary is padded to a multiple of 64 and then split.
 """
 
 from __future__ import annotations
@@ -31,11 +29,6 @@ FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("ga
 KEY = "rollout.tensor_model_parallel_size"
 ROW_PARALLEL = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
 """Linears that are split along K; all other linears of a block are split along N. The last two are Falcon's."""
-REPLICATED = (".gate", ".shared_expert_gate")
-"""Routers. They are not split, so every worker has a full copy."""
-VOCABULARY_PADDING = 64
-SIZES = (1, 2, 3, 4, 6, 8, 16)
-"""Numbers of workers that an error may suggest."""
 
 Shapes = dict[str, tuple[int, int]]
 """Name of each linear -> [N, K], its numbers of output and input features. The linears of experts are included."""
@@ -75,17 +68,17 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
     """Raise UserError if `ignore` matches only some linears of a fused layer, or only some experts of a layer."""
     names = list(names)
     for entry in ignore:
+        if entry in names or entry.startswith("re:"):
+            continue
         leaf = entry.rpartition(".")[2]
         parts = FUSED_LAYERS.get(leaf) or next((parts for parts in FUSED_LAYERS.values() if leaf in parts), (leaf,))
         alike = [name for name in names if name.rpartition(".")[2] in parts]
-        of_no_linear = leaf in FUSED_LAYERS or any(name.endswith(f".{entry}") for name in alike)
-        if not entry.startswith("re:") and entry not in names and alike and of_no_linear:
-            pattern = "re:.*[.]experts[.]" if of_expert(alike[0]) else f"re:.*[.]({'|'.join(parts)})$"
+        if alike and (leaf in FUSED_LAYERS or any(name.endswith(f".{entry}") for name in alike)):
             raise UserError(
                 f"quant.ignore entry {entry} names no linear",
                 where="quant.ignore",
                 why=f"an entry is a complete name of the checkpoint, such as {alike[0]}, or a pattern",
-                fix=f'write "{pattern}" for all layers, with those that the engine treats alike',
+                fix=f'write "re:.*[.]({"|".join(parts)})$" for all layers, with those that the engine treats alike',
             )
     split: dict[str, list[str]] = {"ignored": [], "quantized": []}
     for members in fused_groups(names).values():
@@ -150,12 +143,12 @@ def check_engine_shapes(shapes: Shapes) -> None:
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
         bad += members if n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE else []
     if bad:
-        found = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
+        sizes = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
         raise UserError(
             f"vLLM's W4A16 kernel for CPUs does not support {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
             why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}. In a fused layer (q, k and v, or "
-            f"gate and up), this applies to the sum of the output sizes. These weights are {found}",
+            f"gate and up), this applies to the sum of the output sizes. These weights are {sizes}",
             fix="add these layers to quant.ignore, or use another model or quant.scheme=bf16",
         )
 
@@ -168,7 +161,7 @@ def name_layers(names: Iterable[str]) -> str:
         match = re.search(r"(?<=[.])\d+(?=[.])", name)
         pattern = f"{name[: match.start()]}{{}}{name[match.end() :]}" if match else name
         numbers.setdefault(pattern, []).extend([int(match[0])] if match else [])
-    return ", ".join(pattern.format(_ranges(found)) for pattern, found in numbers.items())
+    return ", ".join(pattern.format(_ranges(indices)) for pattern, indices in numbers.items())
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -178,79 +171,24 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
 
 
-Problem = tuple[str, str, str]
-"""What does not split, where, and why."""
-
-
-def split_problems(
-    config: Config, hf_config: Any, shapes: Shapes, quantized: Shapes, *, on_cpu: bool
-) -> list[UserError]:
-    """Return one error for each reason why vLLM cannot split the model over `rollout.tensor_model_parallel_size`
-    workers. `shapes`: all linears of the model. `quantized`: those that are quantized."""
+def split_errors(config: Config, hf_config: Any, quantized: Shapes) -> Iterator[UserError]:
+    """Yield an error if ranks, heads or groups of weights do not split over `rollout.tensor_model_parallel_size`
+    workers. vLLM itself reports other sizes that do not split. `quantized`: the linears that are quantized."""
     workers, ranks = config.rollout.tensor_model_parallel_size, config.trainer.nnodes * config.trainer.n_gpus_per_node
-    errors = []
     if ranks % workers:
         what = f"{KEY}={workers}: {ranks} ranks cannot be divided into engines of {workers} workers"
         where, why = "trainer.nnodes * trainer.n_gpus_per_node", "in verl, each worker of an engine needs one rank"
-        errors.append(UserError(what, where=where, why=why, fix=f"choose a divisor of {ranks}"))
-    heads, group = hf_config.num_attention_heads, config.quant.group_size
-    if config.quant.scheme not in ("w4a16", "w4a8"):
-        group = 0
-    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    linears = {name: shape for name, shape in shapes.items() if not name.endswith((*REPLICATED, "lm_head"))}
-
-    def problems(workers: int) -> list[Problem]:
-        found = [
-            *_heads(heads, kv_heads, hf_config.vocab_size, workers),
-            *_widths(linears, quantized, group, workers),
-        ]
-        if not found and workers > 1 and on_cpu and config.quant.scheme == "w4a16":
-            try:
-                check_engine_shapes(_parts(quantized, kv_heads, workers))
-            except UserError as error:
-                found = [(error.what, error.where or "", f"{error.why}, which are the parts of one worker")]
-        return found if workers > 1 else []
-
-    if found := problems(workers):
-        fix = f"sizes that work here: {', '.join(str(size) for size in SIZES if not problems(size))}"
-        fix += f"; or choose quant.group_size below {group}" if group > 32 else ""
-        errors += [UserError(f"{KEY}={workers}: {what}", where=where, why=why, fix=fix) for what, where, why in found]
-    return errors
-
-
-def _parts(quantized: Shapes, kv_heads: int, workers: int) -> Shapes:
-    """Return [N, K] of each quantized linear on one worker."""
-    found: Shapes = {}
-    for name, (n, k) in quantized.items():
-        repeated = workers > kv_heads and name.endswith(("k_proj", "v_proj"))
-        rows = name.endswith(ROW_PARALLEL)
-        found[name] = (n, k // workers) if rows else (n // (kv_heads if repeated else workers), k)
-    return found
-
-
-def _heads(heads: int, kv_heads: int, vocabulary: int, workers: int) -> Iterator[Problem]:
-    if heads % workers:
-        why = "each worker of the engine needs the same number of whole heads"
-        yield f"{heads} attention heads do not split evenly", "num_attention_heads", why
-    if kv_heads % workers and workers % kv_heads:
-        why = "vLLM gives each worker the same number of whole heads, or repeats each head on equally many workers"
-        yield f"{kv_heads} key-value heads do not split evenly", "num_key_value_heads", why
-    padded = -(-vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
-    if padded % workers:
-        why = f"vLLM pads the vocabulary to a multiple of {VOCABULARY_PADDING}, then splits it into equal parts"
-        yield f"a vocabulary of {vocabulary} (padded: {padded}) does not split evenly", "vocab_size", why
-
-
-def _widths(linears: Shapes, quantized: Shapes, group: int, workers: int) -> Iterator[Problem]:
-    """Yield a problem for widths that cannot be split, and one for quantization groups that would be cut."""
-    split = {name: k if name.endswith(ROW_PARALLEL) else n for name, (n, k) in linears.items()}
-    if bad := [name for name, size in split.items() if ".self_attn." not in name and size % workers]:
-        what = f"{len(bad)} layers do not split evenly; the first has a width of {split[bad[0]]}"
-        yield what, name_layers(bad), "every worker needs an equal part"
-    rows = {
-        name: k // workers for name, (_, k) in quantized.items() if name.endswith(ROW_PARALLEL) and k % workers == 0
-    }
-    if bad := [name for name, k in rows.items() if group and k % group]:
-        inputs = ", ".join(map(str, sorted({rows[name] for name in bad})))
-        why = f"{inputs} inputs per worker are not a multiple of group_size={group}, so two workers would share a group"
-        yield f"{len(bad)} layers cannot be split along their inputs", name_layers(bad), why
+        yield UserError(what, where=where, why=why, fix=f"choose a divisor of {ranks}")
+    if (heads := hf_config.num_attention_heads) % workers:
+        what, why = f"{KEY}={workers}: {heads} attention heads do not split evenly", "each worker needs whole heads"
+        yield UserError(what, where="num_attention_heads", why=why, fix=f"choose a divisor of {heads}")
+    group = config.quant.group_size if config.quant.scheme in ("w4a16", "w4a8") else 1
+    inputs = {name: k // workers for name, (_, k) in quantized.items() if name.endswith(ROW_PARALLEL)}
+    if cut := [name for name, k in inputs.items() if k % group]:
+        sizes = ", ".join(map(str, sorted({inputs[name] for name in cut})))
+        yield UserError(
+            f"{KEY}={workers}: {len(cut)} layers cannot be split along their inputs",
+            where=name_layers(cut),
+            why=f"{sizes} inputs per worker are not a multiple of group_size={group}, so two would share a group",
+            fix="choose fewer workers, or a smaller quant.group_size",
+        )

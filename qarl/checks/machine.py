@@ -1,10 +1,4 @@
-"""The machine of a run: its device, its CPU or its NVIDIA driver, its compiler, and the packages of its environment.
-
-The driver must run the CUDA release that PyTorch is built with. With a driver that is too old,
-`torch.cuda.is_available()` is false, and PyTorch only warns. The run would then start on the CPU, where vLLM's GPU
-build cannot run. With NVIDIA's package cuda-compat, an old driver can run a newer CUDA on data-center GPUs. PyTorch
-then sees the GPU, and nothing is refused here.
-"""
+"""The machine of a run: its device, its CPU or GPUs, and the packages of its environment."""
 
 from __future__ import annotations
 
@@ -12,9 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import shutil
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationErro
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.process import runs_on_cpu, vllm_missing, vllm_without_device
+from qarl.process import runs_on_cpu, vllm_missing, vllm_unusable
 
 W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
 CPU_FLAGS = {
@@ -34,11 +26,6 @@ CPU_FLAGS = {
     "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal"),
 }
 """Schemes that only some CPUs can run: name -> (the instruction sets that it needs, the reason)."""
-VERSION_FILE = Path("/proc/driver/nvidia/version")
-"""NVIDIA's kernel module writes its version here. Windows and WSL do not have the file."""
-OLDEST_DRIVER = {12: 525, 13: 580}
-"""CUDA's major release -> the oldest branch of NVIDIA's Linux driver that runs it (CUDA's release notes, table "CUDA
-Toolkit and minimum required driver versions")."""
 
 GPUS = {
     "a100": (80, 79.2),
@@ -123,8 +110,8 @@ def find_machine(options: DoctorOptions, backend: str = "local") -> Machine:
 def cpu_flags() -> set[str]:
     """Return the instruction sets of this CPU, as Linux names them. The set is empty on ARM and without Linux."""
     file = Path("/proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)", file.read_text(), re.MULTILINE) if file.exists() else None
-    return set(found[1].split()) if found else set()
+    flags = re.search(r"^flags\s*:(.*)", file.read_text(), re.MULTILINE) if file.exists() else None
+    return set(flags[1].split()) if flags else set()
 
 
 def check_cpu(config: Config) -> None:
@@ -149,77 +136,21 @@ def check_cpu(config: Config) -> None:
         )
 
 
-def driver_version() -> str | None:
-    """Return the version of the loaded NVIDIA driver, for example 580.65.06, or None if there is none."""
-    text = VERSION_FILE.read_text(encoding="utf-8", errors="replace") if VERSION_FILE.exists() else ""
-    found = re.search(r"^NVRM version:.*?\b(\d{3,}(?:\.\d+)+)", text, re.MULTILINE)
-    return found[1] if found else None
-
-
-def check_driver() -> None:
-    """Raise UserError if PyTorch sees no GPU because the NVIDIA driver of this machine is too old for it."""
-    driver, cuda = driver_version(), torch.version.cuda
-    if driver is None or cuda is None or torch.cuda.is_available():
-        return
-    needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
-    if int(driver.partition(".")[0]) < needed:
+def check_engine_installed(backend: str) -> None:
+    """Raise UserError if vLLM, which makes the rollouts, is not installed, or is built for GPUs and there is none."""
+    if why := vllm_unusable() if runs_on_cpu(backend) else vllm_missing():
         raise UserError(
-            f"the NVIDIA driver {driver} is too old for PyTorch, which is built with CUDA {cuda}",
-            where=str(VERSION_FILE),
-            why=f"CUDA {cuda} needs driver {needed} (R{needed}) or newer; with this driver PyTorch sees no GPU",
-            fix=f"install NVIDIA driver R{needed} or newer, or NVIDIA's cuda-compat package on a data-center GPU",
-        )
-
-
-def check_compiler() -> None:
-    """Raise UserError if Triton cannot compile its launcher on this GPU machine.
-
-    Triton builds a small C module for each kernel (triton/runtime/build.py). It needs a C compiler and Python's
-    headers, which many images of CUDA lack."""
-    if not torch.cuda.is_available():
-        return
-    scheme = sysconfig.get_default_scheme()
-    if scheme == "posix_local":  # Debian's, for packages; its Python has the headers where Triton looks
-        scheme = "posix_prefix"
-    header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    lacking = [] if header.is_file() else [f"Python's headers ({header})"]
-    lacking += [] if compiler else ["a C compiler (gcc or clang)"]
-    if lacking:
-        raise UserError(
-            f"Triton lacks {' and '.join(lacking)}",
-            where="this machine",
-            why="vLLM and QaRL run Triton kernels on GPUs, and Triton compiles a C module for each of them",
-            fix="install gcc and Python's development package (python3-dev, python3-devel)",
-        )
-
-
-def check_engine_installed() -> None:
-    if vllm_missing():
-        raise UserError(
-            "vLLM, which makes the rollouts, is not installed",
+            f"vLLM cannot make the rollouts: {why}",
             where=f"the Python environment {sys.prefix}",
-            fix="run `make setup` (requirements/cpu.lock), or `make setup STACK=gpu` for GPUs",
-        )
-
-
-def check_engine_device() -> None:
-    """Raise UserError if the installed vLLM has no device here. Call this for runs on a CPU."""
-    if why := vllm_without_device():
-        raise UserError(
-            "the installed vLLM finds no device to run on",
-            where=f"the Python environment {sys.prefix}",
-            why=why,
-            fix="run on a machine whose GPU torch sees (torch.cuda.is_available()), or install the CPU stack in "
-            "another environment: make setup STACK=cpu VENV=.venv-cpu; if Ray's GPUs are on other machines "
-            "(backend=verl), set VERL_PLATFORM=nvidia",
+            fix="run `make setup` (requirements/cpu.lock), or `make setup STACK=gpu` on a machine whose GPU torch sees "
+            "(its warning says what is wrong); if Ray's GPUs are on other machines, set VERL_PLATFORM=nvidia",
         )
 
 
 def check_plugin_installed() -> None:
     """Raise UserError if verl would not find QaRL. verl needs an entry point, which only installed packages have."""
-    found = importlib.metadata.entry_points(group="verl.plugins")
-    if not any(point.value.startswith("qarl.verl.plugin") for point in found):
+    points = importlib.metadata.entry_points(group="verl.plugins")
+    if not any(point.value.startswith("qarl.verl.plugin") for point in points):
         raise UserError(
             "verl does not find QaRL's plugin",
             where="entry points of group verl.plugins in this Python environment",
@@ -229,13 +160,11 @@ def check_plugin_installed() -> None:
 
 
 def check_no_new_trl() -> None:
-    """Raise UserError if TRL is installed without the class that verl takes from it.
+    """Raise UserError beside a TRL without the class that verl takes from every installed TRL.
 
-    verl 0.9.1 (`apply_monkey_patch` in verl/models/transformers/monkey_patch.py) imports it whenever TRL is installed.
-    Before TRL 1, the class is at the top of the package.
-    """
-    found = importlib.util.find_spec("trl")
-    if found is None or found.origin is None or (Path(found.origin).parent / "experimental" / "ppo").is_dir():
+    verl 0.9.1 imports it in `apply_monkey_patch` (verl/models/transformers/monkey_patch.py)."""
+    trl = importlib.util.find_spec("trl")
+    if trl is None or trl.origin is None or (Path(trl.origin).parent / "experimental" / "ppo").is_dir():
         return
     if (version := importlib.metadata.version("trl")) >= "1":
         raise UserError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from qarl.align.families import FAMILIES, check_family, shown_mismatch
+from qarl.align.families import FAMILIES, shown_mismatch
 from qarl.align.hf_config import check_config_keys
 from qarl.align.model import resolve_level, unconfirmed
 from qarl.checks.layers import FUSED_LAYERS, meta_model
@@ -25,16 +25,9 @@ PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 """Families whose logits are lm_head's unchanged output. Other families cap or scale this output."""
 
 
-def check_model(hf_config: Any) -> None:
-    """Raise UserError if the engine cannot serve the model, if engine and trainer read its config differently, or if
-    its family is not tested."""
-    check_served(hf_config)
-    check_family(hf_config)
-
-
 def check_served(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
-    """Make all checks of `check_model` except `check_family`, so that untested families pass, too. Return the model
-    without storage."""
+    """Raise UserError if the engine cannot serve the model, or if engine and trainer read its config differently.
+    Return the model without storage."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
     model = meta_model(hf_config, trust_remote_code=trust_remote_code)

@@ -1,7 +1,6 @@
 """Loads config and tokenizer of a model from a folder or the Hub, and checks a folder's weights by their headers.
 
-Every fault becomes a UserError. Except for tied embeddings, `Policy.load` raises the same errors for faults that it
-finds while it loads weights.
+Every fault becomes a UserError. `Policy.load` raises the same errors for faults that it finds while it loads weights.
 
 Without a network, huggingface_hub tries a request six times, with pauses of 1, 2, 4, 8 and 8 seconds, before it uses
 its cache (`http_backoff` in version 1.33). It does this for every name. Here one request decides for the whole process.
@@ -13,16 +12,15 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from qarl.config import Config
-from qarl.config.source import how_to_make
+from qarl.config.source import DEMO_HINT
 from qarl.data.prompts import check_data_files
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
 
 SECONDS = 3.0
 """Time limit for the Hub's answer in seconds. A name lookup has the limit of the machine's resolver instead."""
@@ -33,11 +31,6 @@ _SAME_SIZES = {
     "Qwen/Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
 }
 """Models without a folder in `CARRIED`: name -> (folder of a similar model, the config keys that differ)."""
-NO_MODEL = {
-    "adapter_config.json": ("a LoRA adapter", "merge the adapter into its base model (merge_and_unload)"),
-    "*.gguf": ("GGUF files", "give the folder of the original model"),
-}
-"""File of a folder without a model -> what the folder has instead, and how to get a model."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -126,16 +119,8 @@ def check_files(config: Config) -> None:
 def check_model_folder(path: str) -> None:
     looks_local = path.startswith((".", "/", "models/")) or (Path(path).parent.is_dir() and path.count("/") != 1)
     if not Path(path).is_dir() and looks_local:
-        fix = how_to_make(path) or "give a Hugging Face folder; `qarl demo` makes a tiny model and trains it"
+        fix = f"give a Hugging Face folder; {DEMO_HINT}"
         raise UserError(f"there is no model folder {path!r}", where="model.path", fix=fix)
-    folder = Path(path)
-    weights = [file for end in ("safetensors", "bin") for file in folder.glob(f"*.{end}")]
-    if (folder / "config.json").is_file() and any(not file.name.startswith("adapter_") for file in weights):
-        return
-    for pattern, (content, fix) in NO_MODEL.items():
-        if any(folder.glob(pattern)):
-            what, why = f"the folder {path!r} has {content}, not a model", "training needs config.json and its weights"
-            raise UserError(what, where="model.path", why=why, fix=fix)
 
 
 def has_tokenizer(path: str) -> bool:
@@ -210,36 +195,6 @@ def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
         why = f"the shapes of {len(wrong)} tensors differ from config.json: {name} is {list(stored[name])}, "
         raise cannot_build(path, f"{why}and should be {list(expected[name])}")
     return len(common)
-
-
-def check_tied(weight_files: Sequence[Path], model: nn.Module) -> None:
-    """Raise UserError if the model ties the embeddings, but the files have an output embedding with other values.
-
-    transformers would then train two tensors, and vLLM would use one."""
-    import torch
-    from safetensors import safe_open
-
-    from qarl.checkpoint.compressed_tensors import header_shapes
-    from qarl.quant.convert import tied_names
-
-    embedding = cast("PreTrainedModel", model).get_input_embeddings().weight
-    inputs = [name for name, parameter in model.named_parameters() if parameter is embedding]
-    names = {*inputs, *tied_names(model)} & header_shapes(list(weight_files)).keys()
-    if len(names) < 2:
-        return
-    stored: dict[str, torch.Tensor] = {}
-    for file in weight_files:
-        with safe_open(file, framework="pt") as tensors:
-            stored |= {name: tensors.get_tensor(name).bfloat16() for name in names & set(tensors.keys())}
-    first, *others = sorted(stored, key=lambda name: name not in inputs)
-    for name in others:
-        if not torch.equal(stored[first], stored[name]):
-            raise UserError(
-                f"config.json ties {name} to {first}, but the weight files have different tensors for them",
-                where=f"model.path: {weight_files[0].parent}",
-                why="transformers would train both, and vLLM would use one of them",
-                fix=f'remove {name} from the files, or set "tie_word_embeddings": false if the family can be untied',
-            )
 
 
 def weight_files(path: str) -> list[Path]:

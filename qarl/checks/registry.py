@@ -8,27 +8,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
 from qarl.align.model import unconfirmed
 from qarl.checks import layers, model_folder
+from qarl.checks.generation import eos_warnings
 from qarl.checks.machine import Machine, this_machine
 from qarl.checks.model import applied_level, check_served
 from qarl.checks.model_size import ModelSize
-from qarl.checks.sampling import eos_warnings
 from qarl.config import Config
 from qarl.data.prompts import PromptDataset, PromptSampler, load_prompts, load_val_prompts, prompt_options
-from qarl.data.rewards import get_reward_fn
+from qarl.data.rewards import RewardFn, get_reward_fn
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice, choose_linear_kernel
 from qarl.quant.convert import linear_shapes
 from qarl.quant.scheme import get_scheme
-
-Value = TypeVar("Value")
 
 
 class NotCheckedError(Exception):
@@ -39,44 +37,20 @@ class NotCheckedError(Exception):
         self.fix = fix
 
 
-class Loaded(Generic[Value]):
-    """A property that is computed once. Its value, or the error that it raised, is remembered."""
-
-    def __init__(self, load: Callable[[RunInputs], Value]) -> None:
-        self.load = load
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, run: RunInputs, owner: type) -> Value:
-        if self.name not in run.results:
-            try:
-                run.results[self.name] = self.load(run)
-            except (UserError, NotCheckedError) as error:
-                run.results[self.name] = error
-        result: Value = run.results[self.name]
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-
 class RunInputs:
     """The inputs of a run on `machine` (None: this one). A property raises `UserError` if its input is unusable.
 
     `plan`: the inputs are only examined, so QaRL's copy of a public model's config is enough if the Hub is out of
-    reach. `no_model` is then the error that loading the real one raised. `threads_given`: the user's OMP_NUM_THREADS.
+    reach. `no_model` is then the error that loading the real one raised.
     """
 
-    def __init__(
-        self, config: Config, machine: Machine | None = None, *, plan: bool = False, threads_given: str | None = None
-    ) -> None:
-        self.config, self.plan, self.threads_given = config, plan, threads_given
+    def __init__(self, config: Config, machine: Machine | None = None, *, plan: bool = False) -> None:
+        self.config, self.plan = config, plan
         self.machine = machine or this_machine(config.backend)
         self.scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
         self.no_model: UserError | None = None
-        self.results: dict[str, Any] = {}
 
-    @Loaded
+    @cached_property
     def hf_config(self) -> Any:
         model = self.config.model
         if not self.plan:
@@ -84,7 +58,7 @@ class RunInputs:
         hf_config, self.no_model = model_folder.hf_config_or_carried(model.path, model.trust_remote_code)
         return hf_config
 
-    @Loaded
+    @cached_property
     def tokenizer(self) -> Any:
         path, hf_config = self.config.model.path, self.hf_config
         if self.no_model is not None:
@@ -93,51 +67,51 @@ class RunInputs:
             raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", "copy it there")
         return model_folder.load_tokenizer(path, self.config.model.trust_remote_code, hf_config=hf_config)[0]
 
-    @Loaded
+    @cached_property
     def model(self) -> nn.Module:
         """The trainer's model on the meta device, if engine and trainer build the same one."""
         return check_served(self.hf_config, trust_remote_code=self.config.model.trust_remote_code)
 
-    @Loaded
+    @cached_property
     def size(self) -> ModelSize:
         try:
             return ModelSize.from_config(self.hf_config)
         except KeyError as error:
             raise NotCheckedError(f"config.json has no key {error}", "estimate the memory by hand") from error
 
-    @Loaded
+    @cached_property
     def linears(self) -> layers.Shapes:
         """[N, K] of every linear of the trainer's model, including each expert's."""
         return linear_shapes(self.model)
 
-    @Loaded
+    @cached_property
     def quantized(self) -> layers.Shapes:
         """[N, K] of the linears that the run quantizes."""
         if not self.scheme.quantized:
             return {}
         return layers.select_shapes(self.linears, self.scheme, self.config.quant.ignore)
 
-    @Loaded
+    @cached_property
     def kernels(self) -> dict[tuple[int, int], Choice | UserError]:
         """The trainer's kernel for each [N, K] of a dense layer, or the error if no kernel supports it."""
         import torch
 
-        found: dict[tuple[int, int], Choice | UserError] = {}
+        choices: dict[tuple[int, int], Choice | UserError] = {}
         scheme, device = self.scheme, torch.device(self.machine.device)
         group, kernels = scheme.group_size, self.config.quant.kernels
         dense = (shape for name, shape in self.quantized.items() if not layers.of_expert(name))
         for shape in dict.fromkeys(dense) if self.config.quant.align != "off" else ():
             try:
-                found[shape] = choose_linear_kernel(scheme.name, device, shape, group_size=group, kernels=kernels)
+                choices[shape] = choose_linear_kernel(scheme.name, device, shape, group_size=group, kernels=kernels)
             except UserError as error:
-                found[shape] = error
-        return found
+                choices[shape] = error
+        return choices
 
     @property
     def kernel_names(self) -> dict[tuple[int, int], str]:
         return {shape: choice.kernel.name for shape, choice in self.kernels.items() if isinstance(choice, Choice)}
 
-    @Loaded
+    @cached_property
     def level(self) -> tuple[str, tuple[str, ...]]:
         """The alignment level that applies, and the reasons why no higher one does. Kernels are asked only by the
         doctor; the trainer asks them when it builds the model."""
@@ -145,27 +119,35 @@ class RunInputs:
         kernels, machine = set(self.kernel_names.values()) if self.plan else (), self.machine
         return applied_level(self.config, self.hf_config, machine.device, kernels, machine.capability)
 
-    @Loaded
+    @cached_property
     def unconfirmed(self) -> str | None:
         """Why the applied level promises no mismatch, or None."""
         eager = self.config.rollout.enforce_eager is True
         return unconfirmed(self.level[0], self.machine.device, self.hf_config, eager=eager)
 
-    weight_files = Loaded(lambda run: model_folder.weight_files(run.config.model.path))
-    eos_warnings = Loaded(lambda run: eos_warnings(run.config.model.path, run.tokenizer, run.hf_config))
-    reward_fn = Loaded(lambda run: get_reward_fn(run.config.reward.function))
+    @cached_property
+    def weight_files(self) -> list[Path]:
+        return model_folder.weight_files(self.config.model.path)
 
-    @Loaded
+    @cached_property
+    def eos_warnings(self) -> list[str]:
+        return eos_warnings(self.config.model.path, self.tokenizer, self.hf_config)
+
+    @cached_property
+    def reward_fn(self) -> RewardFn:
+        return get_reward_fn(self.config.reward.function)
+
+    @cached_property
     def train_prompts(self) -> PromptDataset:
         self._need_files(self.config.data.train_files)
         return load_prompts(self.config.data.train_files, **prompt_options(self.config, self.tokenizer))
 
-    @Loaded
+    @cached_property
     def val_prompts(self) -> PromptDataset | list[Any]:
         self._need_files(self.config.data.val_files)
         return load_val_prompts(self.config, self.tokenizer)
 
-    @Loaded
+    @cached_property
     def sampler(self) -> PromptSampler:
         config = self.config
         size = config.data.train_batch_size
@@ -223,35 +205,28 @@ class Check(NamedTuple):
 
     def findings(self, run: RunInputs) -> Findings:
         findings = self.make(**{need: getattr(run, need) for need in inspect.signature(self.make).parameters})
-        for finding in findings if isinstance(findings, Iterator) else ():
-            yield replace(finding, topic=self.topic)
+        return findings if isinstance(findings, Iterator) else iter(())
 
     def applies(self, run: RunInputs) -> bool:
-        machine = run.machine
-        return (
-            (machine.here or not self.here)
-            and self.backend in ("", run.config.backend)
-            and self.device in ("", machine.device)
-        )
+        is_about = self.backend in ("", run.config.backend) and self.device in ("", run.machine.device)
+        return is_about and (run.machine.here or not self.here)
 
 
 def examine(run: RunInputs, checks: Sequence[Check]) -> Findings:
     """Make all checks that apply, and yield their findings. An input that cannot be loaded is one error."""
-    reported: list[UserError] = []
+    reported: set[str] = set()
     for check in checks:
         if not check.applies(run):
             continue
-        found: Finding
+        not_checked = f"not checked: {check.name}"
         try:
-            findings = list(check.findings(run))
-            yield from findings or [ok(check.name, topic=check.topic)]
-            continue
+            findings = list(check.findings(run)) or [ok(check.name)]
         except NotCheckedError as unmade:
-            found = note(f"not checked: {check.name}", why=str(unmade), fix=unmade.fix)
+            findings = [note(not_checked, why=str(unmade), fix=unmade.fix)]
         except UserError as refusal:
-            found = Finding.of(refusal)
-            if any(refusal is other for other in reported):
+            findings = [Finding.of(refusal)]
+            if str(refusal) in reported:
                 why = f"an input that it needs could not be loaded (see above: {refusal.what})"
-                found = note(f"not checked: {check.name}", why=why, fix="correct that first, then check again")
-            reported.append(refusal)
-        yield replace(found, topic=check.topic)
+                findings = [note(not_checked, why=why, fix="correct that first, then check again")]
+            reported.add(str(refusal))
+        yield from (replace(finding, topic=check.topic) for finding in findings)

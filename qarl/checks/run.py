@@ -15,12 +15,11 @@ from torch import nn
 
 from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
 from qarl.checks import layers, machine
+from qarl.checks.generation import check_sampling
 from qarl.checks.machine import Machine, check_capability
 from qarl.checks.memory import check_kv_cache
 from qarl.checks.model import check_head, check_length, check_not_quantized, level_notes, refuse_hidden_code
-from qarl.checks.model_folder import check_tied
-from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, RunInputs, examine, note, ok, warning
-from qarl.checks.sampling import check_sampling
+from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, RunInputs, examine, ok, warning
 from qarl.config import Config
 from qarl.console import note as print_note
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, report_data
@@ -62,17 +61,6 @@ def model_errors(config: Config) -> list[UserError]:
     return [finding.error for finding in examine(RunInputs(config), checks) if finding.status == "error"]
 
 
-def _cpu(config: Config) -> Findings:
-    machine.check_cpu(config)
-    if torch.cpu._is_amx_tile_supported():
-        yield note(
-            "this CPU has AMX tiles",
-            why="vLLM chooses different kernels with AMX. quant.align=exact stays exact, but at quant.align=model one "
-            "attention output in 10,000 differs by a BF16 step, even for the first tokens",
-            fix="set quant.align=exact if δ must be 0",
-        )
-
-
 _LAYER = (64, 64)
 """A shape [N, K] that every kernel supports."""
 
@@ -84,7 +72,7 @@ def check_scheme(config: Config, machine: Machine) -> None:
         check_capability(config.quant.scheme, config.quant.kernels, machine.capability)
 
 
-def check_kernels(config: Config, machine: Machine) -> Findings:
+def check_kernels(config: Config, machine: Machine) -> None:
     """Raise UserError if `quant.kernels` asks for kernels that do not run on `machine`."""
     scheme, kernels, device = config.quant.scheme, config.quant.kernels, machine.device
     if device == "cuda" and (kernels == "dequantized" or (kernels == "qarl" and scheme == "w4a8")):
@@ -94,11 +82,6 @@ def check_kernels(config: Config, machine: Machine) -> Findings:
         return
     if not machine.here:
         raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
-    if kernels == "dequantized":
-        yield note(
-            "quant.kernels=dequantized is no low-bit rollout: both sides multiply dequantized weights in BF16",
-            fix="use it for debugging and on small machines, and report no low-bit figures",
-        )
     kind = torch.device(device)
     why_not = {kernel.name: kernel.unavailable(scheme, kind, _LAYER) for kernel in kernels_of(kernels, scheme)}
     if None not in why_not.values():
@@ -183,11 +166,8 @@ def _engine_shapes(config: Config, quantized: layers.Shapes) -> None:
         layers.check_engine_shapes(quantized)
 
 
-def _tensor_parallel(
-    config: Config, machine: Machine, hf_config: Any, linears: layers.Shapes, quantized: layers.Shapes
-) -> Findings:
-    problems = layers.split_problems(config, hf_config, linears, quantized, on_cpu=machine.on_cpu)
-    yield from map(Finding.of, problems)
+def _tensor_parallel(config: Config, hf_config: Any, quantized: layers.Shapes) -> Findings:
+    yield from map(Finding.of, layers.split_errors(config, hf_config, quantized))
 
 
 def _sampling(config: Config, hf_config: Any, level: tuple[str, tuple[str, ...]], unconfirmed: str | None) -> None:
@@ -217,14 +197,11 @@ def _reward(config: Config, reward_fn: RewardFn, train_prompts: PromptDataset) -
 
 CHECKS = (
     Check("packages", "all loggers are installed", lambda config: check_loggers(config.trainer.logger), here=True),
-    Check("machine", "no NVIDIA driver is too old for PyTorch", machine.check_driver, here=True),
-    Check("machine", "Triton can compile, if this machine has a GPU", machine.check_compiler, here=True),
-    Check("packages", "vLLM is installed", machine.check_engine_installed, here=True),
-    Check("packages", "vLLM runs on a CPU", machine.check_engine_device, here=True, device="cpu"),
+    Check("packages", "vLLM can run", lambda config: machine.check_engine_installed(config.backend), here=True),
     Check("packages", "verl finds QaRL", machine.check_plugin_installed, here=True, backend="verl"),
     Check("packages", "no TRL is in verl's way", machine.check_no_new_trl, here=True, backend="verl"),
     Check("machine", "vLLM has quant.scheme here", check_scheme),
-    Check("machine", "this CPU can run quant.scheme", _cpu, device="cpu"),
+    Check("machine", "this CPU can run quant.scheme", machine.check_cpu, device="cpu"),
     Check("machine", "vLLM replaces no operator", check_not_batch_invariant, here=True, backend="local"),
     Check("kernels", "quant.kernels has kernels for quant.scheme", check_kernels),
     Check("model", "the model's config can be read", _config),
@@ -249,6 +226,5 @@ CHECKS = (
     Check("data", "evaluation prompts are new", _val_prompts),
     Check("data", "the reward function scores a row", _reward),
     Check("weights", "all weight files can be opened", lambda weight_files: None),
-    Check("weights", "tied embeddings are equal", check_tied),
 )
 """All checks of a run, in the order in which they are made: the cheapest first."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from qarl.config.actor import ActorConfig, OptimConfig
 from qarl.config.errors import ConfigError, Problem, from_pydantic, key_of
-from qarl.config.objectives import ActorConfig, OptimConfig
 from qarl.config.schema import Config, check_together, default_values, flat_values, sections
 from qarl.config.source import read_arguments, with_home
 from qarl.config.unread import dropped
@@ -78,16 +78,16 @@ def _build(values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequ
     for key in dropped(flat_values(filled, set()), default_values(), sources):
         section, _, child = key.rpartition(".")
         filled[section] = {name: value for name, value in filled[section].items() if name != child}
-    found = list(problems)
+    reported, bad = list(problems), list[Problem]()
     try:
         config = Config.model_validate(filled)
     except ConfigError as error:
-        found += [replace(problem, source=sources.get(problem.key)) for problem in error.problems]
+        bad = error.problems
     except ValidationError as error:
         errors, descriptions = error.errors(include_url=False), describe_keys()
-        found += [from_pydantic(item, descriptions, sources) for item in errors]
         bad_keys = {key_of(item["loc"]).partition("[")[0] for item in errors}
-        found += check_together(flat_values(filled, bad_keys), sources)
-    if found:
-        raise ConfigError(found)
+        bad = [from_pydantic(item, descriptions) for item in errors] + check_together(flat_values(filled, bad_keys))
+    reported += [replace(problem, source=sources.get(problem.key.partition("[")[0])) for problem in bad]
+    if reported:
+        raise ConfigError(reported)
     return config

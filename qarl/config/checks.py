@@ -12,16 +12,14 @@ almost certainly mistakes, such as a learning rate of 4096. The bounds are wide,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
+from qarl.config.actor import SEQUENCE_LOSSES
 from qarl.config.errors import Problem, show
 from qarl.config.ignore import is_ignored
-from qarl.config.objectives import SEQUENCE_LOSSES
 from qarl.config.types import Sane, Section
 from qarl.errors import UserError
 
@@ -30,19 +28,17 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, Any]
 Problems = Iterator[Problem]
-MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures above 0 to this value. A test compares it with vLLM's own constant."""
 _AVERAGED = (*SEQUENCE_LOSSES, "sapo")
 _BYPASS, _IS, _RS = (f"rollout_correction.{name}" for name in ("bypass_mode", "rollout_is", "rollout_rs"))
 
 
-def check(values: Values, sources: Mapping[str, str] | None = None) -> list[Problem]:
-    """Return every problem between keys of `values`. `sources` maps dotted keys to the place where each was given."""
+def check(values: Values) -> list[Problem]:
+    """Return every problem between keys of `values`."""
     problems: list[Problem] = []
     for function in _CHECKS:
         with suppress(KeyError):
             problems.extend(function(values))
-    return [replace(problem, source=(sources or {}).get(problem.key)) for problem in problems]
+    return problems
 
 
 def bad(v: Values, key: str, reason: str, fix: str) -> Problem:
@@ -104,20 +100,11 @@ def rejections_have_thresholds(v: Values) -> Problems:
     if options and len(upper) not in (1, len(options)):
         reason = f"rollout_rs has {len(options)} entries ({', '.join(options)})"
         yield Problem(key, upper, reason, "give one threshold for each entry, or one for all entries")
-    elif options and lower is not None:
-        pairs = zip(options, upper * (len(options) if len(upper) == 1 else 1), strict=True)
-        bounds = [bound for option, bound in pairs if option.endswith("k1")]
-        if not bounds or lower >= min(bounds):
-            reason = f"it is not below the upper threshold of k1, {min(bounds)}" if bounds else "it is only for k1"
-            yield bad(v, f"{key}_lower", reason, "set it to null, or to a smaller value")
-
-
-def bounds_of_a_weight(v: Values) -> Problems:
-    key, lower = f"{_IS}_threshold", v[f"{_IS}_threshold_lower"]
-    lowest = 1 / v[key] if lower is None else lower
-    if v[_IS] is not None and v[f"{_IS}_mode"] in ("clip", "icepop") and lowest >= v[key]:
-        reason = f"the lower bound of a weight is {lowest:g}, which is not below {v[key]:g}"
-        yield bad(v, key, reason, "choose a larger value, or a smaller rollout_is_threshold_lower")
+    elif (
+        options and lower is not None and (lower >= min(upper) or not any(option.endswith("k1") for option in options))
+    ):
+        reason = f"it is only for k1, and must be below the upper threshold, {min(upper)}"
+        yield bad(v, f"{key}_lower", reason, "set it to null, or to a smaller value")
 
 
 def weights_to_normalise(v: Values) -> Problems:
@@ -131,7 +118,7 @@ def whole_mini_batches(v: Values) -> Problems:
     key, train = "actor.ppo_mini_batch_size", v["data.train_batch_size"]
     if train % v[key]:
         reason = f"data.train_batch_size = {train} prompts per step do not split into whole mini-batches of {v[key]} "
-        fix = f"choose a divisor of {train} ({divisors(train)}), or make data.train_batch_size a multiple of {v[key]}"
+        fix = f"choose a divisor of {train}, or make data.train_batch_size a multiple of {v[key]}"
         yield bad(v, key, reason + "prompts", fix)
 
 
@@ -143,7 +130,7 @@ def whole_micro_batches(v: Values) -> Problems:
             f"a mini-batch is actor.ppo_mini_batch_size * rollout.n = {mini} * {n} = {mini * n} responses, "
             f"which do not split into whole micro-batches of {micro} responses"
         )
-        yield bad(v, key, reason, f"choose a divisor of {mini * n}: {divisors(mini * n)}")
+        yield bad(v, key, reason, f"choose a divisor of {mini * n}")
 
 
 def micro_batches_have_a_size(kind: str, v: Values) -> Problems:
@@ -160,13 +147,6 @@ def micro_batches_have_a_size(kind: str, v: Values) -> Problems:
     elif dynamic and limit is not None and limit < longest:
         reason = f"a row can have data.max_prompt_length + data.max_response_length = {longest} tokens, and a row is "
         yield bad(v, by_tokens, reason + "never split", f"set it to {longest} or more, or lower the lengths")
-
-
-def tokens_are_counted_without_padding(v: Values) -> Problems:
-    key = "model.use_remove_padding"
-    if not v[key] and v["actor.use_dynamic_bsz"]:
-        reason = "actor.use_dynamic_bsz=true limits the tokens of a micro-batch, but padding takes memory too"
-        yield bad(v, key, reason, "leave it at true, or set actor.use_dynamic_bsz=false")
 
 
 def kernels_have_something_to_do(v: Values) -> Problems:
@@ -196,14 +176,6 @@ def something_to_evaluate(v: Values) -> Problems:
     if not v[key] and (v["trainer.test_freq"] > 0 or v["trainer.val_before_train"]):
         reason = "an evaluation is due (trainer.test_freq, trainer.val_before_train), but no file is given"
         yield bad(v, key, reason, "name a file, or set trainer.test_freq=-1 and trainer.val_before_train=false")
-
-
-def room_for_every_sequence(v: Values) -> Problems:
-    key, seqs = "rollout.max_num_batched_tokens", v["rollout.max_num_seqs"]
-    if v[key] is not None and v[key] < seqs:
-        reason = f"vLLM needs at least rollout.max_num_seqs = {seqs} tokens per step, one for each sequence"
-        fix = f"choose {seqs} or more, lower rollout.max_num_seqs, or leave it null for vLLM's default"
-        yield bad(v, key, reason, fix)
 
 
 def local_is_one_process(v: Values) -> Problems:
@@ -253,40 +225,24 @@ def fp16_is_unquantized(v: Values) -> Problems:
         yield bad(v, key, reason, fix + "optim.master_dtype=fp32")
 
 
-def temperature_is_taken_as_it_is(key: str, v: Values) -> Problems:
-    if 0 < v[key] < MIN_TEMPERATURE:
-        yield bad(v, key, f"vLLM samples at {MIN_TEMPERATURE} instead", f"set it to {MIN_TEMPERATURE} or more")
-
-
 _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     averages_over_responses,
     advantages_suit_the_loss,
     one_weight_for_the_mismatch,
     rollouts_log_probs_hide_the_mismatch,
     rejections_have_thresholds,
-    bounds_of_a_weight,
     weights_to_normalise,
     whole_mini_batches,
     whole_micro_batches,
     *(partial(micro_batches_have_a_size, kind) for kind in ("ppo", "log_prob")),
-    tokens_are_counted_without_padding,
     kernels_have_something_to_do,
     lm_head_stays,
     something_to_evaluate,
-    room_for_every_sequence,
     local_is_one_process,
     a_path_to_resume_from,
     both_sides_sample_from_the_same_tokens,
     fp16_is_unquantized,
-    *(partial(temperature_is_taken_as_it_is, f"rollout.{name}") for name in ("temperature", "val_temperature")),
 )
-
-
-def divisors(number: int) -> str:
-    """Return the divisors of `number` as text. If there are more than 12, show only the first and the last five."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    found = [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]
-    return ", ".join(found if len(found) <= 12 else [*found[:5], "...", *found[-5:]])
 
 
 def _items(value: Any) -> list[Any]:
@@ -303,16 +259,10 @@ def _outside(section: Any, prefix: str = "") -> Iterator[UserError]:
         key, value = f"{prefix}{name}", getattr(section, name)
         if isinstance(value, Section):
             yield from _outside(value, f"{key}.")
-        elif isinstance(value, tuple):
-            for i, (item, kind) in enumerate(zip(value, get_args(info.annotation), strict=True)):
-                yield from _question(f"{key}[{i}]", item, kind.__metadata__)
-        elif value is not None:
-            yield from _question(key, value, info.metadata)
-
-
-def _question(key: str, value: float, metadata: Any) -> Iterator[UserError]:
-    for sane in metadata:
-        if isinstance(sane, Sane) and not sane.low <= value <= sane.high:
+            continue
+        for sane in info.metadata:
+            if not isinstance(sane, Sane) or value is None or sane.low <= value <= sane.high:
+                continue
             limit, side = (sane.low, "below") if value < sane.low else (sane.high, "above")
             yield UserError(
                 f"{key}={show(value)} is {side} {show(limit)}",
@@ -325,11 +275,6 @@ def _question(key: str, value: float, metadata: Any) -> Iterator[UserError]:
 def _together(config: Config) -> Iterator[UserError]:
     """Yield combinations of values that make no sense. docs/ablations.md has the eight runs of the last one."""
     actor, prompts = config.actor, config.data.train_batch_size
-    warm_up, total = config.optim.lr_warmup_steps, config.trainer.total_training_steps
-    if 0 < warm_up >= total:
-        what = f"optim.lr_warmup_steps={warm_up} covers the whole run of {total} steps"
-        why = "the learning rate would never reach its peak"
-        yield UserError(what, where="optim.lr_warmup_steps", why=why, fix="lower it")
     updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     if actor.loss == "reinforce" and updates != 1:
         what = f"actor.loss=reinforce makes {updates} updates per step"

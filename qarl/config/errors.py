@@ -79,28 +79,20 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
     return by_leaf[guess] if guess else None
 
 
-def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
-    """Convert one of pydantic's errors to a `Problem`.
-
-    `descriptions`: dotted key or section -> its meaning. `sources`: dotted key -> the place where it was written."""
+def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str]) -> Problem:
+    """Convert one of pydantic's errors to a `Problem`. `descriptions`: dotted key or section -> its meaning."""
     key, value, kind = key_of(error["loc"]), error["input"], error["type"]
     plain_key = key.partition("[")[0]
-    if kind == "missing" and key != plain_key:
-        key, reason, fix = plain_key, "too few values", "write every value of the list"
-    elif kind == "missing":
+    if kind == "missing":
         value = NOT_GIVEN
         reason, fix = "required", f"add it to the YAML file, or write {key}=VALUE on the command line"
     elif kind == "extra_forbidden":
         reason, fix = _unknown(key, descriptions)
-    elif kind == "model_type":
-        first = next(path for path in descriptions if path.startswith(f"{key}."))
-        reason = "this is a section, which contains keys and has no value"
-        fix = f"set its keys one by one ({first} and so on), or leave {key} out to use their defaults"
     else:
         reason = error["msg"].replace("Input should be ", "must be ")
         reason = reason[:1].lower() + reason[1:]
         fix = error.get("ctx", {}).get("fix", f"correct the value; `qarl train --help {plain_key}` describes the key")
-    return Problem(key, value, reason, fix, sources.get(plain_key), descriptions.get(plain_key))
+    return Problem(key, value, reason, fix, about=descriptions.get(plain_key))
 
 
 def _unknown(key: str, known: Mapping[str, str]) -> tuple[str, str]:

@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from qarl.errors import UserError
-
 REGEX_PREFIX = "re:"
 
 
@@ -27,7 +25,7 @@ class ResolvedIgnore(NamedTuple):
 
 
 def is_ignored(name: str, ignore: Iterable[str]) -> bool:
-    """Return whether the module `name` stays in high precision. Raise UserError if an entry is a bad pattern."""
+    """Return whether the module `name` stays in high precision."""
     return any(_matches(name, entry) for entry in ignore)
 
 
@@ -43,20 +41,6 @@ def resolve_ignored(linear_names: Iterable[str], ignore: Sequence[str]) -> Resol
     )
 
 
-def pattern_problem(entry: str) -> tuple[str, str] | None:
-    """Return (problem, fix) of an `ignore` entry, or None if the entry is a plain name or a regular expression."""
-    try:
-        if entry.startswith(REGEX_PREFIX):
-            re.compile(entry.removeprefix(REGEX_PREFIX))
-    except (re.error, OverflowError, RecursionError) as error:
-        fix = "correct the pattern, or remove re: to use it as an exact module name"
-        return f"{entry} is not a regular expression: {error}", fix
-    return None
-
-
 def _matches(name: str, entry: str) -> bool:
-    if not entry.startswith(REGEX_PREFIX):
-        return entry == name
-    if problem := pattern_problem(entry):
-        raise UserError(problem[0], where="quant.ignore", fix=problem[1])
-    return re.match(entry.removeprefix(REGEX_PREFIX), name) is not None
+    pattern = entry.removeprefix(REGEX_PREFIX)
+    return entry == name if pattern == entry else re.match(pattern, name) is not None

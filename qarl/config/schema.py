@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from qarl.config.actor import ActorConfig, AdvEstimator, OptimConfig, RolloutCorrectionConfig
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError, Problem
-from qarl.config.objectives import ActorConfig, AdvEstimator, OptimConfig, RolloutCorrectionConfig
 from qarl.config.quant import QuantConfig
 from qarl.config.source import dump
 from qarl.config.types import (
@@ -38,6 +38,9 @@ from qarl.config.types import (
     as_list,
 )
 from qarl.config.unread import problems as unread_problems
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures above 0 to this value. A test compares it with vLLM's own constant."""
 
 
 class ModelConfig(Section):
@@ -111,8 +114,9 @@ class RolloutConfig(Section):
     n: Annotated[int, Unit("responses"), Sane(2, 1024)] = Field(ge=2)
     """Responses per prompt (GRPO's group). At least 2, because an advantage compares responses to the same prompt."""
 
-    temperature: Annotated[float, Sane(0.1, 2.0)] = Field(default=1.0, gt=0)
-    """Sampling temperature in training. It cannot be 0, because greedy responses to a prompt would all be equal."""
+    temperature: Annotated[float, Sane(0.1, 2.0)] = Field(default=1.0, ge=MIN_TEMPERATURE)
+    """Sampling temperature in training. vLLM raises lower ones to 0.01. At 0 all responses to a prompt would be
+    equal."""
 
     top_p: Annotated[float, Sane(0.1, 1.0)] = Field(default=1.0, gt=0, le=1)
     """Probability mass that nucleus sampling keeps. Less than 1 needs backend=local and quant.align=model or exact."""
@@ -326,11 +330,9 @@ def default_values() -> dict[str, Any]:
     return flat_values({name: {} for name in sections()}, bad_keys=set())
 
 
-def check_together(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:
-    """Return every problem between keys: those that contradict each other, and those that have no effect.
-
-    `values` and `sources`: as in `qarl.config.checks.check`."""
-    problems = check(values, sources)
+def check_together(values: Mapping[str, Any]) -> list[Problem]:
+    """Return every problem between keys: those that contradict each other, and those that have no effect."""
+    problems = check(values)
     named = {problem.key for problem in problems}
-    unread = unread_problems(values, default_values(), sources)
+    unread = unread_problems(values, default_values())
     return problems + [problem for problem in unread if problem.key not in named]

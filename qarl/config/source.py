@@ -100,24 +100,20 @@ def read_arguments(argv: Sequence[str]) -> RawConfig:
 
 
 def _read_file(path: Path, raw: RawConfig) -> None:
-    text, fix = "", "write keys and values, one `key: value` per line"
     try:
-        text = path.read_text(encoding="utf-8")
-        loader = _Loader(text)
+        loader = _Loader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
         if isinstance(root, yaml.MappingNode) and root.value:
             raw.values = _mapping(root, "", loader, path, raw)
         else:
+            fix = "write keys and values, one `key: value` per line"
             raw.problems.append(Problem(str(path), NOT_GIVEN, "the file has no keys and values", fix))
     except (OSError, UnicodeDecodeError) as error:
-        reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
-        raw.problems.append(Problem("config", str(path), f"the file {reason}", "give a YAML file that can be read"))
+        raw.problems.append(Problem("config", str(path), f"the file cannot be read: {error}", "give a YAML file"))
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        number, lines = mark.line if mark else 0, text.splitlines()
-        line = lines[number] if number < len(lines) else NOT_GIVEN
-        fix = "correct this line, or the one before it"
-        raw.problems.append(Problem(f"{path}:{number + 1}", line, f"not valid YAML: {explain(error)}", fix))
+        mark, fix = getattr(error, "problem_mark", None), "correct this line, or the one before it"
+        key = f"{path}:{mark.line + 1 if mark else 1}"
+        raw.problems.append(Problem(key, NOT_GIVEN, f"not valid YAML: {explain(error)}", fix))
 
 
 def _mapping(node: yaml.MappingNode, prefix: str, loader: _Loader, path: Path, raw: RawConfig) -> dict[str, Any]:
@@ -164,8 +160,8 @@ def find_config(name: str) -> tuple[Path | None, list[Path]]:
 
     NAME is tried as given, then in ./configs, then among the shipped configs. An absolute NAME is tried only as given.
     """
-    given = Path(os.path.expanduser(name))
-    candidates = [given] if given.is_absolute() else [given, *(folder / given for folder in _folders())]
+    path = Path(os.path.expanduser(name))
+    candidates = [path, *(folder / path for folder in _folders() if not path.is_absolute())]
     return next((path for path in candidates if os.path.isfile(path)), None), candidates
 
 
@@ -208,26 +204,18 @@ def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, 
 
 
 def _apply_override(key: str, text: str, raw: RawConfig) -> None:
-    def refuse(reason: str, fix: str) -> None:
-        raw.problems.append(Problem(key, text, reason, fix, COMMAND_LINE))
-
     try:
         value = parse_value(text)
     except yaml.YAMLError as error:
-        refuse(f"not a YAML value: {explain(error)}", f"quote it, inside the shell's quotes too: '{key}=\"...\"'")
-        return
-    if isinstance(value, dict):
-        refuse("an override sets one key, not a mapping", f"set each key by itself: {key}.NAME=VALUE")
+        reason, fix = f"not a YAML value: {explain(error)}", f"quote it, inside the shell's quotes too: '{key}=\"...\"'"
+        raw.problems.append(Problem(key, text, reason, fix, COMMAND_LINE))
         return
     *sections, leaf = key.split(".")
     node = raw.values
-    for depth, section in enumerate(sections, start=1):
-        path = ".".join(sections[:depth])
-        if not isinstance(node.get(section, {}), dict):
-            refuse(f"{path} is a single value and has no keys below it", f"write {path}=VALUE, or correct the path")
-            return
-        node = node.setdefault(section, {})
-        raw.sources.setdefault(path, COMMAND_LINE)
+    for section in sections:
+        if not isinstance(node.get(section), dict):
+            node[section] = {}
+        node = node[section]
     node[leaf] = value
     raw.sources[key] = COMMAND_LINE
 
@@ -253,11 +241,4 @@ DEMOS = {
 """Name of a demo -> what it runs."""
 
 
-def how_to_make(path: str) -> str | None:
-    """Return the commands that make `path`, a model folder or data file of shipped configs; None if no command does."""
-    names = [name for name, demo in DEMOS.items() if Path(path) == Path(demo.model)]
-    names = names or [name for name, demo in DEMOS.items() if Path(path).parent == Path("data") / demo.task]
-    if not names:
-        return None
-    commands = " or ".join(f"`qarl demo{'' if name == DEFAULT else f' {name}'}`" for name in names)
-    return f"{commands} makes it here and trains"
+DEMO_HINT = "`qarl demo --help` says how to make the models and data of the shipped configs"

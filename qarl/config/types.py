@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from qarl.config.ignore import pattern_problem
+from qarl.config.ignore import REGEX_PREFIX
 
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
 
@@ -48,7 +49,7 @@ def as_dotted(value: Any) -> Any:
     flat: dict[str, Any] = {}
     for key, child in value.items():
         if isinstance(child, Mapping) and child:
-            flat |= {f"{key}.{rest}": one for rest, one in as_dotted(child).items()}
+            flat |= {f"{key}.{rest}": value for rest, value in as_dotted(child).items()}
         else:
             flat[str(key)] = child
     return flat
@@ -66,8 +67,10 @@ def reward_name(function: str) -> str:
 def good_patterns(patterns: list[str]) -> list[str]:
     """Return `patterns`; raise an error if one is not a valid regular expression."""
     for pattern in patterns:
-        if problem := pattern_problem(pattern):
-            raise PydanticCustomError("pattern", "{message}", {"message": problem[0], "fix": problem[1]})
+        try:
+            re.compile(pattern.removeprefix(REGEX_PREFIX) if pattern.startswith(REGEX_PREFIX) else "")
+        except re.error as error:
+            raise PydanticCustomError("pattern", f"{pattern} is not a regular expression: {error}") from error
     return patterns
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from qarl.config.actor import LOSSES, Level
 from qarl.config.errors import Problem, show
-from qarl.config.objectives import LOSSES, Level
 from qarl.config.source import COMMAND_LINE
 from qarl.tbpo.config import KEYS as TBPO_KEYS
 
@@ -79,17 +79,14 @@ def unread(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[t
                 yield key, rule
 
 
-def problems(
-    values: Mapping[str, Any], defaults: Mapping[str, Any], sources: Mapping[str, str] | None = None
-) -> list[Problem]:
-    """Return a problem for each key of `values` that has no effect. `sources`: where each key was given."""
+def problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each key of `values` that has no effect."""
     return [
         Problem(
             key,
             values[key],
             f"it has no effect with {rule.decider} = {show(values[rule.decider])}",
             f"remove it, or {rule.fix}",
-            (sources or {}).get(key),
         )
         for key, rule in unread(values, defaults)
     ]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from qarl.config import Config
-from qarl.config.source import how_to_make
+from qarl.config.source import DEMO_HINT
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def check_data_file(file: str) -> None:
     path = Path(file)
     if not path.is_file():
         why = "it is a folder" if path.is_dir() else f"looked in {path.absolute().parent}"
-        fix = how_to_make(file) or "correct data.train_files / data.val_files"
+        fix = f"correct data.train_files / data.val_files; {DEMO_HINT}"
         raise UserError(f"no such data file: {file}", why=why, fix=fix)
     if path.suffix not in _FORMATS:
         raise UserError(

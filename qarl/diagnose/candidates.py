@@ -31,7 +31,7 @@ from qarl.checks.memory import available_memory, estimate, readable
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config
-from qarl.config.objectives import Level, RolloutCorrectionConfig
+from qarl.config.actor import Level, RolloutCorrectionConfig
 from qarl.errors import UserError
 from qarl.metrics.warning_log import bands_in_force
 from qarl.objectives.loss import correction_weights

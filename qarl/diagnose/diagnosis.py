@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from qarl.checkpoint.storage import write_json
-from qarl.checks.sampling import truncation
+from qarl.checks.generation import truncation
 from qarl.config import Config
 from qarl.diagnose.candidates import with_keys
 from qarl.metrics.step_metrics import mismatch_metrics

@@ -40,20 +40,19 @@ def _main(argv: list[str]) -> int:
     from qarl.config import load_config
     from qarl.process import limit_threads
 
-    given = [word.removeprefix(_PREFIX).partition("=") for word in argv if word.startswith(_PREFIX)]
+    options = [word.removeprefix(_PREFIX).partition("=") for word in argv if word.startswith(_PREFIX)]
     config = load_config([word for word in argv if not word.startswith(_PREFIX)])
-    threads_given = os.environ.get("OMP_NUM_THREADS")
     limit_threads(config.trainer.num_threads)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from qarl.checks.machine import find_machine, read_options
     from qarl.doctor.report import run_checks
     from qarl.metrics.tracker import write_json
 
-    options = read_options({name: value for name, _, value in given})
-    report = run_checks(config, find_machine(options, config.backend), threads_given=threads_given)
+    chosen = read_options({name: value for name, _, value in options})
+    report = run_checks(config, find_machine(chosen, config.backend))
     print(report)
-    if options.json_path:
-        write_json(options.json_path, report.to_json())
+    if chosen.json_path:
+        write_json(chosen.json_path, report.to_json())
     return report.exit_code
 
 

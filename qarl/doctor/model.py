@@ -23,7 +23,7 @@ from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import Choice, choose_experts_kernel
-from qarl.process import vllm_missing, vllm_unusable
+from qarl.process import vllm_unusable
 from qarl.quant.scheme import Scheme
 from qarl.rollout import vllm_choices
 from qarl.rollout.publish.wire import expected_manifest, quantized_layers
@@ -81,26 +81,6 @@ def ignored_layers(config: Config, scheme: Scheme, linears: layers.Shapes, quant
             where="quant.ignore",
             why="a name must be complete (model.layers.0.mlp.down_proj), and a re: pattern must match a name's start",
             fix="correct them, or remove them",
-        )
-
-
-def ignored_by_engine(config: Config, scheme: Scheme, linears: layers.Shapes) -> Findings:
-    if scheme.quantized and (why_not := vllm_missing()):
-        raise NotCheckedError(why_not, "make setup")
-    ignore, differ = config.quant.ignore, {True: list[str](), False: list[str]()}
-    for fused, members in layers.fused_groups(linears).items() if scheme.quantized else ():
-        in_trainer = [is_ignored(name, ignore) for name in members]
-        if len(set(in_trainer)) > 1:
-            continue  # a split group, which a check of the run reports
-        if vllm_choices.leaves_unquantized(fused, ignore, layers.FUSED_LAYERS) != in_trainer[0]:
-            differ[in_trainer[0]] += members
-    if any(differ.values()):
-        ours, theirs = (layers.name_layers(names) or "none" for names in differ.values())
-        yield error(
-            "trainer and rollout engine would quantize different layers",
-            where=f"BF16 only in the trainer: {ours}; only in vLLM: {theirs}",
-            why="the trainer and vLLM read an entry of quant.ignore differently",
-            fix="list the layers by their exact names, and all parts of a fused layer (q/k/v, gate/up) together",
         )
 
 
@@ -195,12 +175,6 @@ def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: s
             f"quant.align={asked} will fall back to {applied}",
             why="; ".join(reasons),
             fix=f"set quant.align={applied} if you accept that, and watch mismatch/abs_mean",
-        )
-    elif applied == "off":
-        yield warning(
-            "quant.align=off: the trainer does not follow the engine",
-            why="this is the baseline that shows the mismatch of quantized rollouts",
-            fix="set quant.align=model, unless the baseline is what you want",
         )
     else:
         yield ok(f"quant.align={applied} applies")
@@ -307,7 +281,6 @@ def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings
 CHECKS = (
     Check("weights", "the weights are complete", weights),
     Check("ignore list", "entries of quant.ignore match layers", ignored_layers),
-    Check("ignore list", "vLLM reads quant.ignore as the trainer does", ignored_by_engine),
     Check("kernels", "the trainer has kernels", trainer_kernels),
     Check("kernels", "vLLM has kernels", engine_kernels),
     Check("kernels", "quant.align applies", alignment),

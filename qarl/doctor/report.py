@@ -10,7 +10,6 @@ import importlib.metadata
 import itertools
 import os
 import shutil
-import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -26,7 +25,6 @@ from qarl.checks.registry import (
     Check,
     Finding,
     Findings,
-    NotCheckedError,
     RunInputs,
     Status,
     error,
@@ -93,9 +91,6 @@ def backend(config: Config, machine: Machine) -> Findings:
 
 def gpus(config: Config, machine: Machine) -> Findings:
     wanted = config.trainer.n_gpus_per_node
-    if machine.capability is None:
-        what = "the GPU's compute capability is not known, so it was not checked against quant.scheme"
-        yield note(what, fix="set doctor.gpu_capability, for example to 9.0")
     if machine.gpus is not None and machine.gpus < wanted:
         yield error(
             f"this machine has {machine.gpus} GPUs, but trainer.n_gpus_per_node is {wanted}",
@@ -104,27 +99,16 @@ def gpus(config: Config, machine: Machine) -> Findings:
         )
 
 
-def threads(config: Config, machine: Machine, threads_given: str | None) -> Findings:
-    count, cores, verl = config.trainer.num_threads, len(os.sched_getaffinity(0)), config.backend == "verl"
-    source, workers = "trainer.num_threads", config.trainer.n_gpus_per_node if verl else 1
-    number = (threads_given or "").partition(",")[0]
-    if not count and number.isdecimal():
-        count, source = int(number), "OMP_NUM_THREADS"
-    if not count:
-        count, source = max(1, cores // workers), "a process's share of the cores"
-    what = f"{count} threads ({source}) in each of {workers} processes on {cores} cores"
-    if count * workers <= cores or (verl and not machine.on_cpu):
+def threads(config: Config, machine: Machine) -> Findings:
+    cores, workers = len(os.sched_getaffinity(0)), config.trainer.n_gpus_per_node
+    share = max(1, cores // workers)
+    count = config.trainer.num_threads or (int(os.environ["OMP_NUM_THREADS"]) if workers == 1 else share)
+    what = f"{count} threads in each of {workers} processes on {cores} cores"
+    if count * workers <= cores or (config.backend == "verl" and not machine.on_cpu):
         yield ok(what)
         return
     why = "more threads than cores wait for each other and make a step tens of times slower"
-    fix = f"set trainer.num_threads={max(1, cores // workers)}"
-    fix += f", and use {cores} processes or fewer: trainer.n_gpus_per_node={cores}" if workers > cores else ""
-    yield warning(what, where=source, why=why, fix=fix)
-
-
-def installed(package: str) -> str | None:
-    """Return the version of `package`, or None if it is not installed."""
-    return package_versions([package]).get(package)
+    yield warning(what, where="trainer.num_threads", why=why, fix=f"set trainer.num_threads={share}")
 
 
 def supported_versions(config: Config, machine: Machine) -> Findings:
@@ -132,10 +116,9 @@ def supported_versions(config: Config, machine: Machine) -> Findings:
         vllm = requirement.name.startswith("vllm")
         if requirement.marker is not None and not vllm and config.backend != "verl":
             continue  # the extras hold vLLM, and packages that only verl needs
-        version, supported = installed(requirement.name), f"{requirement.name}{requirement.specifier}"
-        if version is None and not vllm:  # which has more builds than the lock files, and a check of its own
-            yield error(f"{requirement.name} is not installed", fix=f"pip install '{supported}'")
-        elif version is not None and not requirement.specifier.contains(version, prereleases=True):
+        version = package_versions([requirement.name]).get(requirement.name)
+        if version is not None and not requirement.specifier.contains(version, prereleases=True):
+            supported = f"{requirement.name}{requirement.specifier}"
             yield warning(
                 f"{requirement.name} {version} is installed, but only {supported} is supported",
                 why="other versions are not tested: names of weights, kernels and settings change between versions",
@@ -145,22 +128,16 @@ def supported_versions(config: Config, machine: Machine) -> Findings:
 
 def requirements(extra: str) -> list[Requirement]:
     """Return the requirements of pyproject.toml with this extra."""
-    try:
-        needed = [Requirement(line) for line in importlib.metadata.requires("qarl") or []]
-    except importlib.metadata.PackageNotFoundError as missing:
-        raise NotCheckedError("qarl is run from its source, not installed", "pip install -e .") from missing
+    needed = [Requirement(line) for line in importlib.metadata.requires("qarl") or []]
     return [r for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})]
 
 
 def writable(config: Config) -> None:
     run_dir = config.run_dir
     existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
-    try:  # `os.access` would not notice read-only disks
-        with tempfile.TemporaryDirectory(prefix=".qarl-doctor-", dir=existing):
-            pass
-    except OSError as failure:
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         where, fix = str(run_dir / "config.yaml"), "set output_dir to a folder that can be written to"
-        raise UserError("the config cannot be written", where=where, why=failure.strerror, fix=fix) from failure
+        raise UserError("the config cannot be written", where=where, fix=fix)
 
 
 def start(config: Config) -> Findings:
@@ -232,12 +209,9 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 _WIDTH = 118
 
 
-def run_checks(config: Config, target: Machine, *, threads_given: str | None = None) -> Report:
-    """Make every check for `config` on `target`, without starting an engine, loading weights or writing files.
-
-    `threads_given`: OMP_NUM_THREADS before this process set it.
-    """
-    inputs = RunInputs(config, target, plan=True, threads_given=threads_given)
+def run_checks(config: Config, target: Machine) -> Report:
+    """Make every check for `config` on `target`, without starting an engine, loading weights or writing files."""
+    inputs = RunInputs(config, target, plan=True)
     findings = sorted(examine(inputs, CHECKS), key=lambda finding: TOPICS.index(finding.topic))
     return Report(config.name, target.name, tuple(findings))
 

@@ -48,7 +48,7 @@ import math
 
 import torch
 
-from qarl.config.objectives import RolloutCorrectionConfig
+from qarl.config.actor import RolloutCorrectionConfig
 from qarl.objectives import verl_losses
 from qarl.objectives.metrics import correction_statistics, loss_statistics
 from qarl.objectives.settings import Settings

@@ -1,12 +1,12 @@
 """The settings of an objective and its corrections, resolved from the config of a run.
 
-They are the keys of `qarl.config.objectives` themselves, with what an objective needs from other sections.
+They are the keys of `qarl.config.actor` themselves, with what an objective needs from other sections.
 """
 
 from __future__ import annotations
 
 from qarl.config import Config
-from qarl.config.objectives import SEQUENCE_LOSSES, ObjectiveKeys, RolloutCorrectionConfig
+from qarl.config.actor import SEQUENCE_LOSSES, ObjectiveKeys, RolloutCorrectionConfig
 from qarl.tbpo.config import TBPOConfig
 
 NO_DUAL_CLIP = 1e10

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qarl.config.objectives import RolloutCorrectionConfig
+from qarl.config.actor import RolloutCorrectionConfig
 from qarl.errors import UserError
 from qarl.objectives.settings import NO_DUAL_CLIP, SAME_IN_VERL, TOKEN_CLIP, Settings
 

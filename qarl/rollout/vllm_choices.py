@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from qarl.kernels.cuda.vllm_ops import chosen_int4_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
@@ -25,18 +23,6 @@ def serving_module(architecture: str) -> str | None:
 
     model_class = ModelRegistry.models.get(architecture)
     return None if model_class is None else str(getattr(model_class, "module_name", type(model_class).__module__))
-
-
-def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether vLLM leaves its layer `name` unquantized if the ignore list is `ignore`.
-
-    `fused`: name of each fused layer -> names of its checkpoint layers. Raise ValueError if `ignore` matches only some
-    checkpoint layers of a fused layer."""
-    _require_vllm()
-    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
-
-    mapping = {whole: list(parts) for whole, parts in fused.items()}
-    return bool(should_ignore_layer(name, list(ignore), fused_mapping=mapping))
 
 
 def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int], kernels: str = "engine") -> str:

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from qarl.checks.sampling import sampling_config, truncation
+from qarl.checks.generation import sampling_config, truncation
 from qarl.config import Config
 from qarl.console import stage
 from qarl.data.prompts import Prompt

@@ -18,7 +18,7 @@ import torch
 
 from qarl.align.model import Roots, engine_arithmetic
 from qarl.align.router_replay import known_routing
-from qarl.checks.sampling import sampling_config
+from qarl.checks.generation import sampling_config
 from qarl.config import Config
 from qarl.console import say
 from qarl.errors import UserError

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from qarl.checks.generation import check_sampling
 from qarl.checks.model_folder import cannot_build
 from qarl.checks.run import check_run
-from qarl.checks.sampling import check_sampling
 from qarl.config import Config
 from qarl.console import stage
 from qarl.data.prompts import PromptDataset, PromptSampler

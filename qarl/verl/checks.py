@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qarl.config import Config
-from qarl.config.checks import MIN_TEMPERATURE, divisors
+from qarl.config.schema import MIN_TEMPERATURE
 from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
 from qarl.verl.keys import CORRECTION, PLUGIN
@@ -178,7 +178,7 @@ def refuse_partial_batches(composed: Any, written: set[str]) -> None:
         if actor.use_dynamic_bsz and limit < longest:
             raise refuse(key, f"does not hold a row of {longest} tokens", f"set it to {longest} or more")
         if not actor.use_dynamic_bsz and share % limit:
-            fix = f"choose a divisor of {share}: {divisors(share)}"
+            fix = f"choose a divisor of {share}"
             raise refuse(key, f"does not divide a rank's {share} responses", fix)
 
 

@@ -25,9 +25,9 @@ def said(findings: list[dict[str, Any]], status: str, topic: str | None = None) 
     return [f["what"] for f in findings if f["status"] == status and topic in (None, f["topic"])]
 
 
-def topic_of(name: str, *arguments: str, target: Machine | None = None, threads: str | None = None) -> list[Finding]:
+def topic_of(name: str, *arguments: str, target: Machine | None = None) -> list[Finding]:
     config = load_config(["config=run.yaml", *arguments])
-    found = run_checks(config, target or this_machine(), threads_given=threads)
+    found = run_checks(config, target or this_machine())
     return [finding for finding in found.findings if finding.topic == name]
 
 

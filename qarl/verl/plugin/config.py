@@ -18,8 +18,8 @@ from verl.utils.device import get_device_name
 from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 
 from qarl.config import ActorConfig
+from qarl.config.actor import LOSSES, RolloutCorrectionConfig
 from qarl.config.errors import from_pydantic, show
-from qarl.config.objectives import LOSSES, RolloutCorrectionConfig
 from qarl.config.types import Section
 from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
@@ -52,7 +52,10 @@ class TBPOPolicyLossConfig(_LossKeys):
     correction: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise UserError if the objective is unknown, or if `loss_mode` would ignore it."""
+        """Replace null by the defaults. Raise UserError if the objective is unknown, or `loss_mode` would ignore it."""
+        for name, info in _LOSS_KEYS.items():
+            if getattr(self, name) is None:  # verl's dataclasses refuse a second assignment
+                object.__setattr__(self, name, info.default)
         known, ignored = self.objective in LOSSES, self.loss_mode == "tbpo" and self.objective != "tbpo"
         key = ("actor_rollout_ref.actor.policy_loss.objective", self.objective)
         late = "it is ignored: +qarl=SCHEME sets tbpo, so write +qarl_loss=NAME after it"
@@ -99,7 +102,7 @@ def checked(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
         return kind(**values)
     except ValidationError as error:
         known = {name: key.description or "" for name, key in kind.model_fields.items()}
-        problems = [from_pydantic(item, known, {}) for item in error.errors(include_url=False)]
+        problems = [from_pydantic(item, known) for item in error.errors(include_url=False)]
         raise UserError(
             "; ".join(f"{problem.key}={show(problem.value)}: {problem.reason}" for problem in problems),
             where=", ".join(f"{where}.{problem.key}" for problem in problems),
@@ -108,8 +111,9 @@ def checked(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
 
 
 def _plain(values: Any) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else dict(values)
-    return dict(plain)
+    """Return `values` as a dict, without the keys that are null: they have QaRL's defaults."""
+    plain: Any = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
+    return {key: value for key, value in plain.items() if value is not None}
 
 
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:

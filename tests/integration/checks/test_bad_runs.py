@@ -108,27 +108,13 @@ def lose_a_tensor() -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def tie_weights_that_differ() -> None:
-    file = Path("model/model.safetensors")
-    tensors = load_file(file)
-    edit_model_config(tie_word_embeddings=True)
-    head = tensors["model.embed_tokens.weight"].clone() + 1
-    save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-
-
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "no config": (remove("config.json"), "'model' | model.path | config.json"),
     "weights of another size": (config_is(intermediate_size=128), "cannot be built from its weights | 'model'"),
-    "an adapter": (rename("config.json", "adapter_config.json"), "a LoRA adapter | not a model | model.path"),
-    "an adapter with a config": (
-        rename("model.safetensors", "adapter_model.safetensors", "adapter_config.json"),
-        "a LoRA adapter | not a model | merge_and_unload",
-    ),
-    "a GGUF file": (rename("model.safetensors", "model.gguf"), "GGUF files | not a model | model.path"),
+    "an adapter": (rename("config.json", "adapter_config.json"), "'model' | model.path | config.json"),
     "no tokenizer": (remove("tokenizer*"), "no tokenizer | 'model' | tokenizer.json"),
     "no weights": (remove("model.safetensors"), "cannot be loaded | model.path | safetensors"),
     "a tensor is lacking": (lose_a_tensor, "lacks 1 tensors | model.layers.1.mlp.up_proj.weight | random num"),
-    "tied weights that differ": (tie_weights_that_differ, "ties lm_head.weight to model.embed_tokens.weight"),
     "weights cut short": (cut_the_weights, "model/model.safetensors | cut short"),
     "vocabulary too long": (config_is(vocab_size=128), "64 entries | vocab_size is 128 | masked in the rollout"),
     "vocabulary too short": (config_is(vocab_size=48), "vocab_size is 48 | no embedding"),
@@ -161,7 +147,6 @@ data.max_prompt_length=1 data.filter_overlong_prompts=true | 8 of 8 prompts are 
 data.train_batch_size=10 | batches of 10 from 8 prompts | data.train_batch_size
 reward.function=none.py:score | none.py | reward.function
 output_dir=train.jsonl | train.jsonl/bad | output_dir
-output_dir=/proc/none/x | /proc/none/x | output_dir
 """
 """Arguments that a run refuses, and words of the message."""
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, OptimConfig, load_config
-from qarl.config.objectives import LOSSES
-from qarl.config.objectives import RolloutCorrectionConfig as Correction
+from qarl.config.actor import LOSSES
+from qarl.config.actor import RolloutCorrectionConfig as Correction
 from qarl.diagnose import candidates as candidates_module
 from qarl.diagnose.__main__ import main
 from qarl.diagnose.calibrate import best, t_tail

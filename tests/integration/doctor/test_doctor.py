@@ -60,33 +60,29 @@ def test_the_quickstart_is_called_good(
     assert "trainer: vllm_cpu_wna16 multiplies 28 layers" in printed
 
 
-@pytest.mark.parametrize(
-    ("given", "arguments", "status", "words"),
-    [
-        ("4096", [], "warning", "4096 threads (OMP_NUM_THREADS)"),
-        ("1", ["trainer.num_threads=4096"], "warning", "4096 threads (trainer.num_threads)"),
-        (None, [], "ok", "(a process's share of the cores)"),
-        (None, ["backend=verl", "trainer.n_gpus_per_node=2"], "ok", "(a process's share of the cores) in each of 2"),
-        (CORES, ["backend=verl", "trainer.n_gpus_per_node=2"], "warning", f"{CORES} thread"),
-    ],
-)
 @pytest.mark.verl
-def test_threads(given: str | None, arguments: list[str], status: str, words: str) -> None:
-    found = topic_of("machine", *arguments, threads=given)
-    assert any(finding.status == status and words in finding.what for finding in found), found
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = ["backend=verl", "trainer.n_gpus_per_node=2"]
+    for given, arguments, status in (
+        ("4096", [], "warning"),
+        ("1", ["trainer.num_threads=4096"], "warning"),
+        ("1", two, "ok"),
+        ("1", [*two, f"trainer.num_threads={CORES}"], "warning"),
+    ):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        found = topic_of("machine", *arguments)
+        assert any(finding.status == status and "threads in each of" in finding.what for finding in found), found
 
 
 PACKAGE_FAULTS = {
     "too old": ({"torch": "2.10.0"}, "warning", "torch>=2.11 is supported"),
-    "missing": ({"pydantic": None}, "error", "pydantic is not installed"),
     "another vLLM": ({"vllm-cpu": "0.32.0"}, "warning", "vllm-cpu 0.32.0 is installed"),
 }
 
 
 @pytest.mark.parametrize(("versions", "status", "words"), PACKAGE_FAULTS.values(), ids=PACKAGE_FAULTS)
 def test_packages(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None], status: str, words: str) -> None:
-    real = report.installed
-    monkeypatch.setattr(report, "installed", lambda name: versions[name] if name in versions else real(name))
+    monkeypatch.setattr(report, "package_versions", lambda names: {name: versions.get(name, "0") for name in names})
     found = topic_of("packages", target=Machine("cpu", "this machine", True))
     assert any(finding.status == status and words in finding.what for finding in found), found
     if status != "error":
@@ -176,14 +172,6 @@ def test_gpus_that_are_not_there(there: int | None, errors: int) -> None:
     target = Machine("cuda", "this machine", True, 90, 2**36, gpus=there)
     found = topic_of("machine", "backend=verl", "trainer.n_gpus_per_node=2", target=target)
     assert len([f for f in found if "trainer.n_gpus_per_node is 2" in f.what and f.status == "error"]) == errors
-
-
-@pytest.mark.parametrize(("entry", "differs"), [("qkv_proj", True), ("o_proj", False)])
-def test_a_name_that_vllm_alone_has_is_found(entry: str, differs: bool) -> None:
-    found = topic_of("ignore list", f"quant.ignore=[lm_head, model.layers.0.self_attn.{entry}]")
-    where = [f.where for f in found if "would quantize different layers" in f.what]
-    assert len(where) == differs
-    assert all("only in vLLM: model.layers.0.self_attn" in str(text) for text in where)
 
 
 def test_the_doctor_names_the_reference_policy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,6 @@ def test_tensor_parallel_sizes(name: str, parallel: int, arguments: list[str], e
     _, findings = examine_big(name, max(8, parallel), parallel, *arguments)
     found = [f for f in findings if f["status"] == "error" and f["topic"] == "layer sizes"]
     assert [words in f["what"] for words, f in zip(errors, found, strict=True)] == [True] * len(errors)
-    assert all("sizes that work here: 1, 2" in f["fix"] for f in found)
 
 
 @pytest.mark.verl

@@ -8,7 +8,7 @@ from objective_cases import CORRECTIONS, LOSS_KEYS, B, call, parts, random_rows,
 from papers_losses import paper_loss, resolved_keys
 
 from qarl.config import ConfigError
-from qarl.config.objectives import LOSSES
+from qarl.config.actor import LOSSES
 from qarl.objectives.metrics import reduce_metrics
 from qarl.objectives.settings import objective_settings
 

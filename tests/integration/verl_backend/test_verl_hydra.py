@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
 
-from qarl.config.objectives import LOSSES, RolloutCorrectionConfig
+from qarl.config.actor import LOSSES, RolloutCorrectionConfig
 from qarl.errors import UserError
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.objectives.settings import objective_settings as objective_settings_of_a_run
@@ -50,10 +50,11 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     overridable = set(actor.policy_loss) - {one.name for one in dataclasses.fields(PolicyLossConfig)}
     bands = {one.name for one in dataclasses.fields(TBPOConfig)} - {"loss_agg_mode"}
     assert overridable - {"_target_"} == bands | {"mis_imp_ratio_cap", "correction"}
-    assert OmegaConf.to_container(actor.policy_loss.correction) == ours.rollout_correction.model_dump()
+    assert actor.policy_loss.correction == dict.fromkeys(RolloutCorrectionConfig.model_fields)
+    assert omega_conf_to_dataclass(actor.fsdp_config).quant.align == ours.quant.align
     keys = verl_keys(ours, True)
     named = {key.removeprefix("+"): value for key, value in keys.items()}
-    for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
+    for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "strategy"):
         assert OmegaConf.select(actor, key) == named[f"actor_rollout_ref.actor.{key}"]
     assert actor.kl_loss_type == named["actor_rollout_ref.actor.kl_loss_type"]  # verl's own, low_var_kl, is biased
     for workers in (1, 2):  # the actor is told how many workers an engine has

@@ -13,7 +13,7 @@ from papers_losses import paper_loss, resolved_keys
 from torch.utils._pytree import tree_leaves
 
 from qarl.config import Config, ConfigError
-from qarl.config.objectives import LOSSES
+from qarl.config.actor import LOSSES
 from qarl.errors import UserError
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.step_metrics import mismatch_metrics

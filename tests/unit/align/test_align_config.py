@@ -19,7 +19,7 @@ from qarl.align.hf_config import TABLE, verdict
 from qarl.align.model import resolve_level, rotary_unavailable
 from qarl.align.rotary import is_plain, match_rotary
 from qarl.checks.machine import this_machine
-from qarl.checks.model import check_architecture, check_model, trainer_class
+from qarl.checks.model import check_architecture, check_served, trainer_class
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.run import check_run
 from qarl.config import load_config
@@ -79,9 +79,9 @@ def test_sliding_windows_of_a_llama_are_refused():
     """vLLM gives each layer of a model without `layer_types` the window; transformers' Llama has none."""
     for window in (8, 511, True, "many"):
         with pytest.raises(UserError, match=r"sliding_window=.* in a config of llama is refused"):
-            check_model(make("llama", sliding_window=window))
+            check_served(make("llama", sliding_window=window))
     for harmless in ({"sliding_window": None}, {"sliding_window": 0}, {"sliding_window": 512}):
-        check_model(make("llama", **harmless))
+        check_served(make("llama", **harmless))
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -128,7 +128,7 @@ def test_a_launcher_without_a_gpu_leaves_the_rotary_embedding_to_the_trainer(mon
     config = rotary("qwen3", YARN)
     assert rotary_unavailable(config, "cuda") is None
     assert "no device" in rotary_unavailable(config, "cpu")
-    check_model(config)
+    check_served(config)
 
 
 @needs_vllm_cpu
@@ -136,7 +136,7 @@ def test_a_launcher_without_a_gpu_leaves_the_rotary_embedding_to_the_trainer(mon
 def test_rotary_embeddings_that_differ_are_refused(name):
     config = rotary("llama", UNLIKE[name])
     with pytest.raises(UserError, match=r"(?s)would compute different rotary embeddings.*rope_parameters"):
-        check_model(config)
+        check_served(config)
 
 
 @needs_vllm
@@ -160,7 +160,7 @@ def test_a_config_of_which_no_model_can_be_built_is_refused():
     for family in ("mistral", *FAMILIES):
         config = transformers.CONFIG_MAPPING[family](**SIZES, pad_token_id=999)
         with pytest.raises(UserError, match=r"(?s)no causal language model can be built.*Padding_idx"):
-            check_model(config)
+            check_served(config)
 
 
 NOT_SERVED = {
@@ -180,7 +180,7 @@ def test_models_that_vllm_does_not_serve_itself_are_refused_for_that_reason(mode
     if "no class" in why and served and "transformers" not in served:
         pytest.skip(f"this vLLM has a class for {model_type}: {served}")
     with pytest.raises(UserError, match=why):
-        check_model(other(model_type))
+        check_served(other(model_type))
 
 
 @needs_vllm
@@ -188,10 +188,10 @@ def test_models_that_vllm_does_not_serve_itself_are_refused_for_that_reason(mode
 def test_every_way_in_refuses_a_config_in_the_same_words(startable_run, way):
     edit_model_config(attention_bias=True)
     with pytest.raises(UserError) as wanted:
-        check_model(load_hf_config("model"))
+        check_served(load_hf_config("model"))
     config = load_config(["config=run.yaml", *(["backend=verl"] if way == "verl" else [])])
     if way == "doctor":
-        found = run_checks(config, this_machine(), threads_given=None).findings
+        found = run_checks(config, this_machine()).findings
         assert wanted.value.what in [finding.what for finding in found if finding.status == "error"]
         return
     with pytest.raises(UserError) as refused:

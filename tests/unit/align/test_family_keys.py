@@ -16,7 +16,7 @@ from cpu_features import needs_vllm_cpu
 
 from qarl.align.families import FAMILIES, SHOWN
 from qarl.align.hf_config import COMPARED, REFUSED, SIZES, TABLE, VERDICTS, check_config_keys, read_keys
-from qarl.checks.model import check_model
+from qarl.checks.model import check_served
 from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.trainer.policy import DROPOUTS, Policy
@@ -58,7 +58,7 @@ def test_the_page_shows_the_results() -> None:
 
 def refusal(config: Any) -> str | None:
     try:
-        check_model(config)
+        check_served(config)
     except UserError as error:
         return error.what
     return None

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from qarl.checkpoint.export import ExportRequest, export
+from qarl.checks.generation import eos_warnings
 from qarl.checks.layers import meta_model
 from qarl.checks.model_folder import compared_tensors, load_tokenizer, weight_files
-from qarl.checks.sampling import eos_warnings
 from qarl.errors import UserError
 
 CONTENT = {"empty": b"", "binary": bytes(range(256)) * 8}

@@ -23,9 +23,7 @@ def test_no_shipped_config_is_questioned(path: Path) -> None:
 
 NONSENSE = {
     "optim.lr=4096": "optim.lr=4096.0 is above 0.01",
-    "optim.lr_warmup_steps=1": "covers the whole run of 1 steps",
     "optim.lr=0": "optim.lr=0.0 is below 1e-09",
-    "optim.betas=[0.9, 0.4]": "optim.betas[1]=0.4 is below 0.5",
 }
 
 

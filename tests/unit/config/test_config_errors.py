@@ -35,9 +35,9 @@ def test_duplicate_override(folder: Path) -> None:
 
 
 def test_override_through_a_scalar_and_with_a_mapping(folder: Path) -> None:
-    assert "name is a single value" in override_problem("name.first=x").reason
+    assert "valid string" in override_problem("name.first=x").reason
     assert "valid list" in override_problem("trainer.logger.0=x").reason
-    assert "optim.NAME=VALUE" in override_problem("optim={lr: 1}").fix
+    assert load_config(["config=minimal.yaml", "optim={lr: 1}"]).optim.lr == 1
 
 
 def test_yaml_syntax_error_names_the_line(folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_missing_keys_are_named_one_by_one(folder: Path) -> None:
         ("name=2024", "must be a valid string"),
         ("name=a/b", "pattern"),
         ("seed=1.0", "valid integer"),
-        ("model=5", "section"),
+        ("model=5", "valid dictionary"),
         ("data.train_files=[]", "at least 1 item"),
         ("reward.function=arithmetics", "neither a built-in reward"),
         ("rollout.n=1", "greater than or equal to 2"),
@@ -100,7 +100,7 @@ def test_missing_keys_are_named_one_by_one(folder: Path) -> None:
         ("quant.scheme=nvfp4", "must be 'bf16', 'w4a16', 'w8a8', 'fp8' or 'w4a8'"),
         ("quant.group_size=12", "multiple of 8"),
         ("quant.ignore=[lm_head, 're:(']", "not a regular expression"),
-        ("optim.betas=[0.9]", "too few"),
+        ("optim.betas=[0.9]", "required"),
         ("trainer.test_freq=0", "not a number of steps"),
         ("trainer.logger=[console, wanb]", "must be 'console', 'tensorboard' or 'wandb'"),
     ],
@@ -133,9 +133,7 @@ data.val_files=[] trainer.val_before_train=false trainer.test_freq=5 | data.val_
 trainer.resume_mode=resume_path | trainer.resume_mode | no checkpoint to resume
 trainer.n_gpus_per_node=2 | trainer.n_gpus_per_node | one process
 rollout.tensor_model_parallel_size=2 | rollout.tensor_model_parallel_size | one process
-rollout.max_num_batched_tokens=8 | rollout.max_num_batched_tokens | max_num_seqs = 256
-rollout.val_temperature=0.005 backend=verl | rollout.val_temperature | vLLM samples at 0.01
-rollout.temperature=0.005 | rollout.temperature | 0.01 or more
+rollout.temperature=0.005 | rollout.temperature | greater than or equal to 0.01
 rollout.top_p=0.9 backend=verl | rollout.top_p | whole vocabulary
 rollout.top_k=5 actor.old_log_probs=auto | actor.old_log_probs | rollout.top_k
 actor.old_log_probs=rollout | actor.old_log_probs | always be 1
@@ -188,4 +186,4 @@ def test_error_text(folder: Path) -> None:
 
         actor.ppo_mini_batch_size = 4  (minimal.yaml:13)
           reason: data.train_batch_size = 7 prompts per step do not split into whole mini-batches of 4 prompts
-          fix: choose a divisor of 7 (1, 7), or make data.train_batch_size a multiple of 4""")
+          fix: choose a divisor of 7, or make data.train_batch_size a multiple of 4""")

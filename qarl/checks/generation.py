@@ -1,4 +1,5 @@
-"""Sampling settings of training responses, and checks of them: log-probs of the trainer, and where responses end.
+"""How training responses are generated: their sampling settings, whether the trainer's log-probs can follow these, and
+where responses end. The keys of transformers' `GenerationConfig` are these, too.
 
 vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json. If that file is missing, it
 uses the ids of config.json instead (`SamplingParams.update_from_generation_config` in vLLM 0.29). If one of these ids
@@ -7,7 +8,6 @@ belongs to a different tokenizer, responses may end too early or never.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from qarl.kernels.logprob import Truncation, packed_width
 from qarl.rollout.engine_config import SamplingConfig, sampling_params
 
 _GENERATION = "generation_config.json"
-KEPT_GIB = 4.0
+MASKS_GIB = 4.0
 """Memory limit in GiB for the masks of one batch. A mask says which tokens top-p or top-k keep."""
 
 
@@ -58,9 +58,9 @@ def check_sampling(config: Config, *, level: str, vocabulary: int, confirmed: bo
         )
     responses = config.data.train_batch_size * config.rollout.n
     gib = responses * config.data.max_response_length * packed_width(vocabulary) / 2**30
-    if gib > KEPT_GIB:
+    if gib > MASKS_GIB:
         raise UserError(
-            f"the sets of tokens that top-p or top-k keep may need {gib:.1f} GiB; the limit is {KEPT_GIB:.0f} GiB",
+            f"the sets of tokens that top-p or top-k keep may need {gib:.1f} GiB; the limit is {MASKS_GIB:.0f} GiB",
             where=where,
             why=f"there are {responses} responses of up to {config.data.max_response_length} tokens, and each token "
             f"needs a set of {vocabulary} bits (one per vocabulary entry) until the update is finished",
@@ -70,14 +70,9 @@ def check_sampling(config: Config, *, level: str, vocabulary: int, confirmed: bo
 
 
 def eos_warnings(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
-    """Return warnings about the ends of responses. The list is empty if tokenizer and model agree.
-
-    Raise UserError if an `eos_token_id` is not a token, or is a token of ordinary text.
-    """
+    """Return warnings about the ends of responses. The list is empty if tokenizer and model agree."""
     own = tokenizer.eos_token_id
     where, ids = model_eos(path, hf_config)
-    for token in ids:
-        _check_token(token, tokenizer, where)
     if own is None and not ids:
         return ["neither tokenizer nor model has an EOS: every response ends at data.max_response_length"]
     if own is None or (ids and own not in ids):
@@ -113,22 +108,6 @@ def model_eos(path: str, hf_config: Any) -> tuple[str, list[int]]:
 def _ids_of(config: Any) -> list[int]:
     ids = getattr(config, "eos_token_id", None)
     return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
-
-
-def _check_token(token: int, tokenizer: Any, where: str) -> None:
-    outside = not 0 <= token < len(tokenizer)
-    text = "" if outside else str(tokenizer.convert_ids_to_tokens(token))
-    # Special and added tokens are fine. A few vocabularies list markers such as <|end|> among ordinary words.
-    if token in (*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder) or re.fullmatch(r"<[^\s<>]+>", text):
-        return
-    raise UserError(
-        f"responses would end at token {token}{text and f', {text!r}'}",
-        where=f"model.path: eos_token_id in {where}",
-        why=f"this id does not exist: the tokenizer has {len(tokenizer)} tokens"
-        if outside
-        else "it is a token of ordinary text, so every response that contains it would be cut off there",
-        fix="use tokenizer and config files of the same model",
-    )
 
 
 def _names(tokenizer: Any, ids: Sequence[int]) -> str:

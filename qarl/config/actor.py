@@ -113,10 +113,10 @@ class RolloutCorrectionConfig(Section):
     bound. `clip`: a weight becomes the nearer bound. `mask`: a weight above the upper bound becomes 0. `icepop`: a
     weight outside the two bounds becomes 0."""
 
-    rollout_is_threshold: Annotated[Above, Sane(1.0, 100.0)] = 2.0
-    """The upper bound of a weight."""
+    rollout_is_threshold: Annotated[float, Sane(1.0, 100.0)] = Field(default=2.0, ge=1, le=1e6)
+    """The upper bound of a weight, at least 1."""
 
-    rollout_is_threshold_lower: Annotated[Above | None, Sane(1e-6, 1.0)] = None
+    rollout_is_threshold_lower: Annotated[Below | None, Sane(1e-6, 1.0)] = None
     """The lower bound of a weight, for clip and icepop. null means 1 / rollout_is_threshold."""
 
     rollout_is_batch_normalize: bool = False
@@ -148,8 +148,7 @@ class RolloutCorrectionConfig(Section):
     @property
     def lower(self) -> float:
         """The lower bound of a weight, for the modes that have one."""
-        given = self.rollout_is_threshold_lower
-        return 1 / self.rollout_is_threshold if given is None else given
+        return self.rollout_is_threshold_lower or 1 / self.rollout_is_threshold
 
 
 _BAND, _LOWER_BAND = Sane(1e-6, 1.0), Sane(1e-6, 0.5)
@@ -253,9 +252,7 @@ class OptimConfig(Section):
     lr: Annotated[float, Sane(1e-9, 1e-2)] = Field(default=1e-6, ge=0)
     """AdamW's peak learning rate. The default is the value that the paper gives for Muon (docs/paper_runs.md)."""
 
-    betas: tuple[Annotated[Fraction, Sane(0.0, 0.999)], Annotated[Fraction, Sane(0.5, 0.99999)]] = Field(
-        default=(0.9, 0.999), strict=False
-    )
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False)
     """AdamW's decay rates of the first and second moment."""
 
     eps: Annotated[float, Sane(1e-20, 1e-2)] = Field(default=1e-8, gt=0)

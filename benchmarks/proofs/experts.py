@@ -22,7 +22,7 @@ from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, batch_of, log_pr
 from qarl.align.router_replay import known_routing
 from qarl.bench.model import find_model
 from qarl.checks.generation import sampling_config
-from qarl.diagnose.candidates import with_keys
+from qarl.diagnose.diagnosis import with_keys
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.local import LocalTrainer, request_seed

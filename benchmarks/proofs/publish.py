@@ -23,7 +23,7 @@ from qarl.checkpoint.folder import open_checkpoint, tensor_digest
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config
 from qarl.data.prompts import load_prompts
-from qarl.diagnose.candidates import with_keys
+from qarl.diagnose.diagnosis import with_keys
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig

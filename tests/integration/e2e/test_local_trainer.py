@@ -17,6 +17,7 @@ from engine_helpers import config
 from fresh_vllm import greedy_in_a_fresh_vllm
 from glossary import glossary_metrics
 
+from qarl.quant import linear
 from qarl.rollout.engine import RolloutBatch, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
@@ -140,6 +141,23 @@ def test_response_log_probs_match_each_row_alone(trainer, tmp_path):
             expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None].long())
             torch.testing.assert_close(ours[i, : len(response)].double(), expected[:, 0], rtol=0, atol=0.03)
             assert (ours[i, len(response) :] == 0).all()
+
+
+def test_every_layer_is_quantized_once_an_optimizer_step(trainer, monkeypatch):
+    """Two mini-batches of two micro-batches each, old log-probs and a publish: 28 layers, two quantizations each."""
+    actor = trainer.config.actor.model_copy(update={"ppo_micro_batch_size_per_gpu": 24})
+    monkeypatch.setattr(trainer, "config", trainer.config.model_copy(update={"actor": actor}))
+    made = []
+    original = linear.quantize
+
+    def counted(weight, scheme, *, name):
+        made.append(name)
+        return original(weight, scheme, name=name)
+
+    monkeypatch.setattr(linear, "quantize", counted)
+    trainer.train_step()
+    assert len(set(made)) == 28 and len(made) == 2 * 28
+    assert trainer.timer.pop()["timing_s/quantize"] > 0
 
 
 def test_ctrl_c_ends_after_the_step_and_keeps_everything(tmp_path):

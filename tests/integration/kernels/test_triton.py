@@ -31,14 +31,18 @@ def test_each_capability_has_its_table(capability: tuple[int, int], monkeypatch:
     assert common.architecture(torch.device("cuda", 0)) == NAMES[capability]
 
 
-# The longest two. `make test` has each of their kernels by itself: test_grouped, test_quantize, test_w4a16.
-LONG = ("test_experts", "test_engine_classes")
-CASES = [pytest.param(path, marks=pytest.mark.slow if path.stem in LONG else (), id=path.stem) for path in KERNEL_TESTS]
+# `make test` has each kernel of the longest two by itself: test_grouped, test_quantize, test_w4a16.
+LONG = [path for path in KERNEL_TESTS if path.stem in ("test_experts", "test_engine_classes")]
+CASES = [
+    pytest.param([path for path in KERNEL_TESTS if path not in LONG], id="short"),
+    pytest.param(LONG, id="long", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("path", CASES)
-def test_under_the_interpreter(path: Path) -> None:
-    run = run_interpreted(path)
+@pytest.mark.parametrize("paths", CASES)
+def test_under_the_interpreter(paths: list[Path]) -> None:
+    """In one process: it takes longer to start than a file's tests do."""
+    run = run_interpreted(paths)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
 
 

@@ -1,6 +1,7 @@
 """Loads config and tokenizer of a model from a folder or the Hub, and checks a folder's weights by their headers.
 
-Every fault becomes a UserError. `Policy.load` raises the same errors for faults that it finds while it loads weights.
+Every fault becomes a UserError. Except for tied embeddings, `Policy.load` raises the same errors for faults that it
+finds while it loads weights.
 
 Without a network, huggingface_hub tries a request six times, with pauses of 1, 2, 4, 8 and 8 seconds, before it uses
 its cache (`http_backoff` in version 1.33). It does this for every name. Here one request decides for the whole process.
@@ -12,7 +13,7 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from qarl.config import Config
 from qarl.config.source import DEMO_HINT
@@ -21,6 +22,7 @@ from qarl.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 SECONDS = 3.0
 """Time limit for the Hub's answer in seconds. A name lookup has the limit of the machine's resolver instead."""
@@ -195,6 +197,36 @@ def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
         why = f"the shapes of {len(wrong)} tensors differ from config.json: {name} is {list(stored[name])}, "
         raise cannot_build(path, f"{why}and should be {list(expected[name])}")
     return len(common)
+
+
+def check_tied(weight_files: Sequence[Path], model: nn.Module) -> None:
+    """Raise UserError if the model ties the embeddings, but the files have an output embedding with other values.
+
+    transformers would then train two tensors, and vLLM would use one."""
+    import torch
+    from safetensors import safe_open
+
+    from qarl.checkpoint.compressed_tensors import header_shapes
+    from qarl.quant.convert import tied_names
+
+    embedding = cast("PreTrainedModel", model).get_input_embeddings().weight
+    inputs = [name for name, parameter in model.named_parameters() if parameter is embedding]
+    names = {*inputs, *tied_names(model)} & header_shapes(list(weight_files)).keys()
+    if len(names) < 2:
+        return
+    stored: dict[str, torch.Tensor] = {}
+    for file in weight_files:
+        with safe_open(file, framework="pt") as tensors:
+            stored |= {name: tensors.get_tensor(name).bfloat16() for name in names & set(tensors.keys())}
+    first, *others = sorted(stored, key=lambda name: name not in inputs)
+    for name in others:
+        if not torch.equal(stored[first], stored[name]):
+            raise UserError(
+                f"config.json ties {name} to {first}, but the weight files have different tensors for them",
+                where=f"model.path: {weight_files[0].parent}",
+                why="transformers would train both, and vLLM would use one of them",
+                fix=f'remove {name} from the files, or set "tie_word_embeddings": false if the family can be untied',
+            )
 
 
 def weight_files(path: str) -> list[Path]:

@@ -19,6 +19,7 @@ from qarl.checks.generation import check_sampling
 from qarl.checks.machine import Machine, check_capability
 from qarl.checks.memory import check_kv_cache
 from qarl.checks.model import check_head, check_length, check_not_quantized, level_notes, refuse_hidden_code
+from qarl.checks.model_folder import check_tied
 from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, RunInputs, examine, ok, warning
 from qarl.config import Config
 from qarl.console import note as print_note
@@ -226,5 +227,6 @@ CHECKS = (
     Check("data", "evaluation prompts are new", _val_prompts),
     Check("data", "the reward function scores a row", _reward),
     Check("weights", "all weight files can be opened", lambda weight_files: None),
+    Check("weights", "tied embeddings are equal", check_tied),
 )
 """All checks of a run, in the order in which they are made: the cheapest first."""

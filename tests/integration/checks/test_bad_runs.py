@@ -108,6 +108,14 @@ def lose_a_tensor() -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def tie_weights_that_differ() -> None:
+    file = Path("model/model.safetensors")
+    tensors = load_file(file)
+    edit_model_config(tie_word_embeddings=True)
+    head = tensors["model.embed_tokens.weight"].clone() + 1
+    save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+
+
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "no config": (remove("config.json"), "'model' | model.path | config.json"),
     "weights of another size": (config_is(intermediate_size=128), "cannot be built from its weights | 'model'"),
@@ -115,6 +123,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "no tokenizer": (remove("tokenizer*"), "no tokenizer | 'model' | tokenizer.json"),
     "no weights": (remove("model.safetensors"), "cannot be loaded | model.path | safetensors"),
     "a tensor is lacking": (lose_a_tensor, "lacks 1 tensors | model.layers.1.mlp.up_proj.weight | random num"),
+    "tied weights that differ": (tie_weights_that_differ, "ties lm_head.weight to model.embed_tokens.weight"),
     "weights cut short": (cut_the_weights, "model/model.safetensors | cut short"),
     "vocabulary too long": (config_is(vocab_size=128), "64 entries | vocab_size is 128 | masked in the rollout"),
     "vocabulary too short": (config_is(vocab_size=48), "vocab_size is 48 | no embedding"),

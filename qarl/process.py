@@ -62,11 +62,11 @@ def runs_on_cpu(backend: str) -> bool:
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of those `packages` that are installed."""
-    found = {}
+    versions = {}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def vllm_missing() -> str | None:
@@ -127,8 +127,10 @@ def limit_threads(num_threads: int | None) -> None:
     """Set the size of the OpenMP pool that trainer and engine share. Call this before torch is imported.
 
     If `num_threads` is None, the size is OMP_NUM_THREADS if set, otherwise the number of usable CPUs."""
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2" means 4 threads, and 2 in nested regions
-    wanted = num_threads or (int(given) if given.isdecimal() else 0) or len(os.sched_getaffinity(0))
+    environment = os.environ.get("OMP_NUM_THREADS", "").partition(",")[
+        0
+    ]  # "4,2" means 4 threads, and 2 in nested regions
+    wanted = num_threads or (int(environment) if environment.isdecimal() else 0) or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(wanted)
 
 

@@ -117,9 +117,9 @@ def release_memory_pools() -> None:
     allocator: Any = CuMemAllocator.instance
     if allocator is None:
         return
-    held = allocator.allocator_and_pools
-    pools, allocators = ([entry[i] for entry in held.values()] for i in (0, 1))
-    held.clear()
+    entries = allocator.allocator_and_pools
+    pools, allocators = ([entry[i] for entry in entries.values()] for i in (0, 1))
+    entries.clear()
     pools.clear()  # before the allocators, which a pool calls to free its memory
     gc.collect()
     torch.cuda.empty_cache()

@@ -71,11 +71,13 @@ def align_layers(model: Any) -> dict[str, int]:
     for number, layer in enumerate(base.layers):
         align_module(layer, CudaDecoderLayer)
         align_module(layer.mlp, CudaMLP)
-        found = [(layer.input_layernorm, number > 0), (layer.post_attention_layernorm, True)]
-        found += [(norm, False) for name in ("q_norm", "k_norm") if (norm := getattr(layer.self_attn, name, None))]
-        for norm, after_sum in found:
+        norms_of_layer = [(layer.input_layernorm, number > 0), (layer.post_attention_layernorm, True)]
+        norms_of_layer += [
+            (norm, False) for name in ("q_norm", "k_norm") if (norm := getattr(layer.self_attn, name, None))
+        ]
+        for norm, after_sum in norms_of_layer:
             _align_norm(norm, after_sum)
-        norms += len(found)
+        norms += len(norms_of_layer)
     _align_norm(base.norm, True)
     count = len(base.layers)
     kinds = ("decoder layers (rotary)", "MLPs", f"attentions ({CUDA_ATTENTION})")

@@ -303,7 +303,7 @@ _KEYS: dict[str, str] = {
 VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.split()}
 """Key -> verdict `both`, `rotary` or `neither`, with a reason. A `Refusal` for the model's family overrides it."""
 
-UNREAD = frozenset(key for key, found in VERDICTS.items() if found in (_LOADING, _TRAINING, _ROTARY)) | {
+UNREAD = frozenset(key for key, verdict in VERDICTS.items() if verdict in (_LOADING, _TRAINING, _ROTARY)) | {
     "num_labels",
     "hidden_dropout",
     "residual_dropout",

@@ -40,10 +40,10 @@ _QUERIES = 1024
 """Number of queries whose scores are in memory at once."""
 
 
-def check_plain(level: str, module: nn.Module, given: Mapping[str, Any]) -> None:
-    """Raise ValueError if an attention that is causal, and nothing more, is given an argument that changes it."""
-    changing = [name for name in ("softcap", "sliding_window") if given.get(name) is not None]
-    if not is_causal(module, given):
+def check_plain(level: str, module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if an attention that is causal, and nothing more, gets an argument that changes it."""
+    changing = [name for name in ("softcap", "sliding_window") if options.get(name) is not None]
+    if not is_causal(module, options):
         changing.append("is_causal=False")
     if changing:
         raise ValueError(
@@ -58,20 +58,20 @@ def check_whole_rows(
     key: torch.Tensor,
     mask: torch.Tensor | None,
     dropout: float,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError unless rows start at position 0 and `check_plain` accepts the arguments `given`."""
+    """Raise ValueError unless rows start at position 0 and `check_plain` accepts the arguments `options`."""
     if mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(
             f"quant.align={level} needs rows from position 0, packed or padded on the right, without attention_mask, "
             "key-value cache or attention dropout"
         )
-    check_plain(level, module, given)
+    check_plain(level, module, options)
 
 
-def is_causal(module: nn.Module, given: Mapping[str, Any]) -> bool:
+def is_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:
     """Return whether a token sees only itself and the tokens before it, as transformers' `sdpa` decides it."""
-    chosen = given.get("is_causal")
+    chosen = options.get("is_causal")
     return bool(getattr(module, "is_causal", True) if chosen is None else chosen)
 
 
@@ -169,10 +169,10 @@ def rows_mask(*, attention_mask: torch.Tensor | None = None, **how: Any) -> torc
     return sdpa_mask(attention_mask=attention_mask, **how)
 
 
-def lengths_of_rows(query: torch.Tensor, key: torch.Tensor, given: Mapping[str, Any]) -> Lengths | None:
+def lengths_of_rows(query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]) -> Lengths | None:
     """Return the number of tokens of each row, or None if all rows of the forward are full.
 
-    `query` [B, H, T, D], `key` [B, Hkv, keys, D]. `given`: the keyword arguments of an attention function. If B is 1,
+    `query` [B, H, T, D], `key` [B, Hkv, keys, D]. `options`: the keyword arguments of an attention function. If B is 1,
     rows are packed. Otherwise there is one length for each of the B rows, which are padded on the right.
 
     Raises:
@@ -181,9 +181,9 @@ def lengths_of_rows(query: torch.Tensor, key: torch.Tensor, given: Mapping[str, 
     batch, tokens = query.shape[0], query.shape[2]
     if key.shape[2] != tokens:  # the forward continues from a cache
         return None
-    lengths: Lengths | None = given.get("row_lengths")
+    lengths: Lengths | None = options.get("row_lengths")
     if lengths is None:
-        positions = given.get("position_ids")
+        positions = options.get("position_ids")
         if positions is None or batch > 1 or positions.shape != (1, tokens):
             return None
         return _lengths_of_positions(positions)
@@ -229,31 +229,31 @@ def rows_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    **given: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return transformers' `sdpa` within each row, [B, T, H, D]. Shapes are as in `in_rows`.
 
     Raises:
         ValueError: the rows have a window, but their tokens also see those after them.
     """
-    lengths = lengths_of_rows(query, key, given)
+    lengths = lengths_of_rows(query, key, options)
     if lengths is None or attention_mask is not None:
-        return _attend(module, query, key, value, attention_mask, given), None
-    window, causal = given.get("sliding_window"), is_causal(module, given)
+        return _attend(module, query, key, value, attention_mask, options), None
+    window, causal = options.get("sliding_window"), is_causal(module, options)
     if window is not None and not causal:
         raise ValueError("QaRL does not pack rows whose attention has a window and is not causal")
-    fused = causal and not given.get("dropout") and not _needs_scores(given)
+    fused = causal and not options.get("dropout") and not _needs_scores(options)
     if fused and query.is_cuda and len(query) == 1 and sum(lengths) == query.shape[2]:
-        return varlen_attention(query, key, value, lengths, given.get("scaling"), window), None
+        return varlen_attention(query, key, value, lengths, options.get("scaling"), window), None
 
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return _attend(module, query, key, value, _window_mask(query, window), given)
+        return _attend(module, query, key, value, _window_mask(query, window), options)
 
     return in_rows(attend, query, key, value, lengths), None
 
 
-def _needs_scores(given: Mapping[str, Any]) -> bool:
-    return given.get("softcap") is not None
+def _needs_scores(options: Mapping[str, Any]) -> bool:
+    return options.get("softcap") is not None
 
 
 def _attend(
@@ -262,15 +262,15 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Return attention [B, t, H, D] with the arguments `given`."""
+    """Return attention [B, t, H, D] with the arguments `options`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if not _needs_scores(given):
-        return sdpa_attention_forward(module, query, key, value, mask, **given)[0]
-    causal = is_causal(module, given) and query.shape[2] > 1
-    how = {name: given[name] for name in ("scaling", "dropout", "softcap") if name in given}
+    if not _needs_scores(options):
+        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+    causal = is_causal(module, options) and query.shape[2] > 1
+    how = {name: options[name] for name in ("scaling", "dropout", "softcap") if name in options}
     return scored_attention(query, key, value, mask, causal=causal, **how)
 
 

@@ -94,12 +94,12 @@ def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
     by_number = routers(model)
 
     def replay(number: int) -> Any:
-        given = experts[:, number].to(device=by_number[number].weight.device, dtype=torch.int64)
-        known = known_routing(given)[:, None]
+        replayed = experts[:, number].to(device=by_number[number].weight.device, dtype=torch.int64)
+        known = known_routing(replayed)[:, None]
 
         def hook(router: Any, inputs: Any, output: RouterOutput) -> RouterOutput:
             logits, _, own = output
-            chosen = torch.where(known, given, own)
+            chosen = torch.where(known, replayed, own)
             weights = engine_weights if isinstance(router, AlignedRouter) else transformers_weights
             return logits, weights(logits, chosen, renormalize=router.norm_topk_prob), chosen
 
@@ -146,12 +146,12 @@ def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
         yield record
 
 
-def differing_tokens(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """Return bool [T]: whether the experts of `own` and `given`, both [T, layers, k], differ in at least one layer.
+def differing_tokens(own: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
+    """Return bool [T]: whether the experts of `own` and `replayed`, both [T, layers, k], differ in at least one layer.
 
     The order of a token's experts does not matter. Layers in which one of the two is unknown (`known_routing`) are
     skipped.
     """
-    given = given.to(device=own.device, dtype=own.dtype)
-    known = known_routing(own) & known_routing(given)
-    return ((own.sort(-1).values != given.sort(-1).values).any(-1) & known).any(-1)
+    replayed = replayed.to(device=own.device, dtype=own.dtype)
+    known = known_routing(own) & known_routing(replayed)
+    return ((own.sort(-1).values != replayed.sort(-1).values).any(-1) & known).any(-1)

@@ -84,10 +84,10 @@ class DoctorOptions(BaseModel):
     json_path: str | None = Field(default=None, alias="json", min_length=1)
 
 
-def read_options(given: Mapping[str, str]) -> DoctorOptions:
+def read_options(options: Mapping[str, str]) -> DoctorOptions:
     """Check the doctor's options. Raise UserError for the first one that cannot be used."""
     try:
-        return DoctorOptions.model_validate(given)
+        return DoctorOptions.model_validate(options)
     except ValidationError as invalid:
         problem = invalid.errors()[0]
         what = f"cannot use doctor.{problem['loc'][0]}={problem['input']}: {problem['msg']}"

@@ -129,10 +129,14 @@ def estimate(
         *terms.expert_rows(size, config, align),
         *terms.logits(size, config),
         *engine,
-        *(terms.kept(size, config, device) if device == "cpu" else ()),
+        *(terms.delta_copies(size, config, device) if device == "cpu" else ()),
         Part("libraries and runtime (allowance)", RUNTIME_BYTES),
     ]
-    host = [*terms.on_host(size, config, offload), *terms.kept(size, config, device), *(reference if on_host else [])]
+    host = [
+        *terms.on_host(size, config, offload),
+        *terms.delta_copies(size, config, device),
+        *(reference if on_host else []),
+    ]
     return MemoryEstimate(
         tuple(part for part in parts if part.bytes),
         engine_weights,
@@ -163,10 +167,10 @@ def check_kv_cache(config: Config, size: ModelSize) -> None:
     length = config.data.max_prompt_length + config.data.max_response_length
     blocks = -(-length // KV_BLOCK) + 1
     needed = blocks * KV_BLOCK * size.kv_bytes_per_token()
-    given = config.rollout.cpu_kvcache_space_gib
-    if int(given * GIB) < needed:
+    gib = config.rollout.cpu_kvcache_space_gib
+    if int(gib * GIB) < needed:
         raise UserError(
-            f"rollout.cpu_kvcache_space_gib={given:g} is too small for one sequence of {length} tokens",
+            f"rollout.cpu_kvcache_space_gib={gib:g} is too small for one sequence of {length} tokens",
             where="rollout.cpu_kvcache_space_gib",
             why=f"max_prompt_length + max_response_length need {readable(needed)} of vLLM's KV cache: {blocks} blocks "
             f"of {KV_BLOCK} tokens, including one that vLLM keeps free",

@@ -102,14 +102,14 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     used = ("update", "step") if offload else PHASES
     state = Part(f"{config.optim.name} state, FP32", optimizer_state(size, config) // shards, used)
     fused = not verl and fp32 and config.optim.name == "adamw"
-    one = Part("update of one parameter", 0 if fused else STEP_BYTES * size.largest_parameter // shards, ("step",))
+    single = Part("update of one parameter", 0 if fused else STEP_BYTES * size.largest_parameter // shards, ("step",))
     if verl:
         masters = (4 if fp32 else 2) * parameters // shards
         return [
             Part(f"{'FP32' if fp32 else 'BF16'} masters, sharded", masters, PHASES[1:] if offload else PHASES),
             state,
             Part("FP32 gradients, sharded", 4 * parameters // shards, ("update", "step")),
-            one,
+            single,
         ]
     row = config.data.max_prompt_length + config.data.max_response_length
     several = config.actor.ppo_mini_batch_size * config.rollout.n * row > micro_batch_tokens(config)
@@ -119,7 +119,7 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
         state,
         Part("FP32 gradient sums", 4 * parameters, ("update", "step") if several else ("step",)),
         Part("BF16 gradients of a micro-batch", 2 * parameters, ("update",)),
-        one,
+        single,
     ]
 
 
@@ -193,13 +193,13 @@ def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
     passed = [size.activation_bytes_per_token(align, layer) for layer in range(size.layers)]
     rows = size.expert_row_bytes if has_own_experts(size, config, align) else 0
     layer_bytes = [each - rows * (layer in size.sparse_layers) for layer, each in enumerate(passed)]
-    kept = sum(layer_bytes)
+    saved = sum(layer_bytes)
     if config.model.gradient_checkpointing:
-        kept = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(layer_bytes)
+        saved = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(layer_bytes)
     forward, backward = micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)
     return [
         Part("activations, log-probs", forward * max(passed), ("old_log_prob",)),
-        Part("activations, update", backward * kept, ("update",)),
+        Part("activations, update", backward * saved, ("update",)),
     ]
 
 
@@ -258,7 +258,7 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
     ]
 
 
-def kept(size: ModelSize, config: Config, device: str) -> list[Part]:
+def delta_copies(size: ModelSize, config: Config, device: str) -> list[Part]:
     """Return the published tensors that trainer and engine keep for delta publishes.
 
     The local trainer keeps no tensors, because it compares with the tensors that the engine keeps."""
@@ -266,9 +266,9 @@ def kept(size: ModelSize, config: Config, device: str) -> list[Part]:
     separate = config.verl.get("actor_rollout_ref.rollout.checkpoint_engine.backend") == "qarl"
     if config.publish.delta == "off" or (device == "cuda" and not separate):
         return []
-    one = sum(published(size, config).values())
-    ours = [Part("kept for delta publishes: trainer", one, once=separate)] if config.backend == "verl" else []
-    return [*ours, Part("kept for delta publishes: engine", one)]
+    copied = sum(published(size, config).values())
+    ours = [Part("kept for delta publishes: trainer", copied, once=separate)] if config.backend == "verl" else []
+    return [*ours, Part("kept for delta publishes: engine", copied)]
 
 
 def on_host(size: ModelSize, config: Config, offload: bool) -> list[Part]:
@@ -294,8 +294,8 @@ def reference(size: ModelSize, config: Config, align: str, kernels: Mapping[Shap
         return [Part(f"reference policy, {name}, sharded", each * size.parameters // ranks(config))]
     if not config.actor.use_kl_loss:
         return []
-    kept = sum(part.bytes for part in low_bit(size, config, align, kernels) if part.phases == PHASES)
-    return [Part("reference policy: weights and low-bit tensors", 2 * size.parameters + kept)]
+    packed = sum(part.bytes for part in low_bit(size, config, align, kernels) if part.phases == PHASES)
+    return [Part("reference policy: weights and low-bit tensors", 2 * size.parameters + packed)]
 
 
 def own_layout(size: ModelSize, config: Config) -> int:

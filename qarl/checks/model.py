@@ -107,7 +107,7 @@ def trainer_class(hf_config: Any) -> str:
     from transformers import AutoModelForCausalLM
 
     try:
-        found = AutoModelForCausalLM._model_mapping[type(hf_config)]
+        chosen_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
     except KeyError:
         raise UserError(
             f"transformers has no causal language model for model_type {hf_config.model_type!r}",
@@ -115,7 +115,7 @@ def trainer_class(hf_config: Any) -> str:
             why="a class that comes with the model's folder does not count, because vLLM would run a different one",
             fix="give a causal language model that transformers and vLLM both know",
         ) from None
-    chosen: Any = found[0] if isinstance(found, tuple | list) else found
+    chosen: Any = chosen_class[0] if isinstance(chosen_class, tuple | list) else chosen_class
     return str(chosen.__name__)
 
 

@@ -37,29 +37,29 @@ class ModelSize:
     @classmethod
     def from_config(cls, config: Any) -> ModelSize:
         """Read a transformers config or the content of a config.json. Raise KeyError if it lacks a required number."""
-        given: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-        heads, kind = given["num_attention_heads"], given.get("model_type", "")
-        layers = given["num_hidden_layers"]
-        experts = given.get("num_experts") or given.get("num_local_experts") or 0
-        every, dense = given.get("decoder_sparse_step") or 1, given.get("mlp_only_layers") or ()
+        keys: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        heads, kind = keys["num_attention_heads"], keys.get("model_type", "")
+        layers = keys["num_hidden_layers"]
+        experts = keys.get("num_experts") or keys.get("num_local_experts") or 0
+        every, dense = keys.get("decoder_sparse_step") or 1, keys.get("mlp_only_layers") or ()
         sparse = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % every == 0)
-        attention_bias = bool(given.get("attention_bias"))
+        attention_bias = bool(keys.get("attention_bias"))
         return cls(
             layers=layers,
-            hidden=given["hidden_size"],
-            intermediate=given["intermediate_size"],
+            hidden=keys["hidden_size"],
+            intermediate=keys["intermediate_size"],
             heads=heads,
-            kv_heads=given.get("num_key_value_heads") or heads,
-            head_dim=given.get("head_dim") or given["hidden_size"] // heads,
-            vocab=given["vocab_size"],
-            tied=bool(given.get("tie_word_embeddings")),
+            kv_heads=keys.get("num_key_value_heads") or heads,
+            head_dim=keys.get("head_dim") or keys["hidden_size"] // heads,
+            vocab=keys["vocab_size"],
+            tied=bool(keys.get("tie_word_embeddings")),
             qkv_bias=kind in ("qwen2", "qwen2_moe") or attention_bias,
             o_bias=attention_bias,
-            mlp_bias=bool(given.get("mlp_bias")),
+            mlp_bias=bool(keys.get("mlp_bias")),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             experts=experts,
-            experts_per_token=given.get("num_experts_per_tok") or 0,
-            moe_intermediate=given.get("moe_intermediate_size") or 0,
+            experts_per_token=keys.get("num_experts_per_tok") or 0,
+            moe_intermediate=keys.get("moe_intermediate_size") or 0,
             sparse_layers=sparse,
         )
 

@@ -43,10 +43,10 @@ class Problem:
     about: str | None = None
 
     def __str__(self) -> str:
-        given = f": {self.value!r}" if self.value is NOT_GIVEN else f" = {show(self.value)}"
+        value = f": {self.value!r}" if self.value is NOT_GIVEN else f" = {show(self.value)}"
         origin = f"  ({self.source})" if self.source else ""
         about = f"\n  about: {self.about}" if self.about else ""
-        return f"{self.key}{given}{origin}\n  reason: {self.reason}{about}\n  fix: {self.fix}"
+        return f"{self.key}{value}{origin}\n  reason: {self.reason}{about}\n  fix: {self.fix}"
 
 
 class ConfigError(UserError):

@@ -105,8 +105,8 @@ def _keys(section: type[Section], prefix: str = "") -> list[Key]:
         if name in sections() and not prefix:
             continue
         unit = next((item.name for item in info.metadata if isinstance(item, Unit)), "")
-        given = info.get_default(call_default_factory=True)
-        default = "" if info.is_required() else given if isinstance(given, str) else show(given)
+        default_value = info.get_default(call_default_factory=True)
+        default = "" if info.is_required() else default_value if isinstance(default_value, str) else show(default_value)
         meaning = " ".join((info.description or "").split())
         keys.append(Key(f"{prefix}{name}", meaning, _values(described[name]), unit, default))
     return keys

@@ -318,10 +318,10 @@ def flat_values(values: Mapping[str, Any], bad_keys: set[str]) -> dict[str, Any]
     fields = Config.model_fields.items()
     flat = {name: values.get(name, info.default) for name, info in fields if name not in sections()}
     for name, section in sections().items():
-        given = values[name]
-        if isinstance(given, Mapping):
+        value = values[name]
+        if isinstance(value, Mapping):
             for child, info in section.model_fields.items():
-                flat[f"{name}.{child}"] = given.get(child, info.default)
+                flat[f"{name}.{child}"] = value.get(child, info.default)
     return {key: value for key, value in flat.items() if key not in bad_keys}
 
 

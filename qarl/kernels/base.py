@@ -209,5 +209,5 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if assumed is None:
         kernel[grid](*arguments, **options)
         return
-    given = [getattr(argument, "base", argument) for argument in (*arguments, *options.values())]
-    assumed.launched(str(kernel.fn.__name__), [value for value in given if isinstance(value, torch.Tensor)])
+    values = [getattr(argument, "base", argument) for argument in (*arguments, *options.values())]
+    assumed.launched(str(kernel.fn.__name__), [value for value in values if isinstance(value, torch.Tensor)])

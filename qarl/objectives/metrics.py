@@ -134,7 +134,7 @@ def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float
 
     `statistics`: from all mini-batches of a step except the first, in which every ratio is 1 by construction."""
     later = list(statistics)
-    if any(_IS_TBPO in one for one in later):
+    if any(_IS_TBPO in name for name in later):
         return tbpo.after_first_metrics(later)
     clipped = {name: value for name, value in reduce_metrics(later).items() if "/pg_clipfrac" in name}
     return {f"{name}_after_first": value for name, value in clipped.items()} | token_metrics(combine(later))

@@ -101,13 +101,13 @@ def kl_term(
     an older policy, so K2's gradient is biased too. The term is averaged like the loss."""
     core = core_algos()
     new, old = (torch.where(mask, values, 0.0).float() for values in (log_prob, reference.detach()))
-    found: torch.Tensor = core.agg_loss(
+    loss: torch.Tensor = core.agg_loss(
         loss_mat=core.kl_penalty(logprob=new, ref_logprob=old, kl_penalty="low_var_kl+"),
         loss_mask=mask.float(),
         loss_agg_mode=settings.loss_agg_mode,
         **_whole(settings, responses, tokens),
     )
-    return found
+    return loss
 
 
 def _whole(settings: Settings, responses: int, tokens: int) -> dict[str, int]:
@@ -139,8 +139,8 @@ def outcome_advantages(
     function = core.get_adv_estimator_fn(name)
     index = np.array([str(group_id) for group_id in group_ids])
     advantages, _ = function(token_level_rewards=scores, response_mask=mask, index=index, config=AlgoConfig(gamma=1.0))
-    found: torch.Tensor = advantages[:, 0]
-    return found
+    per_response: torch.Tensor = advantages[:, 0]
+    return per_response
 
 
 def has_weight(correction: RolloutCorrectionConfig) -> bool:
@@ -160,10 +160,10 @@ def weight_bounds(correction: RolloutCorrectionConfig) -> str | float:
 
 def rejection_bounds(correction: RolloutCorrectionConfig) -> str:
     """Return verl's `rollout_rs_threshold`. Bounds of K2 and K3 are in nats, those of K1 are exp(K1): LOWER_UPPER."""
-    options, given = correction.rollout_rs, correction.rollout_rs_threshold
+    options, uppers = correction.rollout_rs, correction.rollout_rs_threshold
     lower = correction.rollout_rs_threshold_lower
     bounds = []
-    for option, upper in zip(options, given * len(options) if len(given) == 1 else given, strict=True):
+    for option, upper in zip(options, uppers * len(options) if len(uppers) == 1 else uppers, strict=True):
         pair = (-_LARGEST if lower is None else lower, upper)
         ratios = (math.exp(min(max(nats, -_LARGEST), _LARGEST)) for nats in pair)
         bounds.append("_".join(map(repr, ratios)) if option.endswith("k1") else repr(upper))
@@ -175,15 +175,15 @@ def correction_weights(
 ) -> torch.Tensor:
     """Return verl's weights from log r_corr, [B, T]. `mask`: bool, with at least one token."""
     try:
-        found: torch.Tensor
-        found, _ = corrections().compute_rollout_correction_weights(
+        weights: torch.Tensor
+        weights, _ = corrections().compute_rollout_correction_weights(
             log_ratio,
             mask.float(),
             rollout_is=correction.rollout_is,
             rollout_is_threshold=weight_bounds(correction),
             rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
         )
-        return found
+        return weights
     except ZeroDivisionError:
         # verl's metric of the effective sample size divides by mean(w^2), which is 0 only if every weight is 0.
         return torch.zeros_like(log_ratio)

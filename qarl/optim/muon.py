@@ -152,15 +152,15 @@ def _exchange(matrices: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], g
     `parts`: this rank's rows of the directions, FP32.
     """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    held = [part.numel() for part in parts] + [0] * (ranks - len(parts))
+    sizes = [part.numel() for part in parts] + [0] * (ranks - len(parts))
     rows = columns = 0
     if me < len(matrices):
         rows, columns = matrices[me].shape
     collected = [(stop - start) * columns for start, stop in bounds(rows, ranks)]
     sent = torch.cat([part.reshape(-1).to(torch.bfloat16) for part in parts])
     whole = sent.new_empty(rows * columns)
-    dist.all_to_all_single(whole, sent, collected, held, group=group)
+    dist.all_to_all_single(whole, sent, collected, sizes, group=group)
     update = orthogonalized(whole.view(rows, columns)).reshape(-1) if rows else whole
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, update, held, collected, group=group)
-    return [mine.view(part.shape) for part, mine in zip(parts, received.split(held[: len(parts)]), strict=True)]
+    dist.all_to_all_single(received, update, sizes, collected, group=group)
+    return [mine.view(part.shape) for part, mine in zip(parts, received.split(sizes[: len(parts)]), strict=True)]

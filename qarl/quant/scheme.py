@@ -217,7 +217,7 @@ def _from_parsed(config: QuantizationConfig) -> Scheme:
     activations = QuantArgs.from_compressed_tensors(group.input_activations) if group.input_activations else None
     for name in SCHEMES:
         scheme = get_scheme(name, group_size=weights.group_size or 128)
-        found = (scheme.weights, scheme.input_activations, scheme.format)
-        if scheme.quantized and found == (weights, activations, config.format):
+        layout = (scheme.weights, scheme.input_activations, scheme.format)
+        if scheme.quantized and layout == (weights, activations, config.format):
             return scheme
     raise ValueError(f"weights {weights}, activations {activations}, format {config.format!r}")

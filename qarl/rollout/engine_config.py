@@ -184,13 +184,13 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
         raise UserError("vLLM refuses these sampling values", where=where, why=why, fix="change that key") from error
     if sampling.temperature == 0:
         return params  # for greedy sampling vLLM resets top_p and top_k, which have no effect
-    changed = {name: found for name, value in asked.items() if (found := getattr(params, name)) != value}
+    changed = {name: value_read for name, value in asked.items() if (value_read := getattr(params, name)) != value}
     if changed:
         raise UserError(
             "vLLM would sample with different values",
             where=where,
-            why="it would use " + ", ".join(f"{name}={found}" for name, found in changed.items()),
-            fix="set " + ", ".join(f"rollout.{name}={found}" for name, found in changed.items()),
+            why="it would use " + ", ".join(f"{name}={value_read}" for name, value_read in changed.items()),
+            fix="set " + ", ".join(f"rollout.{name}={value_read}" for name, value_read in changed.items()),
         )
     return params
 

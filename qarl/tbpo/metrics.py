@@ -73,8 +73,8 @@ def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float
     later = list(statistics)
     metrics = reduce_metrics(later)
     about_bands = ("_band_frac", "/band_p95", "/band_factor_p95")
-    found = {f"{name}_after_first": value for name, value in metrics.items() if name.endswith(about_bands)}
-    return found | token_metrics(combine(later))
+    renamed = {f"{name}_after_first": value for name, value in metrics.items() if name.endswith(about_bands)}
+    return renamed | token_metrics(combine(later))
 
 
 def response_metrics(total: Mapping[str, Any]) -> dict[str, float]:
@@ -205,14 +205,14 @@ def token_statistics(
     kind = torch.bucketize(old_log_prob.detach()[valid].double(), edges)
     moved = (log_prob.detach().double() - old_log_prob.detach().double()).abs()[valid]
     sign = advantage[:, None].expand(valid.shape)[valid]
-    found = {}
+    sums = {}
     for name, chosen in (("pos", sign > 0), ("neg", sign < 0)):
         for index, label in enumerate(CLASSES):
             values = torch.where(chosen & (kind == index), moved, 0.0)
-            found[f"sum/tokens/{name}_{label}"] = (chosen & (kind == index)).sum().double()
-            found[f"sum/moved/{name}_{label}"] = values.sum()
-            found[f"max/moved/{name}_{label}"] = values.max() if values.numel() else values.sum()
-    return as_numbers(found)
+            sums[f"sum/tokens/{name}_{label}"] = (chosen & (kind == index)).sum().double()
+            sums[f"sum/moved/{name}_{label}"] = values.sum()
+            sums[f"max/moved/{name}_{label}"] = values.max() if values.numel() else values.sum()
+    return as_numbers(sums)
 
 
 def token_metrics(total: Mapping[str, float]) -> dict[str, float]:

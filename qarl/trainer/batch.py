@@ -219,9 +219,9 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     for row, length in enumerate(lengths):
         heapq.heappush(heap, (-length, row, [(length, [row]), *((0, []) for _ in range(count - 1))]))
     while len(heap) > 1:
-        _, first, one = heapq.heappop(heap)
+        _, first, largest = heapq.heappop(heap)
         _, second, other = heapq.heappop(heap)
-        joined = [(a + b, rows + more) for (a, rows), (b, more) in zip(one, reversed(other), strict=True)]
+        joined = [(a + b, rows + more) for (a, rows), (b, more) in zip(largest, reversed(other), strict=True)]
         joined.sort(key=lambda item: (-item[0], item[1]))
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
     return sorted(sorted(rows) for _, rows in heap[0][2] if rows) if heap else []

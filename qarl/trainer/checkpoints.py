@@ -155,18 +155,18 @@ class Checkpoints:
 
     def _compare(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
         """Return the metrics `resume/*` in the first step after a resume, and {} in other steps."""
-        found, self._resume_metrics = self._resume_metrics, {}
-        if not found or self.checkpoint is None:
+        pending, self._resume_metrics = self._resume_metrics, {}
+        if not pending or self.checkpoint is None:
             return {}
         before, now = self.checkpoint.metrics.get(_K3, math.nan), metrics.get(_K3, math.nan)
-        found |= {"resume/k3_before": before, "resume/k3": now}
+        pending |= {"resume/k3_before": before, "resume/k3": now}
         tracker.message(f"first step after the resume: {_K3} {now:.2e}, {before:.2e} in the step before")
         if now > max(10 * before, 1e-4):
             tracker.message(
                 "warning: trainer and engine differ more than ten times as much as before; "
                 "if the next steps do too, the weights were restored or published wrongly"
             )
-        return found
+        return pending
 
 
 def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str, Any]:

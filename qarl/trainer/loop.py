@@ -119,8 +119,8 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
         checkpoints.resumed(tracker)
         try:
             with stage("comparing the log-probs of trainer and engine"):
-                found = probe(trainer)
-            tracker.message(found)
+                metrics = probe(trainer)
+            tracker.message(metrics)
             run_steps(trainer, checkpoints, tracker, stop, start)
         except BaseException as error:
             failure = error

@@ -91,8 +91,8 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
             note(f"{problem.what} ({problem.why}); it was renamed to {name}, and an earlier checkpoint is used")
         for text in start.notes:
             note(text)
-        found = start.checkpoint
-        say(start_line(config, (found.folder, found.step) if found else None, start.fresh))
+        checkpoint = start.checkpoint
+        say(start_line(config, (checkpoint.folder, checkpoint.step) if checkpoint else None, start.fresh))
         if not start.stays_in(run_dir):
             fresh_run_dir(run_dir)
     with lock_run(run_dir, create=True):
@@ -183,11 +183,13 @@ def _within(folder: Path, run_dir: Path) -> bool:
 
 
 def _how_to_extend(config: Config) -> tuple[str, ...]:
-    found = list_checkpoints(checkpoints_dir(config.run_dir))
-    if not found or found[0][0] >= config.trainer.total_training_steps:
+    checkpoints = list_checkpoints(checkpoints_dir(config.run_dir))
+    if not checkpoints or checkpoints[0][0] >= config.trainer.total_training_steps:
         return ()
     how = "trainer.resume_mode=resume_path trainer.resume_from_path=.../checkpoints"
-    return (f"{config.name} is finished, so this run starts fresh; to resume from its end: {how}/step_{found[0][0]}",)
+    return (
+        f"{config.name} is finished, so this run starts fresh; to resume from its end: {how}/step_{checkpoints[0][0]}",
+    )
 
 
 def _newest(run_dir: Path) -> Start:
@@ -282,14 +284,14 @@ def lock_run(run_dir: Path, *, create: bool = False) -> Iterator[bool]:
         yield False
         return
     with file:
-        held = True
+        locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise _busy(run_dir) from error
         except OSError:
-            held = False
-        yield held
+            locked = False
+        yield locked
 
 
 def _busy(run_dir: Path) -> UserError:

@@ -131,7 +131,7 @@ def engine_rotary(config: Any, head_size: int) -> Any:
     modules: dict[Any, Any] = getattr(rotary_embedding, "_ROPE_DICT", {})
     before = set(modules)
     with set_current_vllm_config(VllmConfig()):
-        found = rotary_embedding.get_rope(
+        rotary = rotary_embedding.get_rope(
             head_size,
             max_position=config.max_position_embeddings,
             rope_parameters=config.rope_parameters,
@@ -140,7 +140,7 @@ def engine_rotary(config: Any, head_size: int) -> Any:
         )
     for key in set(modules) - before:
         del modules[key]
-    return found
+    return rotary
 
 
 def computed_turns(rotary: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

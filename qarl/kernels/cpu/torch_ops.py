@@ -159,8 +159,8 @@ def upcast_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 def _scaled_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply e4m3 [M, K] by the transpose of e4m3 [N, K], with unit scales; return FP32 [M, N]."""
-    one = torch.ones(1, dtype=torch.float32)
-    return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    unit_scale = torch.ones(1, dtype=torch.float32)
+    return torch._scaled_mm(x, weight.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.float32)
 
 
 @cache
@@ -209,8 +209,8 @@ class CpuW4A8Linear(LinearKernel):
         for start in range(0, x.shape[0], _W4A8_ROWS_AT_A_TIME):
             rows = slice(start, start + _W4A8_ROWS_AT_A_TIME)
             total = torch.zeros(values[rows].shape[0], channels, dtype=torch.float32)
-            for number, (one, its_scale) in enumerate(zip(codes, scale, strict=True)):
-                sums = torch._int_mm(values[rows, number * group : (number + 1) * group], one)
+            for number, (group_codes, its_scale) in enumerate(zip(codes, scale, strict=True)):
+                sums = torch._int_mm(values[rows, number * group : (number + 1) * group], group_codes)
                 total.add_(sums.float().mul_(its_scale))
             total.mul_(token_scale[rows])
             output[rows] = total if fp32_bias is None else total.add_(fp32_bias)

@@ -173,7 +173,9 @@ def tables() -> dict[str, dict[str, tuple[Rule, ...]]]:
         return Rule(Tile(*entry["tile"]), entry.get("max_m"))
 
     stored = json.loads(PATH.read_text(encoding="utf-8"))
-    return {kind: {name: tuple(map(rule, rules)) for name, rules in found.items()} for kind, found in stored.items()}
+    return {
+        kind: {name: tuple(map(rule, rules)) for name, rules in by_name.items()} for kind, by_name in stored.items()
+    }
 
 
 def architecture(device: torch.device) -> str:
@@ -248,7 +250,7 @@ def _counters(count: int, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
-    found = _COUNTERS.get(key)
-    if found is None or found.numel() < count:
-        found = _COUNTERS[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-    return found
+    counters = _COUNTERS.get(key)
+    if counters is None or counters.numel() < count:
+        counters = _COUNTERS[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+    return counters

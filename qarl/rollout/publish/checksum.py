@@ -49,8 +49,8 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     sums = [checksum(tensor.detach()) for tensor in tensors]
     if not sums:
         return []
-    device = max((one.device for one in sums), key=lambda one: one.type != "cpu")
-    numbers: list[int] = torch.stack([one.to(device, non_blocking=True) for one in sums]).tolist()
+    device = max((part.device for part in sums), key=lambda part: part.type != "cpu")
+    numbers: list[int] = torch.stack([part.to(device, non_blocking=True) for part in sums]).tolist()
     return numbers
 
 
@@ -150,7 +150,7 @@ def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
     places = torch.arange(len(owners)) - (rows.cumsum(0) - rows)[owners]
     outer = weights(2, 1 << int(rows.max()).bit_length(), torch.device("cpu"))[places]
     start = torch.tensor([sizes, [0] * len(sizes)])
-    return _Plan(tuple(rows.tolist()), *(one.to(device) for one in (start, owners, outer, (rows > 1)[owners])))
+    return _Plan(tuple(rows.tolist()), *(part.to(device) for part in (start, owners, outer, (rows > 1)[owners])))
 
 
 @lru_cache(maxsize=8)
@@ -164,7 +164,7 @@ def check_unit(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> torc
     groups: dict[tuple[torch.device, str], list[int]] = {}
     for i, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, _way(tensor)), []).append(i)
-    device = max((device for device, _ in groups), key=lambda one: one.type != "cpu")
+    device = max((device for device, _ in groups), key=lambda candidate: candidate.type != "cpu")
     results = []
     for (_, way), numbers in groups.items():
         if way == "rows":

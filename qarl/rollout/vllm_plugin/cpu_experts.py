@@ -251,7 +251,9 @@ def scheme_of(operand_args: Mapping[str, Any]) -> Scheme | None:
         return None
     group_size = (operands[0] and operands[0].group_size) or 128
     schemes = (get_scheme(name, group_size) for name in ("w4a16", "w8a8", "fp8"))
-    return next((one for one in schemes if [one.weights, one.input_activations] == operands), None)
+    return next(
+        (candidate for candidate in schemes if [candidate.weights, candidate.input_activations] == operands), None
+    )
 
 
 class RepairedUnquantizedMethod(UnquantizedFusedMoEMethod):

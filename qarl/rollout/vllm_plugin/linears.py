@@ -44,8 +44,12 @@ Answer = tuple[bool, str | None]
 def requested() -> KernelRequest | None:
     """Return what the engine that is being built was asked for, or None if it uses vLLM's own kernels."""
     config = get_current_vllm_config_or_none()
-    given = config.additional_config if config is not None else None
-    return KernelRequest(*given[REQUEST_KEY]) if isinstance(given, Mapping) and REQUEST_KEY in given else None
+    additional = config.additional_config if config is not None else None
+    return (
+        KernelRequest(*additional[REQUEST_KEY])
+        if isinstance(additional, Mapping) and REQUEST_KEY in additional
+        else None
+    )
 
 
 @torch.library.custom_op(
@@ -80,12 +84,12 @@ class _Own:
 
     request: KernelRequest
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
         """The arguments are those of the vLLM class that stands behind this one among the bases."""
-        super().__init__(*given, **named)
-        found = requested()
-        assert found is not None
-        self.request = found
+        super().__init__(*arguments, **named)
+        request = requested()
+        assert request is not None
+        self.request = request
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:

@@ -171,16 +171,6 @@ def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
         linears.check_in_use(running.engine.model(), None)
 
 
-@pytest.mark.parametrize("kernels", ["engine", "dequantized"])
-def test_w4a8_is_refused_without_our_kernel(tmp_path: Path, kernels: str) -> None:
-    folder = save_random_model(tmp_path / "qwen3")
-    config = EngineConfig(
-        str(folder), get_scheme("w4a8", group_size=32), ("lm_head",), max_model_len=64, kernels=kernels
-    )
-    with pytest.raises(UserError, match=r"(?s)w4a8 rollouts are refused.*quant.kernels=qarl"):
-        RolloutEngine(config)
-
-
 def test_an_engine_without_the_plugin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from qarl.rollout import vllm_plugin
 

@@ -182,57 +182,47 @@ def test_evaluation_sets_keep_duplicates_and_count_them(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"problem": "p", "answer": "1"}\n{"problem": "p', "line 2 is not a JSON object"),
-        ("a.jsonl", b"[1]\n", "line 1 is not a JSON object"),
-        ("a.jsonl", b"\n", "no rows"),
-        ("a.jsonl", b'{"text": "p", "answer": "1"}\n', "no column with the problem"),
-        ("a.jsonl", b'{"problem": "p", "answer": ""}\n', "no row is left"),
-        ("a.parquet", b"version https://git-lfs", "cannot read"),
-        ("a.csv", b"problem,answer\n", "there is no .parquet"),
-    ],
-)
-def test_unusable_files_are_user_errors(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    content: bytes,
-    message: str,
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    output = tmp_path / "out" / "train.parquet"
-    assert train(output, "--no-eval", "--file", str(tmp_path / name)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert message in error
-    assert "fix: " in error
-    assert not output.parent.exists() or list(output.parent.iterdir()) == []
-
-
-HERE = ["--file", "a.jsonl"]
+FILES = {
+    "good.jsonl": b'{"problem": "p", "answer": "1"}\n',
+    "cut.jsonl": b'{"problem": "p", "answer": "1"}\n{"problem": "p',
+    "list.jsonl": b"[1]\n",
+    "empty.jsonl": b"\n",
+    "text.jsonl": b'{"text": "p", "answer": "1"}\n',
+    "unanswered.jsonl": b'{"problem": "p", "answer": ""}\n',
+    "lfs.parquet": b"version https://git-lfs",
+    "a.csv": b"problem,answer\n",
+}
 
 
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (train, [*HERE, "--eval", "none"], "prepare_math_eval.py"),
-        (train, ["--file", "gone.jsonl", "--no-eval"], "there is no .parquet"),
-        (train, [*HERE, "--no-eval", "--answer-column", "x"], "looked for x"),
-        (evaluate, ["--sets", "amc", "--file", "aime24=a.jsonl"], "the sets to prepare are amc"),
-        (evaluate, ["--sets", "amc", "--file", "amc"], "--file amc"),
-        (evaluate, ["--sets", "amc", "--samples", "amc=0"], "not a number of responses"),
+        (train, "--no-eval --file cut.jsonl", "line 2 is not a JSON object"),
+        (train, "--no-eval --file list.jsonl", "line 1 is not a JSON object"),
+        (train, "--no-eval --file empty.jsonl", "no rows"),
+        (train, "--no-eval --file text.jsonl", "no column with the problem"),
+        (train, "--no-eval --file unanswered.jsonl", "no row is left"),
+        (train, "--no-eval --file lfs.parquet", "cannot read"),
+        (train, "--no-eval --file a.csv", "there is no .parquet"),
+        (train, "--no-eval --file gone.jsonl", "there is no .parquet"),
+        (train, "--no-eval --file good.jsonl --answer-column x", "looked for x"),
+        (train, "--file good.jsonl --eval none", "prepare_math_eval.py"),
+        (evaluate, "--sets amc --file aime24=good.jsonl", "the sets to prepare are amc"),
+        (evaluate, "--sets amc --file amc", "--file amc"),
+        (evaluate, "--sets amc --samples amc=0", "not a number of responses"),
     ],
 )
-def test_wrong_arguments_are_user_errors(
-    function: Any, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_unusable_files_and_arguments_are_user_errors(
+    function: Any, arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
-    assert function(tmp_path / "t.parquet", *arguments) == 2
-    assert message in capsys.readouterr().err
+    for name, content in FILES.items():
+        Path(name).write_bytes(content)
+    assert function(Path("out/train.parquet"), *arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert "error: " in error and message in error
+    assert not list(Path("out").rglob("*.*"))
 
 
 def test_an_unreachable_hub_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from trl.trainer import grpo_trainer
 
 from qarl.quant.scheme import get_scheme
 from qarl.trainer.policy import Policy
-from qarl.trl.log_probs import as_batch, entropies_of_logits, log_probs_of_rows
+from qarl.trl.log_probs import as_batch, log_probs_of_rows
 
 PAD = 2
 ROWS = [([5, 6, 7], [8, 9, 10, 1]), ([11], [12, 1]), ([13, 14], [15, 16, 17])]
@@ -30,15 +30,6 @@ def trls_rows() -> tuple[torch.Tensor, torch.Tensor, int]:
     ids = [[PAD] * (width - len(p)) + p + r + [PAD] * (keep - len(r)) for p, r in ROWS]
     mask = [[0] * (width - len(p)) + [1] * len(p + r) + [0] * (keep - len(r)) for p, r in ROWS]
     return torch.tensor(ids), torch.tensor(mask), keep
-
-
-def test_rows_are_cut_out_of_the_padding() -> None:
-    batch = as_batch(*trls_rows())
-    assert batch.prompt_lengths.tolist() == [3, 1, 2]
-    assert batch.response_mask.tolist() == [[True] * 4, [True, True, False, False], [True] * 3 + [False]]
-    for i, (prompt, response) in enumerate(ROWS):
-        assert batch.input_ids[i, : len(prompt + response)].tolist() == prompt + response
-        assert batch.responses[i, : len(response)].tolist() == response
 
 
 def test_log_probs_and_entropies_are_trls(tmp_path: Any) -> None:
@@ -60,12 +51,6 @@ def test_log_probs_and_entropies_are_trls(tmp_path: Any) -> None:
     assert found_entropies is not None
     torch.testing.assert_close(found_entropies[valid], entropies[valid], rtol=0, atol=2e-6)
     assert not found[~valid].any()
-
-
-def test_entropies_by_hand() -> None:
-    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]]))
-    expected = torch.tensor([1.5 * 0.6931472, 1.0986123])
-    torch.testing.assert_close(entropies_of_logits(logits, temperature=1.0), expected)
 
 
 def test_micro_batches_do_not_change_the_bits(tmp_path: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 
-from qarl.config import Config, load_config
+from qarl.config import load_config
 from qarl.data.rewards import call_reward, get_reward_fn
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -39,10 +39,6 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def task_config(folder: Path, *overrides: str) -> Config:
-    return load_config([f"config={folder}/subtraction.yaml", f"output_dir={folder}", *overrides])
-
-
 def test_the_reward() -> None:
     """As a config names it; right and short, right and long, wrong."""
     reward = get_reward_fn(str(ROOT / "examples/own_reward.py:short_and_right"))
@@ -62,7 +58,7 @@ def test_the_task_passes_every_check_of_a_run(task: Path, monkeypatch: pytest.Mo
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("qarl.checks.machine.vllm_unusable", lambda: None)
-    check_run(task_config(task))
+    check_run(load_config([f"config={task}/subtraction.yaml", f"output_dir={task}"]))
 
 
 @pytest.mark.vllm

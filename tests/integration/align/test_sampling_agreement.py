@@ -14,7 +14,6 @@ import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import config
-from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
 from qarl.checks.generation import check_sampling
@@ -165,14 +164,13 @@ def test_a_broken_agreement_stops_the_run_before_its_first_update_and_warns_late
     assert trainer.warnings == []
 
 
-def test_preemptions_are_counted(trainer, tmp_path):
+def test_preemptions_are_counted(trainer, pristine_model):
     """Room for 8 blocks of 128 tokens, and six responses that want three or four each."""
     trainer.engine.close()
-    folder = save_random_model(tmp_path / "model")
     scheme = get_scheme("bf16")
-    policy = Policy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), scheme, ())
+    policy = Policy(AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16), scheme, ())
     prompts = [list(range(3, 60)) for _ in range(6)]
-    with RolloutEngine(EngineConfig(str(folder), scheme, (), max_model_len=420, kv_cache_gib=8 * 2**-14)) as engine:
+    with RolloutEngine(EngineConfig(str(pristine_model), scheme, (), 420, kv_cache_gib=8 * 2**-14)) as engine:
         engine.publish(policy.quantize(), version=1)
         few = engine.generate(prompts[:1], SamplingConfig(300, ignore_eos=True), seeds=[0])
         many = engine.generate(prompts, SamplingConfig(300, ignore_eos=True), seeds=list(range(6)))

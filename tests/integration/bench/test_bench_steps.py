@@ -19,7 +19,7 @@ from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 from torch import nn
 
-from qarl.bench import report, steps
+from qarl.bench import steps
 from qarl.bench.__main__ import main
 from qarl.bench.launch import (
     PublishBench,
@@ -173,18 +173,6 @@ def test_a_process_that_raises_is_a_failure(folder: Path) -> None:
     missing = folder / "nowhere"
     with pytest.raises(steps.LaunchFailed, match="nowhere"):
         steps.launch(tiny(folder, part="trainer"), Case("bf16", "off"), missing)
-
-
-# Tables.
-
-
-def test_units_and_ratios_by_hand() -> None:
-    assert report.summary([[1.0, 9.0, 2.0], [4.0]]) == {"median": 3.0, "minimum": 2.0, "maximum": 4.0}
-    assert report.summary([[1.0, 9.0, 2.0]]) == {"median": 2.0, "minimum": 1.0, "maximum": 9.0}
-    both = report.ratio([[6.0], [9.0], [1.0]], [[2.0], [9.0]])  # the third was interrupted
-    assert both == {"median": 2.0, "minimum": 1.0, "maximum": 3.0}
-    assert report.seconds(report.summary([[0.0]])) == "0"
-    assert report.seconds(report.summary([[0.0012345, 12.345]])) == "6.17 (0.00123-12.3)"
 
 
 # The trainer's own phases, and the check.

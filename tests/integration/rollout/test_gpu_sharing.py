@@ -114,13 +114,19 @@ def engine(gpu: None) -> Any:
     return found
 
 
-def test_the_engine_sleeps_once_and_wakes_with_an_empty_cache(engine: Any) -> None:
+def test_the_engine_sleeps_once_and_wakes_with_an_empty_cache(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, and if the key does not say otherwise."""
     engine.wake_up()
     engine.sleep()
     engine.sleep()
     engine.wake_up()
-    assert engine.llm.calls == ["sleep 1", "wake"]
     assert engine.llm.cache.tolist() == [0] * 4
+    engine.config = config(free_cache_engine=False)
+    engine.sleep()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    engine.config = config()
+    engine.sleep()
+    assert engine.llm.calls == ["sleep 1", "wake"]
 
 
 @pytest.mark.parametrize("ending", ["wake_up", "close"])
@@ -183,15 +189,6 @@ def test_an_engine_that_falls_asleep_half_way_is_lost_and_is_woken_before_it_is_
     assert engine.receiver.broken and engine.stale
     engine.close()
     assert calls == ["wake", "shutdown"]
-
-
-def test_nothing_sleeps_on_a_cpu_or_if_the_key_says_so(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.config = config(free_cache_engine=False)
-    engine.sleep()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    engine.config = config()
-    engine.sleep()
-    assert engine.llm.calls == []
 
 
 @pytest.mark.parametrize("rebuild", [True, False])

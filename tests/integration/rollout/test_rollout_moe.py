@@ -76,19 +76,6 @@ def test_layerwise_reload_of_experts_is_the_direct_write(running: Running) -> No
     assert found[2:4] == found[4:6] == found[:2] and found[0] != found[1]
 
 
-def test_vllms_own_reload_of_bf16_experts_is_right(running: Running) -> None:
-    """vLLM 0.29 alone packs them only once, so that A, B, A is not A."""
-    if running.scheme.quantized:
-        pytest.skip("dense int8 layers are wrong after vLLM's own reload")
-    found = []
-    for tensors in (running.first, running.second, running.first):
-        arguments = {"weights_iterator": list(tensors.items()), "is_checkpoint_format": True}
-        running.engine.llm.collective_rpc("reload_weights", kwargs=arguments)
-        found.append(greedy(running.engine))
-    running.engine.publish(running.first.items(), version=1)
-    assert found[0] == found[2] == greedy(running.engine) and found[0] != found[1]
-
-
 def test_a_shared_expert_beside_them(tmp_path: Path) -> None:
     """Qwen2-MoE: the shared expert is a dense layer, its gate stays BF16, and weights do not sum to 1."""
     scheme = get_scheme("w4a16", 32)

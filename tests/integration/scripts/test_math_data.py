@@ -6,12 +6,12 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from checkout import ROOT
-from random_models import save_random_model
 
 from qarl.data.prompts import load_prompts
 from qarl.errors import UserError
@@ -144,25 +144,26 @@ def test_training_set_counts_everything_it_leaves_out(tmp_path: Path, capsys: py
     assert report["first_dropped_source_rows"]["no problem text"] == [2, 4]
 
 
-def test_openr1_layout_and_parquet(tmp_path: Path) -> None:
+def test_openr1_layout_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The published columns: chat messages with a system prompt, the answer in reward_model. Two files, by workers."""
     rows = [
         {
             "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": f"What is {i}+{i}?"}],
             "reward_model": {"ground_truth": str(2 * i), "style": "rule"},
         }
-        for i in range(1100)
+        for i in range(20)
     ]
-    for name, part in (("b", rows[1000:]), ("a", rows[:1000])):
+    monkeypatch.setattr(math_data, "BATCH", 16)
+    for name, part in (("b", rows[18:]), ("a", rows[:18])):
         pq.write_table(pa.Table.from_pylist(part), tmp_path / f"{name}.parquet")
     outputs = [tmp_path / name / "train.parquet" for name in ("one", "two")]
     for output, workers in zip(outputs, "12", strict=True):
         assert train(output, "--file", str(tmp_path), "--no-eval", "--workers", workers) == 0
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
     written = pq.read_table(outputs[0]).to_pylist()
-    assert len(written) == 1100 and len(written[-1]["prompt"]) == 1
-    assert written[-1]["prompt"][0]["content"].startswith("What is 1099+1099?\n\n")
-    assert written[-1]["reward_model"]["ground_truth"] == "2198"
+    assert len(written) == 20 and len(written[-1]["prompt"]) == 1
+    assert written[-1]["prompt"][0]["content"].startswith("What is 19+19?\n\n")
+    assert written[-1]["reward_model"]["ground_truth"] == "38"
 
 
 def test_evaluation_sets_keep_duplicates_and_count_them(tmp_path: Path) -> None:
@@ -225,17 +226,8 @@ def test_unusable_files_and_arguments_are_user_errors(
     assert not list(Path("out").rglob("*.*"))
 
 
-def test_an_unreachable_hub_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def unreachable(*arguments: object, **more: object) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(UserError, match=r"(?s)some/set.*no network.*offline"):
-        list(math_data.problems(math_data.Source("some/set@main"), math_data.Counts(), workers=1))
-
-
 def test_a_streamed_hub_set_is_read_by_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`datasets` itself, given a set in memory for the one on the Hub."""
+    """`datasets` itself, given a set in memory for the one on the Hub; then the Hub cannot be reached."""
     import datasets
 
     asked: dict[str, Any] = {}
@@ -246,11 +238,13 @@ def test_a_streamed_hub_set_is_read_by_its_columns(monkeypatch: pytest.MonkeyPat
         return datasets.Dataset.from_dict(rows).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    found = list(
-        math_data.problems(math_data.Source("some/set@abc", subset="en", split="test"), math_data.Counts(), workers=1)
-    )
-    assert [(item.row, item.problem, item.answer) for item in found] == [(0, "q?", "7")]
+    source = math_data.Source("some/set@abc", subset="en", split="test")
+    rows = list(math_data.problems(source, math_data.Counts(), workers=1))
+    assert [(item.row, item.problem, item.answer) for item in rows] == [(0, "q?", "7")]
     assert asked == {"name": "some/set", "subset": "en", "split": "test", "revision": "abc", "streaming": True}
+    monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=ConnectionError("no network")))
+    with pytest.raises(UserError, match=r"(?s)some/set.*no network.*offline"):
+        list(math_data.problems(source, math_data.Counts(), workers=1))
 
 
 @pytest.fixture(scope="module")
@@ -261,22 +255,21 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [{"problem": f"{name} {i}", "answer": str(i)} for i in range(count)]
         files += ["--file", f"{name}={write_jsonl(folder / f'{name}.jsonl', rows)}"]
     assert evaluate(folder / "eval", "--sets", "aime24", "math500", *files, "--samples", "aime24=4") == 0
-    save_random_model(folder / "model")
     return folder
 
 
-def test_the_local_backend_reads_them(prepared: Path) -> None:
+def test_the_local_backend_reads_them(prepared: Path, pristine_model: Path) -> None:
     from transformers import AutoTokenizer
 
     files = [str(path) for path in sorted((prepared / "eval").glob("*.parquet"))]
-    prompts = load_prompts(files, tokenizer=AutoTokenizer.from_pretrained(prepared / "model"), max_prompt_length=64)
+    prompts = load_prompts(files, tokenizer=AutoTokenizer.from_pretrained(pristine_model), max_prompt_length=64)
     assert [(p.data_source, p.ground_truth) for p in prompts] == [
         ("aime24", "0"), ("aime24", "1"), ("math500", "0"), ("math500", "1"), ("math500", "2"),
     ]  # fmt: skip
 
 
 @pytest.mark.verl
-def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path) -> None:
+def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path, pristine_model: Path) -> None:
     """verl's dataset, collation and batch give each prompt its own number; its metrics name set and number."""
     from omegaconf import OmegaConf
     from transformers import AutoTokenizer
@@ -288,7 +281,7 @@ def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path) -> No
     config = OmegaConf.create(
         {"cache_dir": str(prepared / "cache"), "filter_overlong_prompts": False, "max_prompt_length": 64}
     )
-    dataset = RLHFDataset(files, AutoTokenizer.from_pretrained(prepared / "model"), config)
+    dataset = RLHFDataset(files, AutoTokenizer.from_pretrained(pristine_model), config)
     batch = collate_fn([dataset[i] for i in range(len(dataset))])
     sent = tensordict_utils.get_tensordict(batch)
     assert [sent[i]["__rollout_n__"] for i in range(len(dataset))] == [4, 4, 1, 1, 1]

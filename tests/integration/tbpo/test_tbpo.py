@@ -83,11 +83,9 @@ BY_HAND = [
     (2.0, 0.5, 1.5, {}, -1.5, -0.75),
     # ... but in the other reading the lower edge does: -1.5 * 0.9 * 2, constant.
     (2.0, 0.5, 1.5, {"positive_band": "two_sided"}, -2.7, 0.0),
-    (2.0, 1.25, 1.5, {"positive_band": "two_sided"}, -3.6, 0.0),
     (2.0, 0.95, 1.5, {"positive_band": "two_sided"}, -2.85, -1.425),
     # Negative, inside its own band (outside the positive one): 0.8 * 1.25 * 1.
     (-1.0, 1.25, 0.8, {}, 1.0, 0.5),
-    (-1.0, 0.95, 0.8, {}, 0.76, 0.38),
     # Above: 0.8 * 1.3 * 1, constant; PPO would keep its gradient. Below: 0.8 * 0.9 * 1, constant.
     (-1.0, 1.5, 0.8, {}, 1.04, 0.0),
     (-1.0, 0.8, 0.8, {}, 0.72, 0.0),
@@ -96,7 +94,6 @@ BY_HAND = [
     (2.0, 1.1, 0.25, {}, -1.1, -0.55),
     (2.0, 1.1, 4.0, {"mismatch_outside_cap": "drop"}, 0.0, 0.0),
     (2.0, 1.1, 0.25, {"mismatch_outside_cap": "drop"}, 0.0, 0.0),
-    (2.0, 1.1, 1.5, {"mismatch_outside_cap": "drop"}, -3.3, -1.65),
     (0.0, 1.1, 1.5, {}, 0.0, 0.0),
     # 2 tokens, reference 8: the bands are sqrt(8 / 2) = 2 times as wide. Positive: up to 1.4, negative [0.8, 1.6].
     (2.0, 1.3, 1.0, TWICE, -2.6, -1.3),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkout import ROOT
 from engine_helpers import config
 from transformers import AutoModelForCausalLM
 from updating_trainer import through_checkpoint
@@ -126,15 +125,7 @@ def same_training(one: list[dict[str, float]], other: list[dict[str, float]]) ->
     return trained[: len(one)] == trained[len(one) :]
 
 
-@pytest.fixture(scope="module")
-def reference(pristine_model, tmp_path_factory):
-    """The run that always recomputes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        return run(pristine_model, tmp_path_factory.mktemp("reference"), "actor.old_log_probs=recompute")
-
-
-def test_auto_skips_the_pass_and_trains_the_same_bits(pristine_model, tmp_path, reference):
+def test_auto_skips_the_pass_and_trains_the_same_bits(pristine_model, tmp_path):
     keys = ("actor.old_log_probs=auto", "actor.old_log_probs_sample=0.5")
     trainer, metrics, said = run(pristine_model, tmp_path, *keys)
     assert trainer.passes == [8, 2, 2, 2]  # of four other rows, two are checked
@@ -144,7 +135,7 @@ def test_auto_skips_the_pass_and_trains_the_same_bits(pristine_model, tmp_path, 
     assert column(metrics, "find_prob") == [None, 0.5, 0.5, 0.5]
     assert [one["mismatch/abs_max"] for one in metrics] == [0.0] * 4
     assert len(said[0]) == 1 and not any(said[1:])
-    whole, expected, _ = reference
+    whole, expected, _ = run(pristine_model, tmp_path / "whole", "actor.old_log_probs=recompute")
     assert whole.passes == [8] * 4 and same_training(metrics, expected)
     assert torch.equal(trainer.state(), whole.state())
 

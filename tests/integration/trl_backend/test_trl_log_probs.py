@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("trl")
 
-from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -32,10 +31,9 @@ def trls_rows() -> tuple[torch.Tensor, torch.Tensor, int]:
     return torch.tensor(ids), torch.tensor(mask), keep
 
 
-def test_log_probs_and_entropies_are_trls(tmp_path: Any) -> None:
+def test_log_probs_and_entropies_are_trls(pristine_model: Path) -> None:
     """In FP32 without quantization, both sides compute the same numbers up to rounding."""
-    folder = save_random_model(tmp_path)
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+    models = [AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.float32) for _ in range(2)]
     ids, mask, keep = trls_rows()
     temperature = 0.7
     grpo_trainer.add_fused_lm_head(models[0], temperature=temperature, outputs=("log_probs", "entropy"))
@@ -53,8 +51,8 @@ def test_log_probs_and_entropies_are_trls(tmp_path: Any) -> None:
     assert not found[~valid].any()
 
 
-def test_micro_batches_do_not_change_the_bits(tmp_path: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(save_random_model(tmp_path), dtype=torch.bfloat16)
+def test_micro_batches_do_not_change_the_bits(pristine_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16)
     policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="model")
     batch = as_batch(*trls_rows())
     whole, _ = log_probs_of_rows(policy, batch, slice(0, 3), temperature=1.0, entropies=False)

@@ -51,13 +51,6 @@ def test_a_run_has_no_mismatch_and_moves_the_weights() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "kernels"), [("w4a8", "qarl"), ("w4a16", "dequantized")])
-def test_own_kernels_have_no_mismatch(scheme: str, kernels: str) -> None:
-    (found,) = trl_cpu.run({"max_steps": 2, "quant_scheme": scheme, "quant_kernels": kernels})
-    assert [one["mismatch/abs_max"] for one in found["history"]] == [0.0, 0.0]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "sapo"])
 def test_trls_losses_run_on_quantized_rollouts(loss_type: str) -> None:
     (found,) = trl_cpu.run({"max_steps": 2, "loss_type": loss_type, "beta": 0.01 if loss_type == "grpo" else 0.0})

@@ -130,25 +130,15 @@ def test_a_freshly_started_vllm_on_the_saved_checkpoint(running: Running, tmp_pa
 
     model = running.load_model(noise_seed=3)
     running.engine.publish(packed_state_dict(model), version=9)
-    found = greedy(running.engine)
-    tokenizer = AutoTokenizer.from_pretrained(running.folder)
-
-    def fresh(name: str) -> tuple[list[list[int]], list[list[float]]]:
-        files, tensors = ModelFiles.of(model, tokenizer), packed_state_dict(model)
-        scheme = get_scheme(name, group_size=32)
-        saved = save_model(tmp_path / name, files, tensors, scheme=scheme, ignore=("lm_head",))
-        return greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
-
-    plain = fresh(running.scheme.name)
+    files = ModelFiles.of(model, AutoTokenizer.from_pretrained(running.folder))
+    saved = save_model(tmp_path / "saved", files, packed_state_dict(model), scheme=running.scheme, ignore=("lm_head",))
+    ours, fresh = greedy(running.engine), greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
     if running.kernels == "engine":
-        assert plain == found
+        assert fresh == ours
         return
-    first = [[row[0] for row in log_probs] for _, log_probs in (found, plain)]
+    first = [[row[0] for row in log_probs] for _, log_probs in (ours, fresh)]
     apart = max(abs(a - b) for a, b in zip(*first, strict=True))
-    if running.scheme.name == "w4a8":
-        assert plain == fresh("w4a16") and apart > 1e-3
-    else:
-        assert apart < 0.1
+    assert apart > 1e-3 if running.scheme.name == "w4a8" else apart < 0.1
 
 
 def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:

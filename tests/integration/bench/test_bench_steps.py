@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
-from cpu_features import NO_VLLM_CPU, needs_w4a16_cpu, vllm_is_for_cpus
+from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 from torch import nn
 
-from qarl.bench import report, steps
+from qarl.bench import steps
 from qarl.bench.__main__ import main
 from qarl.bench.launch import (
     PublishBench,
@@ -33,8 +33,6 @@ from qarl.bench.model import find_model, write_model
 from qarl.bench.steps import Arguments, Case
 from qarl.metrics.plots import phases_of
 from qarl.quant.linear import QuantLinear
-
-SCHEMES = ["w8a8", "fp8", pytest.param("w4a16", marks=needs_w4a16_cpu)]
 
 
 def parse(*given: str, part: str = "steps") -> Arguments:
@@ -177,25 +175,13 @@ def test_a_process_that_raises_is_a_failure(folder: Path) -> None:
         steps.launch(tiny(folder, part="trainer"), Case("bf16", "off"), missing)
 
 
-# Tables.
-
-
-def test_units_and_ratios_by_hand() -> None:
-    assert report.summary([[1.0, 9.0, 2.0], [4.0]]) == {"median": 3.0, "minimum": 2.0, "maximum": 4.0}
-    assert report.summary([[1.0, 9.0, 2.0]]) == {"median": 2.0, "minimum": 1.0, "maximum": 9.0}
-    both = report.ratio([[6.0], [9.0], [1.0]], [[2.0], [9.0]])  # the third was interrupted
-    assert both == {"median": 2.0, "minimum": 1.0, "maximum": 3.0}
-    assert report.seconds(report.summary([[0.0]])) == "0"
-    assert report.seconds(report.summary([[0.0012345, 12.345]])) == "6.17 (0.00123-12.3)"
-
-
 # The trainer's own phases, and the check.
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
-def test_the_trainer_times_the_parts_of_its_update(folder: Path, scheme: str) -> None:
-    case = Case(scheme, "off" if scheme == "bf16" else "linears")
-    bench = TrainerBench(tiny(folder, part="trainer"), case, str(folder))
+def test_the_trainer_times_the_parts_of_its_update_and_multiplies_by_low_bits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = TrainerBench(tiny(folder, part="trainer"), Case("w8a8", "linears"), str(folder))
     before = [p.detach().clone() for p in bench.policy.model.parameters()]
     phases = bench.round()
     parts = {"forward", "backward", "optimizer", "quantize"}
@@ -206,21 +192,12 @@ def test_the_trainer_times_the_parts_of_its_update(folder: Path, scheme: str) ->
     stacked = phases_of([{f"timing_s/{name}": value for name, value in phases.items()}])
     assert stacked == ["old_log_prob", "update", "quantize"], "a plot of phases would count those of the update twice"
 
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_trainer_that_multiplies_by_unquantized_weights(
-    folder: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if scheme == "w4a16" and not vllm_is_for_cpus():
-        pytest.skip(NO_VLLM_CPU)  # the reference kernel, which is compared with itself, is refused
-    bench = TrainerBench(tiny(folder, part="trainer"), Case(scheme, "linears"), str(folder))
-    check_linears(bench.policy, None)
     monkeypatch.setattr(QuantLinear, "forward", lambda layer, x: nn.functional.linear(x, layer.weight, layer.bias))
     with pytest.raises(WrongNumbers, match=r"layers\.0\.self_attn\.q_proj: the trainer differs from the reference by"):
         check_linears(bench.policy, None)
 
 
-@pytest.fixture(scope="module", params=["bf16", *SCHEMES])
+@pytest.fixture(scope="module", params=["bf16", pytest.param("w4a16", marks=needs_w4a16_cpu)])
 def publishing(request: pytest.FixtureRequest, folder: Path) -> Iterator[PublishBench]:
     bench = PublishBench(tiny(folder, part="publish"), Case(request.param, ""), str(folder))
     yield bench

@@ -18,8 +18,7 @@ from fresh_vllm import greedy_in_a_fresh_vllm
 from glossary import glossary_metrics
 
 from qarl.quant import linear
-from qarl.rollout.engine import RolloutBatch, SamplingConfig
-from qarl.trainer.batch import Batch, make_batch
+from qarl.rollout.engine import SamplingConfig
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run
@@ -37,12 +36,6 @@ def trainer(tmp_path_factory) -> Iterator[LocalTrainer]:
         trainer.metrics = [trainer.train_step() for _ in range(3)]
         trainer.seconds = trainer.timer.pop()
         yield trainer
-
-
-@pytest.fixture(scope="module")
-def batch(trainer) -> Batch:
-    """The rollout that a fourth step would train on."""
-    return trainer.rollout()[0]
 
 
 def test_three_steps_train_publish_and_log_mismatch_bands_and_phases(trainer):
@@ -75,19 +68,8 @@ def test_the_weights_moved_and_the_engine_has_exactly_the_trainers_tensors(train
     assert log_probs == running.rollout_log_probs
 
 
-def test_old_log_probs_do_not_depend_on_the_batching(trainer, batch):
-    """r = 1 before the first update although the passes batch differently: the bands are narrower than kernel noise."""
-    old = trainer.old_log_probs(batch)
-    for size in (5, 16, 48):
-        rows = batch.micro_batches(size)
-        with torch.no_grad():
-            again = torch.cat([trainer.policy.response_log_probs(batch, r, temperature=1.0) for r in rows])
-        lengths = batch.response_mask.sum(1)
-        ratio = ((again - old).sum(1) / lengths).exp()
-        assert (ratio - 1).abs().max() <= 1e-5
-
-
-def test_micro_batches_sum_to_the_gradient_of_the_whole(trainer, batch, monkeypatch):
+def test_micro_batches_sum_to_the_gradient_of_the_whole(trainer, monkeypatch):
+    batch = trainer.rollout()[0]
     old = trainer.old_log_probs(batch)
     gradients = {}
     for size in (48, 12):
@@ -107,40 +89,6 @@ def test_micro_batches_sum_to_the_gradient_of_the_whole(trainer, batch, monkeypa
         bound = 2**-9 * occurrences**0.5 if name.endswith("embed_tokens.weight") else 2**-6
         difference = (gradient - parts[name]).norm()
         assert difference <= bound * gradient.norm() + 1e-6, name
-
-
-def test_trainer_and_engine_agree_far_better_than_an_unaligned_trainer(trainer, batch, monkeypatch):
-    trainer.policy.model.eval()
-    aligned = (trainer.old_log_probs(batch) - batch.rollout_log_probs)[batch.response_mask].abs().mean()
-    settings = trainer.config.model_copy(update={"quant": trainer.config.quant.model_copy(update={"align": "off"})})
-    plain = Policy.load(settings)
-    plain.model.load_state_dict(trainer.policy.model.state_dict())
-    monkeypatch.setattr(trainer, "policy", plain)
-    unaligned = (trainer.old_log_probs(batch) - batch.rollout_log_probs)[batch.response_mask].abs().mean()
-    assert aligned < unaligned / 3
-
-
-def test_response_log_probs_match_each_row_alone(trainer, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    settings = config(tmp_path, "quant.align=off")
-    policy = Policy.load(settings)
-    plain = AutoModelForCausalLM.from_pretrained(settings.model.path, dtype=torch.bfloat16)
-    rollout = RolloutBatch(
-        prompt_token_ids=[[50, 51, 52, 53], [60], [70, 71]],
-        response_token_ids=[[80], [81, 82, 83], []],
-        rollout_log_probs=[[-1.0], [-1.0] * 3, []],
-        finish_reasons=["stop"] * 3,
-        weight_version=0,
-    )
-    batch: Batch = make_batch(rollout, torch.zeros(3), torch.zeros(3), pad_token_id=0)
-    with torch.no_grad():
-        ours = policy.response_log_probs(batch, slice(0, 3), temperature=0.7)
-        for i, (prompt, response) in enumerate(zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)):
-            logits = plain(torch.tensor([prompt + response])).logits[0].double() / 0.7
-            expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None].long())
-            torch.testing.assert_close(ours[i, : len(response)].double(), expected[:, 0], rtol=0, atol=0.03)
-            assert (ours[i, len(response) :] == 0).all()
 
 
 def test_every_layer_is_quantized_once_an_optimizer_step(trainer, monkeypatch):

@@ -68,22 +68,15 @@ def memory(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     return of
 
 
-def test_a_share_that_is_not_free_is_refused_with_one_that_is(memory: Any) -> None:
-    memory(free=30.7, total=80, held=47)
-    with pytest.raises(
-        UserError, match=r"(?s)40\.0 GiB.*30\.7 GiB are free.*holds 47\.0 GiB of 80\.0.*utilization=0\.38"
-    ):
-        check_free_memory(0.5)
-    check_free_memory(0.38)
-
-
 def test_an_engine_is_not_started_without_room(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before vLLM, in the first start and in a rebuild."""
-    memory(free=10, total=80, held=60)
+    """Before vLLM, in the first start and in a rebuild. The refusal names a share that is free."""
+    memory(free=30.7, total=80, held=47)
+    check_free_memory(0.38)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **given: pytest.fail("vLLM was started")))
     engine = object.__new__(RolloutEngine)
     engine.config = config(gpu_memory_utilization=0.5)
-    with pytest.raises(UserError, match=r"needs 40\.0 GiB"):
+    message = r"(?s)40\.0 GiB.*30\.7 GiB are free.*holds 47\.0 GiB of 80\.0.*utilization=0\.38"
+    with pytest.raises(UserError, match=message):
         engine._start()
 
 
@@ -121,13 +114,19 @@ def engine(gpu: None) -> Any:
     return found
 
 
-def test_the_engine_sleeps_once_and_wakes_with_an_empty_cache(engine: Any) -> None:
+def test_the_engine_sleeps_once_and_wakes_with_an_empty_cache(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, and if the key does not say otherwise."""
     engine.wake_up()
     engine.sleep()
     engine.sleep()
     engine.wake_up()
-    assert engine.llm.calls == ["sleep 1", "wake"]
     assert engine.llm.cache.tolist() == [0] * 4
+    engine.config = config(free_cache_engine=False)
+    engine.sleep()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    engine.config = config()
+    engine.sleep()
+    assert engine.llm.calls == ["sleep 1", "wake"]
 
 
 @pytest.mark.parametrize("ending", ["wake_up", "close"])
@@ -190,15 +189,6 @@ def test_an_engine_that_falls_asleep_half_way_is_lost_and_is_woken_before_it_is_
     assert engine.receiver.broken and engine.stale
     engine.close()
     assert calls == ["wake", "shutdown"]
-
-
-def test_nothing_sleeps_on_a_cpu_or_if_the_key_says_so(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.config = config(free_cache_engine=False)
-    engine.sleep()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    engine.config = config()
-    engine.sleep()
-    assert engine.llm.calls == []
 
 
 @pytest.mark.parametrize("rebuild", [True, False])

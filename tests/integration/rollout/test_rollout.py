@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, SCHEME, greedy, load_model
-from random_models import save_random_model
 
 from qarl.errors import UserError
 from qarl.quant import QuantLinear, get_scheme, packed_state_dict
@@ -19,18 +17,13 @@ pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("models") / "qwen3")
+def model(pristine_model) -> torch.nn.Module:
+    return load_model(pristine_model)
 
 
 @pytest.fixture(scope="module")
-def model(folder) -> torch.nn.Module:
-    return load_model(folder)
-
-
-@pytest.fixture(scope="module")
-def engine(folder) -> Iterator[RolloutEngine]:
-    config = EngineConfig(str(folder), SCHEME, ("lm_head",), max_model_len=320, kv_cache_gib=0.25)
+def engine(pristine_model) -> Iterator[RolloutEngine]:
+    config = EngineConfig(str(pristine_model), SCHEME, ("lm_head",), max_model_len=320, kv_cache_gib=0.25)
     with RolloutEngine(config) as engine:
         yield engine
 
@@ -48,8 +41,8 @@ def test_a_new_engine_refuses_to_generate(engine):
         engine.generate(PROMPTS, SamplingConfig(4))
 
 
-def test_published_weights_survive_later_changes_of_the_trainer(engine, folder):
-    other = load_model(folder, noise_seed=1)
+def test_published_weights_survive_later_changes_of_the_trainer(engine, pristine_model):
+    other = load_model(pristine_model, noise_seed=1)
     engine.publish(packed_state_dict(other), version=2)
     before = greedy(engine)
     with torch.no_grad():

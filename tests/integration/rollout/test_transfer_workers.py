@@ -130,9 +130,8 @@ def version(worker: OneWorker) -> int | None:
     return worker.weight_transfer_engine.receiver.version
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_dummy_weights_do_not_generate_before_a_publish(workers):
-    executor = Executor(workers)
+def test_dummy_weights_do_not_generate_before_a_publish():
+    executor = Executor(2)
     for worker in executor.workers:
         worker.vllm_config.load_config.load_format = "dummy"
     for worker in executor.workers:
@@ -148,24 +147,23 @@ def test_dummy_weights_do_not_generate_before_a_publish(workers):
     send.shutdown()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_failed_update_is_closed_in_all_workers(workers):
+def test_a_failed_update_is_closed_in_all_workers():
     """Nobody generates from it, and the next publish is a full one that vLLM takes."""
-    tensors, executor = weights("llama"), Executor(workers)
+    tensors, executor = weights("llama"), Executor(2)
     send = trainer(executor, lambda: tensors)
     for worker in executor.workers:
         worker.logits()  # vLLM warms up, and weights that it has loaded itself are complete
     send.send_weights()
-    assert [version(worker) for worker in executor.workers] == [1] * workers
+    assert [version(worker) for worker in executor.workers] == [1, 1]
     break_once(executor.workers[-1])
     with pytest.raises(TransferFailed, match="no memory"):
         send.send_weights()
-    assert [worker._weight_update_active for worker in executor.workers] == [False] * workers
+    assert [worker._weight_update_active for worker in executor.workers] == [False] * 2
     for worker in executor.workers:
         with pytest.raises(UserError, match=r"does not generate, because its last publish failed[\s\S]*no memory"):
             worker.logits()
     send.send_weights()
-    assert [version(worker) for worker in executor.workers] == [3] * workers and not send.sender.tally.known
+    assert [version(worker) for worker in executor.workers] == [3, 3] and not send.sender.tally.known
     for worker in executor.workers:
         worker.logits()
     send.send_weights()

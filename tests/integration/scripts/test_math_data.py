@@ -6,12 +6,12 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from checkout import ROOT
-from random_models import save_random_model
 
 from qarl.data.prompts import load_prompts
 from qarl.errors import UserError
@@ -144,25 +144,26 @@ def test_training_set_counts_everything_it_leaves_out(tmp_path: Path, capsys: py
     assert report["first_dropped_source_rows"]["no problem text"] == [2, 4]
 
 
-def test_openr1_layout_and_parquet(tmp_path: Path) -> None:
+def test_openr1_layout_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The published columns: chat messages with a system prompt, the answer in reward_model. Two files, by workers."""
     rows = [
         {
             "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": f"What is {i}+{i}?"}],
             "reward_model": {"ground_truth": str(2 * i), "style": "rule"},
         }
-        for i in range(1100)
+        for i in range(20)
     ]
-    for name, part in (("b", rows[1000:]), ("a", rows[:1000])):
+    monkeypatch.setattr(math_data, "BATCH", 16)
+    for name, part in (("b", rows[18:]), ("a", rows[:18])):
         pq.write_table(pa.Table.from_pylist(part), tmp_path / f"{name}.parquet")
     outputs = [tmp_path / name / "train.parquet" for name in ("one", "two")]
     for output, workers in zip(outputs, "12", strict=True):
         assert train(output, "--file", str(tmp_path), "--no-eval", "--workers", workers) == 0
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
     written = pq.read_table(outputs[0]).to_pylist()
-    assert len(written) == 1100 and len(written[-1]["prompt"]) == 1
-    assert written[-1]["prompt"][0]["content"].startswith("What is 1099+1099?\n\n")
-    assert written[-1]["reward_model"]["ground_truth"] == "2198"
+    assert len(written) == 20 and len(written[-1]["prompt"]) == 1
+    assert written[-1]["prompt"][0]["content"].startswith("What is 19+19?\n\n")
+    assert written[-1]["reward_model"]["ground_truth"] == "38"
 
 
 def test_evaluation_sets_keep_duplicates_and_count_them(tmp_path: Path) -> None:
@@ -182,70 +183,51 @@ def test_evaluation_sets_keep_duplicates_and_count_them(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"problem": "p", "answer": "1"}\n{"problem": "p', "line 2 is not a JSON object"),
-        ("a.jsonl", b"[1]\n", "line 1 is not a JSON object"),
-        ("a.jsonl", b"\n", "no rows"),
-        ("a.jsonl", b'{"text": "p", "answer": "1"}\n', "no column with the problem"),
-        ("a.jsonl", b'{"problem": "p", "answer": ""}\n', "no row is left"),
-        ("a.parquet", b"version https://git-lfs", "cannot read"),
-        ("a.csv", b"problem,answer\n", "there is no .parquet"),
-    ],
-)
-def test_unusable_files_are_user_errors(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    content: bytes,
-    message: str,
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    output = tmp_path / "out" / "train.parquet"
-    assert train(output, "--no-eval", "--file", str(tmp_path / name)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert message in error
-    assert "fix: " in error
-    assert not output.parent.exists() or list(output.parent.iterdir()) == []
-
-
-HERE = ["--file", "a.jsonl"]
+FILES = {
+    "good.jsonl": b'{"problem": "p", "answer": "1"}\n',
+    "cut.jsonl": b'{"problem": "p", "answer": "1"}\n{"problem": "p',
+    "list.jsonl": b"[1]\n",
+    "empty.jsonl": b"\n",
+    "text.jsonl": b'{"text": "p", "answer": "1"}\n',
+    "unanswered.jsonl": b'{"problem": "p", "answer": ""}\n',
+    "lfs.parquet": b"version https://git-lfs",
+    "a.csv": b"problem,answer\n",
+}
 
 
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (train, [*HERE, "--eval", "none"], "prepare_math_eval.py"),
-        (train, ["--file", "gone.jsonl", "--no-eval"], "there is no .parquet"),
-        (train, [*HERE, "--no-eval", "--answer-column", "x"], "looked for x"),
-        (evaluate, ["--sets", "amc", "--file", "aime24=a.jsonl"], "the sets to prepare are amc"),
-        (evaluate, ["--sets", "amc", "--file", "amc"], "--file amc"),
-        (evaluate, ["--sets", "amc", "--samples", "amc=0"], "not a number of responses"),
+        (train, "--no-eval --file cut.jsonl", "line 2 is not a JSON object"),
+        (train, "--no-eval --file list.jsonl", "line 1 is not a JSON object"),
+        (train, "--no-eval --file empty.jsonl", "no rows"),
+        (train, "--no-eval --file text.jsonl", "no column with the problem"),
+        (train, "--no-eval --file unanswered.jsonl", "no row is left"),
+        (train, "--no-eval --file lfs.parquet", "cannot read"),
+        (train, "--no-eval --file a.csv", "there is no .parquet"),
+        (train, "--no-eval --file gone.jsonl", "there is no .parquet"),
+        (train, "--no-eval --file good.jsonl --answer-column x", "looked for x"),
+        (train, "--file good.jsonl --eval none", "prepare_math_eval.py"),
+        (evaluate, "--sets amc --file aime24=good.jsonl", "the sets to prepare are amc"),
+        (evaluate, "--sets amc --file amc", "--file amc"),
+        (evaluate, "--sets amc --samples amc=0", "not a number of responses"),
     ],
 )
-def test_wrong_arguments_are_user_errors(
-    function: Any, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_unusable_files_and_arguments_are_user_errors(
+    function: Any, arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
-    assert function(tmp_path / "t.parquet", *arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_an_unreachable_hub_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def unreachable(*arguments: object, **more: object) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(UserError, match=r"(?s)some/set.*no network.*offline"):
-        list(math_data.problems(math_data.Source("some/set@main"), math_data.Counts(), workers=1))
+    for name, content in FILES.items():
+        Path(name).write_bytes(content)
+    assert function(Path("out/train.parquet"), *arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert "error: " in error and message in error
+    assert not list(Path("out").rglob("*.*"))
 
 
 def test_a_streamed_hub_set_is_read_by_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`datasets` itself, given a set in memory for the one on the Hub."""
+    """`datasets` itself, given a set in memory for the one on the Hub; then the Hub cannot be reached."""
     import datasets
 
     asked: dict[str, Any] = {}
@@ -256,11 +238,13 @@ def test_a_streamed_hub_set_is_read_by_its_columns(monkeypatch: pytest.MonkeyPat
         return datasets.Dataset.from_dict(rows).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    found = list(
-        math_data.problems(math_data.Source("some/set@abc", subset="en", split="test"), math_data.Counts(), workers=1)
-    )
-    assert [(item.row, item.problem, item.answer) for item in found] == [(0, "q?", "7")]
+    source = math_data.Source("some/set@abc", subset="en", split="test")
+    rows = list(math_data.problems(source, math_data.Counts(), workers=1))
+    assert [(item.row, item.problem, item.answer) for item in rows] == [(0, "q?", "7")]
     assert asked == {"name": "some/set", "subset": "en", "split": "test", "revision": "abc", "streaming": True}
+    monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=ConnectionError("no network")))
+    with pytest.raises(UserError, match=r"(?s)some/set.*no network.*offline"):
+        list(math_data.problems(source, math_data.Counts(), workers=1))
 
 
 @pytest.fixture(scope="module")
@@ -271,22 +255,21 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [{"problem": f"{name} {i}", "answer": str(i)} for i in range(count)]
         files += ["--file", f"{name}={write_jsonl(folder / f'{name}.jsonl', rows)}"]
     assert evaluate(folder / "eval", "--sets", "aime24", "math500", *files, "--samples", "aime24=4") == 0
-    save_random_model(folder / "model")
     return folder
 
 
-def test_the_local_backend_reads_them(prepared: Path) -> None:
+def test_the_local_backend_reads_them(prepared: Path, pristine_model: Path) -> None:
     from transformers import AutoTokenizer
 
     files = [str(path) for path in sorted((prepared / "eval").glob("*.parquet"))]
-    prompts = load_prompts(files, tokenizer=AutoTokenizer.from_pretrained(prepared / "model"), max_prompt_length=64)
+    prompts = load_prompts(files, tokenizer=AutoTokenizer.from_pretrained(pristine_model), max_prompt_length=64)
     assert [(p.data_source, p.ground_truth) for p in prompts] == [
         ("aime24", "0"), ("aime24", "1"), ("math500", "0"), ("math500", "1"), ("math500", "2"),
     ]  # fmt: skip
 
 
 @pytest.mark.verl
-def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path) -> None:
+def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path, pristine_model: Path) -> None:
     """verl's dataset, collation and batch give each prompt its own number; its metrics name set and number."""
     from omegaconf import OmegaConf
     from transformers import AutoTokenizer
@@ -298,7 +281,7 @@ def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path) -> No
     config = OmegaConf.create(
         {"cache_dir": str(prepared / "cache"), "filter_overlong_prompts": False, "max_prompt_length": 64}
     )
-    dataset = RLHFDataset(files, AutoTokenizer.from_pretrained(prepared / "model"), config)
+    dataset = RLHFDataset(files, AutoTokenizer.from_pretrained(pristine_model), config)
     batch = collate_fn([dataset[i] for i in range(len(dataset))])
     sent = tensordict_utils.get_tensordict(batch)
     assert [sent[i]["__rollout_n__"] for i in range(len(dataset))] == [4, 4, 1, 1, 1]

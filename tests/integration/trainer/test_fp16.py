@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import config
-from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from updating_trainer import FOUR, four_responses, updating_trainer
 
@@ -48,11 +47,6 @@ def test_how_the_scale_moves(events, scale):
     assert vars(restored) == vars(state)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_random_model(tmp_path_factory.mktemp("model"))
-
-
 def trainer_for(folder: Path, tmp_path: Path) -> Any:
     keys = (*FP16, *FOUR, f"model.path={folder}", "optim.lr=1e-3", "actor.grad_clip=1e9", "actor.ppo_mini_batch_size=2")
     return updating_trainer(config(tmp_path, *keys))
@@ -67,15 +61,15 @@ def gradient(trainer: Any, batch: Batch) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.optimizer.gradients.items()}
 
 
-def test_small_gradients_survive_and_are_those_of_fp32(folder, tmp_path):
+def test_small_gradients_survive_and_are_those_of_fp32(pristine_model, tmp_path):
     """With advantages of 1e-5, FP16 gradients underflow without a scale. FP32 on the same weights is the truth."""
     batch, errors = four_responses((1e-5, -1e-5, 1e-5, -1e-5)), {}
-    exact = trainer_for(folder, tmp_path)
+    exact = trainer_for(pristine_model, tmp_path)
     exact.policy.model.float()
     exact.optimizer.loss_scale.scale = 1.0
     truth = gradient(exact, batch)
     for scale in (1.0, FIRST):
-        trainer = trainer_for(folder, tmp_path)
+        trainer = trainer_for(pristine_model, tmp_path)
         trainer.optimizer.loss_scale.scale = scale
         found = gradient(trainer, batch)
         assert found.keys() == truth.keys() and all(value.dtype == torch.float32 for value in found.values())
@@ -84,8 +78,8 @@ def test_small_gradients_survive_and_are_those_of_fp32(folder, tmp_path):
     assert errors[FIRST] < 0.02 < 0.1 < errors[1.0]
 
 
-def test_an_overflow_skips_the_update_and_halves_the_scale(folder, tmp_path):
-    trainer, batch = trainer_for(folder, tmp_path), four_responses((1e4, -1e4, 1e4, -1e4))
+def test_an_overflow_skips_the_update_and_halves_the_scale(pristine_model, tmp_path):
+    trainer, batch = trainer_for(pristine_model, tmp_path), four_responses((1e4, -1e4, 1e4, -1e4))
     before = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
     with torch.no_grad():
         old = trainer.policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
@@ -120,8 +114,8 @@ def test_what_does_not_run_in_fp16_is_refused(tmp_path, overrides, words):
     assert words in str(caught.value)
 
 
-def test_weights_beyond_fp16_are_refused(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+def test_weights_beyond_fp16_are_refused(pristine_model):
+    model = AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16)
     with torch.no_grad():
         model.model.norm.weight[0] = 1e5
     check_finite(model, "bf16")

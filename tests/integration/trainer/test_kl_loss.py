@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import config
-from random_models import save_random_model
 from updating_trainer import FOUR, four_responses, updating_trainer
 
 from qarl.objectives import verl_losses
@@ -54,11 +53,6 @@ def test_value_and_gradient_against_float64(mode: str) -> None:
     torch.testing.assert_close(policy.grad.double(), -d * wanted, rtol=1e-5, atol=1e-8)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("model"))
-
-
 def trainer_for(folder: Path, tmp_path: Path, *keys: str) -> Any:
     linears = ("quant.scheme=w8a8", "quant.align=linears", "actor.ppo_mini_batch_size=2")
     trainer = updating_trainer(config(tmp_path, *FOUR, *linears, f"model.path={folder}", "optim.lr=1e-3", *keys))
@@ -78,8 +72,8 @@ def updates(trainer: Any, count: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.verl
-def test_the_kl_starts_at_zero_and_the_reference_never_moves(folder: Path, tmp_path: Path) -> None:
-    trainer = trainer_for(folder, tmp_path, "actor.use_kl_loss=true")
+def test_the_kl_starts_at_zero_and_the_reference_never_moves(pristine_model: Path, tmp_path: Path) -> None:
+    trainer = trainer_for(pristine_model, tmp_path, "actor.use_kl_loss=true")
     reference = trainer.reference
     assert reference is not None and not any(p.requires_grad for p in reference.model.parameters())
     before = [p.clone() for p in reference.model.parameters()]

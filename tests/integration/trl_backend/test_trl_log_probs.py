@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("trl")
 
-from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from qarl.quant.scheme import get_scheme
 from qarl.trainer.policy import Policy
-from qarl.trl.log_probs import as_batch, entropies_of_logits, log_probs_of_rows
+from qarl.trl.log_probs import as_batch, log_probs_of_rows
 
 PAD = 2
 ROWS = [([5, 6, 7], [8, 9, 10, 1]), ([11], [12, 1]), ([13, 14], [15, 16, 17])]
@@ -32,19 +31,9 @@ def trls_rows() -> tuple[torch.Tensor, torch.Tensor, int]:
     return torch.tensor(ids), torch.tensor(mask), keep
 
 
-def test_rows_are_cut_out_of_the_padding() -> None:
-    batch = as_batch(*trls_rows())
-    assert batch.prompt_lengths.tolist() == [3, 1, 2]
-    assert batch.response_mask.tolist() == [[True] * 4, [True, True, False, False], [True] * 3 + [False]]
-    for i, (prompt, response) in enumerate(ROWS):
-        assert batch.input_ids[i, : len(prompt + response)].tolist() == prompt + response
-        assert batch.responses[i, : len(response)].tolist() == response
-
-
-def test_log_probs_and_entropies_are_trls(tmp_path: Any) -> None:
+def test_log_probs_and_entropies_are_trls(pristine_model: Path) -> None:
     """In FP32 without quantization, both sides compute the same numbers up to rounding."""
-    folder = save_random_model(tmp_path)
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+    models = [AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.float32) for _ in range(2)]
     ids, mask, keep = trls_rows()
     temperature = 0.7
     grpo_trainer.add_fused_lm_head(models[0], temperature=temperature, outputs=("log_probs", "entropy"))
@@ -62,14 +51,8 @@ def test_log_probs_and_entropies_are_trls(tmp_path: Any) -> None:
     assert not found[~valid].any()
 
 
-def test_entropies_by_hand() -> None:
-    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]]))
-    expected = torch.tensor([1.5 * 0.6931472, 1.0986123])
-    torch.testing.assert_close(entropies_of_logits(logits, temperature=1.0), expected)
-
-
-def test_micro_batches_do_not_change_the_bits(tmp_path: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(save_random_model(tmp_path), dtype=torch.bfloat16)
+def test_micro_batches_do_not_change_the_bits(pristine_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16)
     policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="model")
     batch = as_batch(*trls_rows())
     whole, _ = log_probs_of_rows(policy, batch, slice(0, 3), temperature=1.0, entropies=False)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, SCHEME, greedy, load_model
-from random_models import save_random_model
 
 from qarl.errors import UserError
 from qarl.quant import packed_state_dict
@@ -26,12 +25,11 @@ class Lost(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def test_an_exception_in_the_middle_of_vllms_reload(tmp_path):
+def test_an_exception_in_the_middle_of_vllms_reload(pristine_model):
     """Through layerwise reload, as on a GPU: half loaded for real, refused from then on, and rebuilt."""
-    folder = save_random_model(tmp_path / "qwen3")
-    tensors = list(packed_state_dict(load_model(folder)))
-    other = list(packed_state_dict(load_model(folder, noise_seed=1)))
-    config = EngineConfig(str(folder), SCHEME, ("lm_head",), max_model_len=64, kv_cache_gib=0.25, direct_writes=False)
+    tensors, other = (list(packed_state_dict(load_model(pristine_model, noise_seed=seed))) for seed in (None, 1))
+    sizes = {"max_model_len": 64, "kv_cache_gib": 0.25}
+    config = EngineConfig(str(pristine_model), SCHEME, ("lm_head",), direct_writes=False, **sizes)
     spoilt = [(n, t.as_subclass(Lost) if n == "model.layers.1.mlp.up_proj.weight_packed" else t) for n, t in other]
     with RolloutEngine(config) as engine:
         assert any(target.writer is None for target in engine.receiver.plan.by_owner.values())

@@ -28,3 +28,8 @@ def vllm_is_for_cpus() -> bool:
 
 NO_VLLM_CPU = "needs a vLLM that is built for CPUs"
 needs_vllm_cpu = pytest.mark.skipif(not vllm_is_for_cpus(), reason=NO_VLLM_CPU)
+
+needs_engine_attention = pytest.mark.skipif(
+    "attention_unavailable('cpu', 32)", reason="needs vLLM's own attention operator for CPUs"
+)
+"""A text, because importing vLLM takes seconds: it is evaluated as a test starts, with a name of tests/conftest.py."""

@@ -206,13 +206,6 @@ def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureF
     assert [name for name in TERMS if f"\n| {name} |" not in said] == []
 
 
-def test_a_plan_from_measured_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["model=SmolLM2-135M", f"rates={RESULTS / 'kernels_cpu.json'}", "prompts=8", "n=4", "prompt_length=8"]
-    assert main(["plan", *given, "response_length=16", "micro_batch=32"]) == 0
-    said = capsys.readouterr().out
-    assert "(measured: vllm_cpu_int8)" in said
-
-
 def test_the_page_shows_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/benchmarks.md: the tables that scripts/plan_tables.py makes, and the commands that it names."""
     monkeypatch.syspath_prepend(ROOT / "scripts")

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from memory_cases import SMALL, parts, run
 
 from qarl.checks import memory
@@ -25,10 +24,7 @@ from qarl.checks.memory_terms import (
     LOGITS_AT_A_TIME,
     OWN_INPUT_GRADIENT,
 )
-from qarl.kernels.cpu.torch_ops import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import LINEAR_KERNELS
-from qarl.quant.quantize import quantize
-from qarl.quant.scheme import get_scheme
 
 
 def test_parameters_by_hand() -> None:
@@ -93,24 +89,6 @@ def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
     kernels = [kernel for kernels in LINEAR_KERNELS.values() for kernel in kernels]
     assert {kernel.name for kernel in kernels if kernel.computes_input_gradient} == OWN_INPUT_GRADIENT
     assert {kernel.name for kernel in kernels if not kernel.computes_input_gradient}.isdisjoint(OWN_INPUT_GRADIENT)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "kernels", "kernel"), [("w4a8", "qarl", CpuW4A8Linear), ("w4a16", "dequantized", DequantizedW4A16Linear)]
-)
-def test_own_kernels_hold_what_they_prepare_in_trainer_and_engine(scheme: str, kernels: str, kernel: Any) -> None:
-    usual = estimate(SMALL, run(quant__scheme=scheme), device="cpu")
-    shapes = set(SMALL.linears().values())
-    config = run(quant__scheme=scheme, quant__kernels=kernels)
-    found = estimate(SMALL, config, device="cpu", kernels=dict.fromkeys(shapes, kernel.name))
-    held = {}
-    for name, (n, k) in SMALL.linears().items():
-        tensors = kernel.prepare(quantize(torch.randn(n, k).bfloat16(), get_scheme(scheme, 32), name=name).tensors)
-        held[name] = sum(tensor.nbytes for tensor in tensors)
-    assert parts(found)["low-bit tensors in the kernels' layout"] == sum(held.values())
-    assert found.engine_weights - usual.engine_weights == sum(held.values()) - 34784  # the published low-bit tensors
-    dequantized = "dequantized weights for the backward, BF16"
-    assert (dequantized in parts(found)) == (kernels == "qarl")
 
 
 OPTIONS = [

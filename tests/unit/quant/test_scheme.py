@@ -131,11 +131,8 @@ def test_matches_as_compressed_tensors_and_vllm_do() -> None:
         assert is_ignored(name, ENTRIES[:3]) == utils.should_ignore_layer(name, ignore=ENTRIES[:3]), name
 
 
-def test_a_class_name_ignores_nothing_here_nor_in_vllm() -> None:
-    assert resolve_ignored(["lm_head"], ["Linear"]) == (["lm_head"], [], ["Linear"])
-
-
 def test_resolve_ignored_keeps_order_and_reports_what_matched_nothing() -> None:
+    assert resolve_ignored(["lm_head"], ["Linear"]).unmatched == ["Linear"], "a class name, as in vLLM"
     names = ["b.q_proj", "a.q_proj", "lm_head", "a.o_proj"]
     resolved = resolve_ignored(names, ["lm_head", "re:.*gate$", "re:b[.]", "lm_haed"])
     assert resolved.quantized == ["a.q_proj", "a.o_proj"]

@@ -28,17 +28,13 @@ experts: Any = importlib.import_module("qarl.rollout.vllm_plugin.cpu_experts")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the plugin is for CPUs")
 
 
-def dense(**sizes: Any) -> Any:
-    return SimpleNamespace(**sizes)
-
-
 def test_registering_twice_is_registering_once() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     for _ in range(2):
         vllm_plugin.register()
-        vllm_plugin.check_loaded(dense(num_experts=8))
+        vllm_plugin.check_loaded(SimpleNamespace(num_experts=8))
         assert get_quantization_config("compressed-tensors") is experts.QaRLCompressedTensorsConfig
         assert op_registry_oot["UnquantizedFusedMoEMethod"] is experts.RepairedUnquantizedMethod
 
@@ -50,7 +46,7 @@ def test_other_platforms_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(experts, "register", lambda: pytest.fail("vLLM's own backends serve there"))
     vllm_plugin.register()
-    vllm_plugin.check_loaded(dense(num_experts=8))
+    vllm_plugin.check_loaded(SimpleNamespace(num_experts=8))
 
 
 def test_a_vllm_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +55,8 @@ def test_a_vllm_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(experts, "register", lambda: experts.UnquantizedFusedMoEMethod)
     vllm_plugin.register()
     with pytest.raises(UserError, match=r"(?s)without QaRL's plugin.*UnquantizedFusedMoEMethod.*requirements"):
-        vllm_plugin.check_loaded(dense(num_experts=8))
-    vllm_plugin.check_loaded(dense(hidden_size=64))
+        vllm_plugin.check_loaded(SimpleNamespace(num_experts=8))
+    vllm_plugin.check_loaded(SimpleNamespace(hidden_size=64))
 
 
 MIXTURE, DENSE = SimpleNamespace(num_experts=8), SimpleNamespace()
@@ -120,7 +116,7 @@ def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatc
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
     for name in ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts"):
-        config = dense(**{name: 5})
+        config = SimpleNamespace(**{name: 5})
         assert ModelArchConfigConvertorBase(config, config).get_num_experts() == vllm_plugin.experts_of(config) == 5
 
 

@@ -134,17 +134,6 @@ def test_decode_steps_and_the_longest_response_by_hand() -> None:
     assert fast["engine"] == pytest.approx(24 * 8e-3 - fast["small_kernels"] - fast["sampler"])
 
 
-def test_muon_and_micro_batches_by_tokens_by_hand() -> None:
-    square = step(SMALL, rates(flop=1.0), replace(WORK, optimizer="muon"))["optimizer"]
-    by_hand = {(64, 64): 2, (32, 64): 2, (64, 128): 3}  # q and o; k and v; gate, up and down
-    flop = sum(times * 5 * (4 * n * n * m + 2 * n**3) for (n, m), times in by_hand.items())
-    assert square == 4 * 2 * flop
-    by_rows, by_tokens = (step(SMALL, rates(flop=1.0), replace(WORK, rates=None, **micro))
-                          for micro in ({}, {"micro_tokens": 66}))  # fmt: skip
-    assert by_tokens == by_rows, "two rows of 33 tokens"
-    assert replace(WORK, micro_tokens=50).batches == 3
-
-
 def test_measured_rates(tmp_path: Path) -> None:
     entries = [
         {"operation": "linear", "scheme": scheme, "kernel": kernel, "m": m, "n": 10, "k": 10, "seconds": {"median": s}}

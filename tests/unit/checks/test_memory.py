@@ -27,13 +27,8 @@ from qarl.checks.memory_terms import (
 from qarl.kernels.registry import LINEAR_KERNELS
 
 
-def test_parameters_by_hand() -> None:
-    # q, o: 64 x 64; k, v: 32 x 64; gate, up, down: 96 x 64.
-    assert SMALL.largest_block == 2 * 4096 + 2 * 2048 + 3 * 6144 == 30720
-    assert SMALL.matrix_parameters == 61440
-    assert SMALL.embedding_parameters == 2 * 6400
-    assert SMALL.parameters == 61440 + 12800 + 5 * 64 == 74560
-    # Keys and values, 2 layers, 2 heads of 16, 2 bytes; one head on each of two GPUs, and still one on each of four.
+def test_a_token_in_the_kv_cache_by_hand() -> None:
+    """Two layers, 2 heads of 16, 2 bytes; one head on each of two GPUs, and still one on each of four."""
     assert [SMALL.kv_bytes_per_token(tp) for tp in (1, 2, 4)] == [256, 128, 128]
 
 

@@ -147,14 +147,6 @@ def test_other_schemes_are_left_to_vllm(name: str, part: str, change: dict[str, 
     assert experts.scheme_of(read) is None
 
 
-class Layer(torch.nn.Module):
-    """What `create_weights` reads of vLLM's RoutedExperts."""
-
-    layer_name = "model.layers.0.mlp.experts"
-    activation = experts.MoEActivation.SILU
-    apply_router_weight_on_input = False
-
-
 def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any:
     moe: Any = SimpleNamespace(
         experts_per_token=2, has_bias=bias, moe_parallel_config=SimpleNamespace(use_ep=ep, tp_size=1)
@@ -172,5 +164,8 @@ def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any
     ],
 )
 def test_experts_that_the_kernel_does_not_multiply_are_refused(given: Any, sizes: tuple[int, int], why: str) -> None:
+    layer: Any = torch.nn.Module()  # with what `create_weights` reads of vLLM's RoutedExperts
+    layer.layer_name, layer.activation = "model.layers.0.mlp.experts", experts.MoEActivation.SILU
+    layer.apply_router_weight_on_input = False
     with pytest.raises(UserError, match=rf"(?s)no kernel supports these w4a16 experts.*layers\.0\.mlp.*{why}"):
-        given.create_weights(Layer(), 4, *sizes, torch.bfloat16)
+        given.create_weights(layer, 4, *sizes, torch.bfloat16)

@@ -75,15 +75,6 @@ def test_memory_by_hand(scheme: str, bytes_a_weight: float) -> None:
     assert off["forward"] == step(SMALL, rates(memory=1.0))["forward"], "at off the trainer multiplies in BF16"
 
 
-def test_experts_by_hand() -> None:
-    """A token multiplies by two of four experts; 1 token reads those, 2 tokens (1 - 0.5²) of all."""
-    roofline = Roofline(MOE, rates(flop=1.0), WORK, "bf16", "off", 32, math.inf)
-    assert roofline.expert_weights == 2 * 4 * 6144 and roofline.weights == 2 * (4 * 6144 + 12288)
-    assert roofline.product(3, "bf16") == 2 * 3 * (roofline.weights - roofline.expert_weights / 2)
-    roofline = Roofline(MOE, rates(memory=1.0), WORK, "bf16", "off", 32, math.inf)
-    assert roofline.product(2, "bf16") == 2 * (roofline.weights - roofline.expert_weights / 4)
-
-
 def test_links_by_hand() -> None:
     """Two GPUs, one micro-batch each: three gathers of the BF16 weights' other half, half of the FP32 gradients."""
     work = replace(WORK, gpus=2, rates=None)

@@ -65,19 +65,15 @@ def test_vllm_reads_it(name: str, vllm_scheme: str, monkeypatch: pytest.MonkeyPa
         assert (served.strategy, served.is_static_input_scheme) == ("channel", False)
 
 
-def test_bf16_is_not_quantized_and_nvfp4_is_unknown() -> None:
+def test_bf16_is_not_quantized_and_what_no_scheme_has_is_refused() -> None:
     scheme = get_scheme("bf16")
     assert not scheme.quantized and scheme.group_size is None and scheme.check_shape("w", 3, 5) is None
     assert all(get_scheme(name, 128).check_shape("w", 7, 193) is None for name in ("w8a8", "fp8"))
     with pytest.raises(UserError, match=r"no scheme 'nvfp4'(.|\n)*bf16, w4a16, w8a8, fp8, w4a8"):
         get_scheme("nvfp4")
-
-
-@pytest.mark.parametrize("name", ["w4a16", "w4a8"])
-@pytest.mark.parametrize("group_size", [-1, 0, 4, 12, 100])
-def test_group_size_must_be_whole_int32s(name: str, group_size: int) -> None:
-    with pytest.raises(UserError, match=f"group_size {group_size} is not a positive multiple of 8"):
-        get_scheme(name, group_size)
+    for group_size in (-1, 0, 4, 12, 100):
+        with pytest.raises(UserError, match=f"group_size {group_size} is not a positive multiple of 8"):
+            get_scheme("w4a16", group_size)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
-"""benchmarks/proofs: rows that are written and continued, figures that are compared, and parameters."""
+"""benchmarks/proofs: rows that are written and continued, and figures that are compared."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pytest
-
-from benchmarks.proofs.__main__ import parameters
 from benchmarks.proofs.harness import Record, differences
-from benchmarks.proofs.registry import proofs
 
 
 def test_a_result_is_written_row_by_row_and_continued(tmp_path: Path) -> None:
@@ -32,10 +28,3 @@ def test_what_differs() -> None:
     assert list(differences(old, old | {"seconds": 9.0, "mean": 1.4e-3, "new": 1})) == []
     found = differences(old, old | {"ok": False, "mean": 3e-3, "count": 8, "steps": [{"max": 1e-9}]})
     assert [line.partition(":")[0] for line in found] == ["count", "mean", "ok", "steps[0].max"]
-
-
-def test_parameters_are_those_of_the_function() -> None:
-    found = parameters(proofs()["publish_stress"], ["publishes=7", "schemes=w4a16,fp8"])
-    assert found == {"publishes": 7, "schemes": ("w4a16", "fp8")}
-    with pytest.raises(SystemExit, match="no parameter seed; it has schemes, publishes, sets"):
-        parameters(proofs()["publish_stress"], ["seed=1"])

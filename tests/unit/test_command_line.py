@@ -72,7 +72,6 @@ WRONG = {
     ("export", "--halp"): "all keys: qarl export --help",
     ("demo", "meo"): "the demos are quickstart, moe, verl,",
     ("bench",): "one of kernels,",
-    ("bench", "kernel"): "nearest: kernels",
     ("bench", "--help", "stesp"): "nearest: steps",
 }
 

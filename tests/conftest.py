@@ -21,6 +21,7 @@ from random_models import save_random_model
 from verl_runs import quickstart
 
 from qarl.config import write_resolved
+from qarl.kernels.cpu.layer_ops import attention_unavailable
 
 FOLDER_MARKS = {
     "bench": "long",
@@ -42,6 +43,10 @@ def pytest_configure() -> None:
     """A shell has SIGINT ignored in its background jobs, and so in the programs that tests start and interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_markeval_namespace() -> dict[str, object]:
+    return {"attention_unavailable": attention_unavailable}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

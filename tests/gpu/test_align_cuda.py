@@ -16,7 +16,6 @@ from contract_checks import (
     ATTENTION,
     add_rms_norm_reference,
     attention_roundings,
-    differing_shares,
     log_softmax_reference,
     rms_norm_reference,
     rotary_reference,
@@ -185,7 +184,7 @@ def test_attention_of_prefill(lengths: tuple[int, ...]) -> None:
         if length <= 900:
             roundings = attention_roundings(*row, size**-0.5)
             candidates["the contract"] = roundings[ATTENTION].to("cuda")
-            shares = differing_shares(found, roundings)
+            shares = {name: float((found.cpu() != ours).float().mean()) for name, ours in roundings.items()}
             for name, differing in shares.items():
                 print(f"attention {length:6} {name:30} differ {differing:.2e}")
             assert shares[ATTENTION] == min(shares.values())

@@ -42,11 +42,6 @@ def attention_roundings(
     }
 
 
-def differing_shares(found: torch.Tensor, candidates: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Candidate -> share of the outputs that differ from `found`."""
-    return {name: float((found.cpu() != ours).float().mean()) for name, ours in candidates.items()}
-
-
 def vllm_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Logits [T, V] by vLLM's method of a head that is not quantized. hidden is [T, K], weight is [V, K]."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod

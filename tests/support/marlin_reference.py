@@ -28,14 +28,6 @@ def vllm_layout(tensors: dict[str, torch.Tensor], group_size: int) -> tuple[torc
     return torch.stack(weights), torch.stack(scales)
 
 
-def unpermuted(codes: torch.Tensor) -> torch.Tensor:
-    """int8 [K, N] in -8..7 from Marlin's codes int32 [K/16, 2N]."""
-    tiles, words = codes.shape
-    order = torch.argsort(_modules()[1].get_weight_perm(4))
-    values = unpack_int4(codes).view(-1, 1024)[:, order].view(tiles, words // 32, 16, 16)
-    return values.transpose(1, 2).reshape(16 * tiles, words // 2)
-
-
 def _modules() -> tuple[Any, Any]:
     configure_vllm_process()
     from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_test

@@ -22,7 +22,6 @@ def make(venv: Path, target: str, *variables: str) -> tuple[int, str]:
     ("held", "target", "asked", "why"),
     [
         (["gpu"], "quickstart", [], "holds the gpu lock; installing the cpu lock over it would mix"),
-        (["gpu"], "setup", ["STACK=cpu"], "make STACK=gpu ..., or another environment"),
         (["cpu"], "setup", ["STACK=gpu"], "holds the cpu lock; installing the gpu lock over it would mix"),
         (["cpu", "gpu"], "quickstart", [], "holds both locks"),
         (["cpu", "gpu"], "setup", ["STACK=gpu"], "rm -r "),

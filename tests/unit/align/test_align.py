@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_attention import needs_engine_attention
+from cpu_features import needs_engine_attention
 from random_models import save_random_model
 from torch.nn.modules.module import register_module_forward_hook
 

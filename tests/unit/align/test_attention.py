@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_attention import needs_engine_attention
+from cpu_features import needs_engine_attention
 
 from qarl.align.cpu import _sdpa, _TileAttention, engine_attention, fp32_attention
 from qarl.kernels.cpu import layer_ops

@@ -65,6 +65,7 @@ def run(form: str, attend: Any, tensors: list[torch.Tensor], given: dict[str, An
         for i in range(3)
     ]
     found = attend(module(), *padded, None, row_lengths=ROWS, **given)[0]
+    assert not any(row[length:].any() for row, length in zip(found, ROWS, strict=True)), "zeros in the padding"
     return torch.cat([row[:length] for row, length in zip(found, ROWS, strict=True)])
 
 

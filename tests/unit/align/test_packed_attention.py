@@ -15,7 +15,6 @@ from qarl.align.packed_attention import (
     ROWS_ATTENTION,
     attends_in_rows,
     lengths_of_rows,
-    rows_attention,
     use_rows_attention,
     varlen_attention,
 )
@@ -89,18 +88,6 @@ def test_plain_and_masked_forwards_are_transformers_own():
 def random_rows(batch: int, tokens: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(batch, heads, tokens, 16, generator=generator).bfloat16() for heads in (4, 2, 2)]
-
-
-def test_padded_rows_are_computed_at_their_length_and_end_in_zeros():
-    query, key, value = random_rows(3, 40)
-    module = nn.Module()
-    module.num_key_value_groups = 2
-    found, _ = rows_attention(module, query, key, value, None, scaling=0.25, row_lengths=(40, 1, 9))
-    for i, length in enumerate((40, 1, 9)):
-        row = (one[i : i + 1, :, :length] for one in (query, key, value))
-        expected, _ = rows_attention(module, *row, None, scaling=0.25)
-        assert torch.equal(found[i : i + 1, :length], expected)
-        assert not found[i, length:].any()
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.proofs.costs import costs
 from benchmarks.proofs.counting import Counts, counting
-from benchmarks.proofs.harness import Record
 from benchmarks.proofs.layer_costs import ENGINE_LAUNCHES, beyond_products, dense_phases, expert_phases
 from benchmarks.proofs.shard_costs import (
     gather_phase,
@@ -119,9 +116,3 @@ def test_the_plan_has_formulas_of_the_counts(model: str, scheme: str) -> None:
     )
     phase, weights = optimizer_phase(size, 8)
     assert roofline.muon_bytes_per_weight(size) == pytest.approx(phase.counts.moved / weights, rel=1e-3)
-
-
-def test_the_proof_has_a_row_for_each_phase(tmp_path: Path) -> None:
-    record = Record(tmp_path / "costs.json", "costs")
-    costs(record, scheme="bf16")
-    assert list(record.rows) == ["optimizer", "publish, sender", "publish, receiver"] and record.ok

@@ -75,15 +75,6 @@ def test_memory_by_hand(scheme: str, bytes_a_weight: float) -> None:
     assert off["forward"] == step(SMALL, rates(memory=1.0))["forward"], "at off the trainer multiplies in BF16"
 
 
-def test_experts_by_hand() -> None:
-    """A token multiplies by two of four experts; 1 token reads those, 2 tokens (1 - 0.5²) of all."""
-    roofline = Roofline(MOE, rates(flop=1.0), WORK, "bf16", "off", 32, math.inf)
-    assert roofline.expert_weights == 2 * 4 * 6144 and roofline.weights == 2 * (4 * 6144 + 12288)
-    assert roofline.product(3, "bf16") == 2 * 3 * (roofline.weights - roofline.expert_weights / 2)
-    roofline = Roofline(MOE, rates(memory=1.0), WORK, "bf16", "off", 32, math.inf)
-    assert roofline.product(2, "bf16") == 2 * (roofline.weights - roofline.expert_weights / 4)
-
-
 def test_links_by_hand() -> None:
     """Two GPUs, one micro-batch each: three gathers of the BF16 weights' other half, half of the FP32 gradients."""
     work = replace(WORK, gpus=2, rates=None)
@@ -132,17 +123,6 @@ def test_decode_steps_and_the_longest_response_by_hand() -> None:
     fast = step(MOE, rates(), work, "w4a16")
     assert fast["tail"] == pytest.approx(10 * 8e-3), "the host takes longer"
     assert fast["engine"] == pytest.approx(24 * 8e-3 - fast["small_kernels"] - fast["sampler"])
-
-
-def test_muon_and_micro_batches_by_tokens_by_hand() -> None:
-    square = step(SMALL, rates(flop=1.0), replace(WORK, optimizer="muon"))["optimizer"]
-    by_hand = {(64, 64): 2, (32, 64): 2, (64, 128): 3}  # q and o; k and v; gate, up and down
-    flop = sum(times * 5 * (4 * n * n * m + 2 * n**3) for (n, m), times in by_hand.items())
-    assert square == 4 * 2 * flop
-    by_rows, by_tokens = (step(SMALL, rates(flop=1.0), replace(WORK, rates=None, **micro))
-                          for micro in ({}, {"micro_tokens": 66}))  # fmt: skip
-    assert by_tokens == by_rows, "two rows of 33 tokens"
-    assert replace(WORK, micro_tokens=50).batches == 3
 
 
 def test_measured_rates(tmp_path: Path) -> None:
@@ -204,13 +184,6 @@ def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureF
     assert linears["phases"] == by_phase(linears["seconds"])
     assert sum(linears["phases"].values()) == pytest.approx(linears["step"])
     assert [name for name in TERMS if f"\n| {name} |" not in said] == []
-
-
-def test_a_plan_from_measured_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["model=SmolLM2-135M", f"rates={RESULTS / 'kernels_cpu.json'}", "prompts=8", "n=4", "prompt_length=8"]
-    assert main(["plan", *given, "response_length=16", "micro_batch=32"]) == 0
-    said = capsys.readouterr().out
-    assert "(measured: vllm_cpu_int8)" in said
 
 
 def test_the_page_shows_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

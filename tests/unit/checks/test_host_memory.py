@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from checkout import ROOT
 
-from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate
+from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.memory_terms import GIB
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
 from qarl.doctor.model import host_memory
-from qarl.verl.run import memory_lines
 
 OFFLOADED = "masters and optimizer state, offloaded"
 TRAINER, ENGINE = "kept for delta publishes: trainer", "kept for delta publishes: engine"
@@ -71,8 +70,3 @@ def test_the_doctor_compares_it_with_this_machine():
     elsewhere = host_memory(found, None)
     assert elsewhere.status == "note" and "GiB for tensors" in elsewhere.what and elsewhere.lines
     assert not planned(paper()).host
-
-
-def test_dry_runs_show_it():
-    lines = memory_lines(paper(*(f"verl.{key}=true" for key in OFFLOAD)), on_cpu=False)
-    assert any(f"host memory, {OFFLOADED}" in line for line in lines)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_state import Malicious
 
 from qarl.checkpoint.export import ExportRequest, export
 from qarl.checks.generation import eos_warnings
@@ -31,12 +32,7 @@ def test_model_files(pristine_model: Path, tmp_path: Path, name: str, kind: str)
         compared_tensors(weight_files(str(folder)), meta_model(hf_config))
 
 
-class Malicious:
-    def __reduce__(self) -> Any:
-        return (exec, ("open('ran', 'w')",))
-
-
-@pytest.mark.parametrize("content", [{"a": Malicious()}, [torch.ones(2)]], ids=["malicious", "list"])
+@pytest.mark.parametrize("content", [{"a": Malicious(Path("ran"))}, [torch.ones(2)]], ids=["malicious", "list"])
 def test_shards_of_a_verl_checkpoint(
     pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any
 ) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from memory_cases import SMALL, parts, run
 
 from qarl.checks import memory
@@ -25,19 +24,11 @@ from qarl.checks.memory_terms import (
     LOGITS_AT_A_TIME,
     OWN_INPUT_GRADIENT,
 )
-from qarl.kernels.cpu.torch_ops import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import LINEAR_KERNELS
-from qarl.quant.quantize import quantize
-from qarl.quant.scheme import get_scheme
 
 
-def test_parameters_by_hand() -> None:
-    # q, o: 64 x 64; k, v: 32 x 64; gate, up, down: 96 x 64.
-    assert SMALL.largest_block == 2 * 4096 + 2 * 2048 + 3 * 6144 == 30720
-    assert SMALL.matrix_parameters == 61440
-    assert SMALL.embedding_parameters == 2 * 6400
-    assert SMALL.parameters == 61440 + 12800 + 5 * 64 == 74560
-    # Keys and values, 2 layers, 2 heads of 16, 2 bytes; one head on each of two GPUs, and still one on each of four.
+def test_a_token_in_the_kv_cache_by_hand() -> None:
+    """Two layers, 2 heads of 16, 2 bytes; one head on each of two GPUs, and still one on each of four."""
     assert [SMALL.kv_bytes_per_token(tp) for tp in (1, 2, 4)] == [256, 128, 128]
 
 
@@ -93,24 +84,6 @@ def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
     kernels = [kernel for kernels in LINEAR_KERNELS.values() for kernel in kernels]
     assert {kernel.name for kernel in kernels if kernel.computes_input_gradient} == OWN_INPUT_GRADIENT
     assert {kernel.name for kernel in kernels if not kernel.computes_input_gradient}.isdisjoint(OWN_INPUT_GRADIENT)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "kernels", "kernel"), [("w4a8", "qarl", CpuW4A8Linear), ("w4a16", "dequantized", DequantizedW4A16Linear)]
-)
-def test_own_kernels_hold_what_they_prepare_in_trainer_and_engine(scheme: str, kernels: str, kernel: Any) -> None:
-    usual = estimate(SMALL, run(quant__scheme=scheme), device="cpu")
-    shapes = set(SMALL.linears().values())
-    config = run(quant__scheme=scheme, quant__kernels=kernels)
-    found = estimate(SMALL, config, device="cpu", kernels=dict.fromkeys(shapes, kernel.name))
-    held = {}
-    for name, (n, k) in SMALL.linears().items():
-        tensors = kernel.prepare(quantize(torch.randn(n, k).bfloat16(), get_scheme(scheme, 32), name=name).tensors)
-        held[name] = sum(tensor.nbytes for tensor in tensors)
-    assert parts(found)["low-bit tensors in the kernels' layout"] == sum(held.values())
-    assert found.engine_weights - usual.engine_weights == sum(held.values()) - 34784  # the published low-bit tensors
-    dequantized = "dequantized weights for the backward, BF16"
-    assert (dequantized in parts(found)) == (kernels == "qarl")
 
 
 OPTIONS = [

@@ -11,7 +11,6 @@ from config_problems import MINIMAL
 
 from qarl.config import Config, ConfigError, build_config, describe_keys, load_config, write_resolved
 from qarl.config import source as config_source
-from qarl.config.ignore import is_ignored
 from qarl.config.source import find_config, shipped_configs
 
 
@@ -93,9 +92,3 @@ def test_built_in_python() -> None:
         Config(**values)
     with pytest.raises(ConfigError, match=r"rollout\.n: \(not given\)"):
         build_config({**values, "rollout": {}})
-
-
-def test_ignore_is_matched_as_compressed_tensors_does() -> None:
-    compressed_tensors = pytest.importorskip("compressed_tensors.utils.match")
-    for pattern in ["lm_head", "re:lm_head", "re:.*head", "re:head", "head", "re:lm", "model.lm_head", "re:^lm_head$"]:
-        assert is_ignored("lm_head", [pattern]) == compressed_tensors.match_name("lm_head", pattern), pattern

@@ -167,12 +167,6 @@ def test_keys_that_fit(folder: Path, overrides: list[str]) -> None:
     load_config(["config=minimal.yaml", *overrides])
 
 
-def test_everything_wrong_is_said_at_once(folder: Path) -> None:
-    argv = ["config=minimal.yaml", "oops", "seed=x", "quant.shceme=1", "quant.ignore=other", "data.train_batch_size=7"]
-    keys = [problem.key for problem in problems_of(*argv)]
-    assert keys == ["oops", "seed", "quant.shceme", "actor.ppo_mini_batch_size", "quant.ignore"]
-
-
 def test_error_text(folder: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_config(["config=minimal.yaml", "rollout.n=1", "data.train_batch_size=7"])

@@ -89,31 +89,16 @@ def test_data_is_in_verls_schema_and_disjoint(made: tuple[Path, Path]) -> None:
     assert check_disjoint(splits["train"], splits["test"]) == 0
 
 
-def test_labels_cover_the_response_and_the_check_agrees_with_generation() -> None:
-    """A model that knows two answers by heart gets those right and others wrong, checked or generated."""
+def test_labels_cover_the_response() -> None:
     make, task = tiny_model, tiny_model.QUICKSTART
-    torch.manual_seed(0)
-    tokenizer = make.make_tokenizer()
-    model = make.make_model(tokenizer)
-    known, unknown = (task.draw(2, random.Random(seed), set()) for seed in (1, 2))
-    tokens, labels = make.make_batch(tokenizer, known)
-    for i, pair in enumerate(known):
+    tokenizer, pairs = make.make_tokenizer(), task.draw(2, random.Random(1), set())
+    tokens, labels = make.make_batch(tokenizer, pairs)
+    for i, pair in enumerate(pairs):
         answer = labels[i][labels[i] != make.IGNORE_INDEX]
         assert tokenizer.decode(answer) == task.response_text(pair) + tokenizer.eos_token
         prompt_length = len(tokenizer(make.render_prompt(tokenizer, pair))["input_ids"])
         assert (labels[i, : prompt_length - 1] == make.IGNORE_INDEX).all()
         assert labels[i, prompt_length - 1] == answer[0] == tokens[i, prompt_length]
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(150):
-        logits = model(input_ids=tokens).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-        optimizer.step()
-        model.zero_grad()
-        if step % 10 == 0 and make.check_accuracy(model, (tokens, labels)) == 1.0:
-            break
-    model = model.bfloat16()
-    assert make.check_accuracy(model, make.make_batch(tokenizer, unknown)) == 0.0
 
 
 def test_a_second_run_does_nothing_and_other_settings_do(

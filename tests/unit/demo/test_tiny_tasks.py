@@ -30,8 +30,6 @@ def test_worked_answers_are_right_and_as_long_as_said(name: str) -> None:
 def test_letters_are_inserted_one_by_one() -> None:
     module = tiny_model.TASKS["letter_sorting"]
     assert module.response_text("dkqba") == "d dk dkq bdkq abdkq"
-    words = module.response_text("qwertyuiopasdf").split()
-    assert [len(word) for word in words] == list(range(1, 15)) and words[-1] == "adefiopqrstuwy"
     score = module.reward
     assert score("", "a ab", "ab") == 1.0
     assert [score("", text, "ab") for text in ("", "ab a", "a abc", "a a b")] == [0.0] * 4

@@ -7,7 +7,6 @@ import torch
 from cpu_features import needs_w4a16_cpu
 from marlin_reference import random_stack, vllm_layout
 
-from benchmarks.proofs.counting import counting
 from qarl.kernels.cpu.torch_ops import upcast_e4m3
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuWNA16Linear
 from qarl.kernels.int4 import CODES, MARLIN, SCALES, TILES, from_marlin, from_tiles, to_marlin, to_tiles
@@ -71,14 +70,3 @@ def test_layouts_of_parts_are_the_layout_of_the_whole(layout) -> None:
         assert layout.fits((part.stop - part.start, 128, 64))
         for name, tensor in layout.convert({name: tensor[part] for name, tensor in tensors.items()}).items():
             assert torch.equal(tensor, whole[name][part])
-
-
-@pytest.mark.parametrize("experts", [1, 128])
-def test_operations_do_not_grow_with_the_number_of_experts(experts: int) -> None:
-    packed = torch.empty(experts, 128, 32, dtype=torch.int32, device="meta")
-    scale = torch.empty(experts, 128, 2, dtype=torch.bfloat16, device="meta")
-    with counting() as there:
-        made = to_marlin({"weight_packed": packed, "weight_scale": scale})
-    with counting() as back:
-        from_marlin(made)
-    assert (there.counts.kernels, back.counts.kernels) == (9, 3) and not (there.counts.syncs or back.counts.syncs)

@@ -235,17 +235,6 @@ def test_kernel_choice_names_its_reason():
         choose_linear_kernel("w4a16", CPU, (48, 64), force="vllm_cpu_wna16")
 
 
-def test_a_kernel_that_lacks_the_group_size_is_passed_over(monkeypatch):
-    class Coarse(ReferenceW4A16Linear):
-        name, group_sizes = "coarse", (64, 128)
-
-    monkeypatch.setitem(LINEAR_KERNELS, "w4a16", (Coarse, ReferenceW4A16Linear))
-    for size in (64, 128, None):
-        assert choose_linear_kernel("w4a16", CPU, (64, 128), group_size=size).kernel is Coarse
-    choice = choose_linear_kernel("w4a16", CPU, (64, 128), group_size=32)
-    assert choice.kernel is ReferenceW4A16Linear and "supports group sizes 64, 128, not 32" in choice.reason
-
-
 @needs_w4a16_cpu
 @needs_vllm_cpu
 @pytest.mark.parametrize("tiles", [True, False])

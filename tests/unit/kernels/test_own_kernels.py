@@ -20,7 +20,6 @@ CPU = torch.device("cpu")
 needs_int8 = pytest.mark.skipif(
     CpuW4A8Linear.unavailable("w4a8", CPU, (64, 64)) is not None, reason="this CPU's int8 products are not exact"
 )
-ROWS = (1, 2, 7, 16, 17, 63, 64, 65, 300)
 SHAPES = [(96, 128, 32), (576, 192, 64), (33, 256, 128), (8, 64, 64)]
 
 

@@ -38,7 +38,6 @@ def by_sets(response: list[int]) -> float:
 LOOP = [1, 2, 3] * 20
 REPETITION = {
     "a loop of three tokens has three distinct n-grams": (LOOP, 1 - 3 / 55),
-    "one token over and over": ([5] * 40, 1 - 1 / 35),
     "nine n-grams are too few": ([5] * 14, 0.0),
     "ten are enough": ([5] * 15, 0.9),
     "only the tail counts": (list(range(100, 400)) + [5] * TAIL, 1 - 1 / (TAIL - NGRAM + 1)),

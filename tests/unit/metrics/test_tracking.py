@@ -129,19 +129,19 @@ def full_run(run_dir: Path, steps: int = 30) -> Path:
     return run_dir
 
 
-def test_plots_of_a_run(tmp_path: Path) -> None:
-    paths = plot_run(full_run(tmp_path / "run"))
-    assert [path.name for path in paths] == ["reward.png", "accuracy.png", "k3.png", "outside_band.png"]
-    assert all(path.parent == tmp_path / "run" / "plots" for path in paths)
+def test_plots_of_a_run_and_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs, names = (
+        [full_run(tmp_path / "a"), full_run(tmp_path / "b", steps=20)],
+        ["reward", "accuracy", "k3", "outside_band"],
+    )
+    paths = plot_run(runs[0])
+    assert paths == [tmp_path / "a" / "plots" / f"{name}.png" for name in names]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in paths)
-
-
-def test_comparing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [full_run(tmp_path / "a"), full_run(tmp_path / "b", steps=20)]
-    assert main([str(run) for run in runs] + ["--output", str(tmp_path / "out")]) == 0
-    names = ["reward.png", "accuracy.png", "k3.png", "outside_band.png"]
-    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "out" / name) for name in names]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(names)
+    assert main([*map(str, runs), "--output", str(tmp_path / "out")]) == 0
+    written = [tmp_path / "out" / f"{name}.png" for name in names]
+    assert capsys.readouterr().out.splitlines() == [*map(str, written)] and {*(tmp_path / "out").iterdir()} == {
+        *written
+    }
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "no metrics to read" in capsys.readouterr().err
 

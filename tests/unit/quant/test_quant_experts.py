@@ -16,7 +16,6 @@ from same_bytes import same_bytes
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.experts import ReferenceExperts
 from qarl.kernels.registry import BF16_KERNELS, EXPERTS_KERNELS
 from qarl.quant import QuantExperts, Scheme, get_scheme, invalidate_quantized, packed_state_dict, quantize_model
 from qarl.quant.convert import linear_shapes, select_linears
@@ -194,25 +193,6 @@ def test_the_model_is_converted_and_published_matrix_by_matrix(folder: Any, sche
     assert len(quantized) == 2 * (4 + 3 * 4) and "model.layers.1.mlp.experts.3.down_proj" in quantized
     assert published["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
     assert not [name for name in published if name.endswith(("gate_up_proj", "experts.down_proj"))]
-
-
-def test_checkpointed_blocks_run_each_experts_kernel_once(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    forward = ReferenceExperts.forward
-    monkeypatch.setattr(ReferenceExperts, "forward", lambda *arguments: calls.append(1) or forward(*arguments))
-    monkeypatch.setitem(EXPERTS_KERNELS, "w4a16", (ReferenceExperts,))
-    gradients = []
-    for recompute in (False, True):
-        model = load(folder).train()
-        quantize_model(model, scheme="w4a16", group_size=GROUP)
-        if recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        calls.clear()
-        model(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None], use_cache=False).loss.backward()
-        assert len(calls) == len(model.model.layers)
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, grad in gradients[0].items():
-        assert torch.equal(grad, gradients[1][name]), name
 
 
 def test_bf16_is_published_under_the_names_that_save_pretrained_writes(folder: Any) -> None:

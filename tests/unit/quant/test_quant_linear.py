@@ -168,15 +168,6 @@ def test_quantize_model_covers_the_family_and_keeps_state_dict_keys(tmp_path, fa
     # The published tensors are the same whether the trainer's linears are aligned or not: one quantizer.
     unaligned = dict(packed_state_dict(plain, scheme=get_scheme("w4a16", group_size=32)))
     assert all(torch.equal(tensor, unaligned[name]) for name, tensor in packed_state_dict(model))
-    # The forward equals the model whose weights were replaced by the dequantized ones, up to kernel rounding.
-    for name, module in plain.named_modules():
-        if name in report.quantized:
-            layer = model.get_submodule(name)
-            module.weight.data = layer.quantized().dequantize(torch.bfloat16)
-    tokens = torch.randint(0, 64, (2, 9))
-    ours, theirs = model(input_ids=tokens).logits, plain(input_ids=tokens).logits
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05)
-    assert F.cosine_similarity(ours.double().flatten(), theirs.double().flatten(), dim=0) > 0.9999
 
 
 def linears(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:

@@ -65,19 +65,15 @@ def test_vllm_reads_it(name: str, vllm_scheme: str, monkeypatch: pytest.MonkeyPa
         assert (served.strategy, served.is_static_input_scheme) == ("channel", False)
 
 
-def test_bf16_is_not_quantized_and_nvfp4_is_unknown() -> None:
+def test_bf16_is_not_quantized_and_what_no_scheme_has_is_refused() -> None:
     scheme = get_scheme("bf16")
     assert not scheme.quantized and scheme.group_size is None and scheme.check_shape("w", 3, 5) is None
     assert all(get_scheme(name, 128).check_shape("w", 7, 193) is None for name in ("w8a8", "fp8"))
     with pytest.raises(UserError, match=r"no scheme 'nvfp4'(.|\n)*bf16, w4a16, w8a8, fp8, w4a8"):
         get_scheme("nvfp4")
-
-
-@pytest.mark.parametrize("name", ["w4a16", "w4a8"])
-@pytest.mark.parametrize("group_size", [-1, 0, 4, 12, 100])
-def test_group_size_must_be_whole_int32s(name: str, group_size: int) -> None:
-    with pytest.raises(UserError, match=f"group_size {group_size} is not a positive multiple of 8"):
-        get_scheme(name, group_size)
+    for group_size in (-1, 0, 4, 12, 100):
+        with pytest.raises(UserError, match=f"group_size {group_size} is not a positive multiple of 8"):
+            get_scheme("w4a16", group_size)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +85,9 @@ def test_group_size_must_be_whole_int32s(name: str, group_size: int) -> None:
         ({"config_groups": {"W4A16_ASYM": ["Linear"]}}, "symmetric=False"),
         ({"config_groups": {"NVFP4A16": ["Linear"]}}, "scale_dtype"),
         ({"config_groups": {"W8A8": ["Linear"]}}, "num_bits=8.*pack-quantized"),
-        ({"config_groups": {"W8A16": ["Linear"]}}, "num_bits=8"),
         ({"config_groups": {"FP8": ["Linear"]}, "format": "float-quantized"}, "strategy='tensor'"),
         ({"config_groups": {"FP8_BLOCK": ["Linear"]}, "format": "float-quantized"}, "block_structure"),
         ({"config_groups": {"W4AFP8": ["Linear"]}}, "type='float'"),
-        ({"config_groups": {"W4A8": ["Linear"]}, "format": "int-quantized"}, "int-quantized"),
         ({"config_groups": {"W4A16": ["re:.*q_proj"]}}, "targets"),
         ({"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"bits": 4}}}}, "bits"),
     ],
@@ -131,11 +125,8 @@ def test_matches_as_compressed_tensors_and_vllm_do() -> None:
         assert is_ignored(name, ENTRIES[:3]) == utils.should_ignore_layer(name, ignore=ENTRIES[:3]), name
 
 
-def test_a_class_name_ignores_nothing_here_nor_in_vllm() -> None:
-    assert resolve_ignored(["lm_head"], ["Linear"]) == (["lm_head"], [], ["Linear"])
-
-
 def test_resolve_ignored_keeps_order_and_reports_what_matched_nothing() -> None:
+    assert resolve_ignored(["lm_head"], ["Linear"]).unmatched == ["Linear"], "a class name, as in vLLM"
     names = ["b.q_proj", "a.q_proj", "lm_head", "a.o_proj"]
     resolved = resolve_ignored(names, ["lm_head", "re:.*gate$", "re:b[.]", "lm_haed"])
     assert resolved.quantized == ["a.q_proj", "a.o_proj"]

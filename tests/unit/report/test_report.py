@@ -34,13 +34,7 @@ def metrics_of(step: int) -> dict[str, Any]:
         "critic/score/mean": 0.3 + 0.5 * (1 - math.exp(-step / 120)) + 0.05 * wave,
         "mismatch/k3": 1e-4 * (1 + wave) * (100 if step % 97 == 0 else 1),
         "mismatch/abs_max": 0.3 * (1 + wave),
-        "actor/pos_outside_band_frac_after_first": 0.04 * wave,
-        "actor/neg_outside_band_frac_after_first": 0.08 * wave,
-        "actor/seq_ratio_max": 1 + 0.01 * wave,
-        "actor/seq_ratio_min": 1 - 0.01 * wave,
         "actor/grad_norm": "nan" if step % 100 == 50 else 0.5 + wave,
-        "actor/lr": 1e-4,
-        "response_length/mean": 120 + 10 * wave,
         **{f"timing_s/{phase}": 0.3 * (1 + wave) * (place + 1) for place, phase in enumerate(PHASES)},
         **{f"part{place % 5}/metric_{place}": place + wave for place in range(OTHER_METRICS)},
     }

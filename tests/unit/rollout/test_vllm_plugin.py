@@ -28,17 +28,13 @@ experts: Any = importlib.import_module("qarl.rollout.vllm_plugin.cpu_experts")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the plugin is for CPUs")
 
 
-def dense(**sizes: Any) -> Any:
-    return SimpleNamespace(**sizes)
-
-
 def test_registering_twice_is_registering_once() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     for _ in range(2):
         vllm_plugin.register()
-        vllm_plugin.check_loaded(dense(num_experts=8))
+        vllm_plugin.check_loaded(SimpleNamespace(num_experts=8))
         assert get_quantization_config("compressed-tensors") is experts.QaRLCompressedTensorsConfig
         assert op_registry_oot["UnquantizedFusedMoEMethod"] is experts.RepairedUnquantizedMethod
 
@@ -50,7 +46,7 @@ def test_other_platforms_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(experts, "register", lambda: pytest.fail("vLLM's own backends serve there"))
     vllm_plugin.register()
-    vllm_plugin.check_loaded(dense(num_experts=8))
+    vllm_plugin.check_loaded(SimpleNamespace(num_experts=8))
 
 
 def test_a_vllm_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +55,8 @@ def test_a_vllm_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(experts, "register", lambda: experts.UnquantizedFusedMoEMethod)
     vllm_plugin.register()
     with pytest.raises(UserError, match=r"(?s)without QaRL's plugin.*UnquantizedFusedMoEMethod.*requirements"):
-        vllm_plugin.check_loaded(dense(num_experts=8))
-    vllm_plugin.check_loaded(dense(hidden_size=64))
+        vllm_plugin.check_loaded(SimpleNamespace(num_experts=8))
+    vllm_plugin.check_loaded(SimpleNamespace(hidden_size=64))
 
 
 MIXTURE, DENSE = SimpleNamespace(num_experts=8), SimpleNamespace()
@@ -120,7 +116,7 @@ def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatc
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
     for name in ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts"):
-        config = dense(**{name: 5})
+        config = SimpleNamespace(**{name: 5})
         assert ModelArchConfigConvertorBase(config, config).get_num_experts() == vllm_plugin.experts_of(config) == 5
 
 
@@ -151,14 +147,6 @@ def test_other_schemes_are_left_to_vllm(name: str, part: str, change: dict[str, 
     assert experts.scheme_of(read) is None
 
 
-class Layer(torch.nn.Module):
-    """What `create_weights` reads of vLLM's RoutedExperts."""
-
-    layer_name = "model.layers.0.mlp.experts"
-    activation = experts.MoEActivation.SILU
-    apply_router_weight_on_input = False
-
-
 def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any:
     moe: Any = SimpleNamespace(
         experts_per_token=2, has_bias=bias, moe_parallel_config=SimpleNamespace(use_ep=ep, tp_size=1)
@@ -176,5 +164,8 @@ def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any
     ],
 )
 def test_experts_that_the_kernel_does_not_multiply_are_refused(given: Any, sizes: tuple[int, int], why: str) -> None:
+    layer: Any = torch.nn.Module()  # with what `create_weights` reads of vLLM's RoutedExperts
+    layer.layer_name, layer.activation = "model.layers.0.mlp.experts", experts.MoEActivation.SILU
+    layer.apply_router_weight_on_input = False
     with pytest.raises(UserError, match=rf"(?s)no kernel supports these w4a16 experts.*layers\.0\.mlp.*{why}"):
-        given.create_weights(Layer(), 4, *sizes, torch.bfloat16)
+        given.create_weights(layer, 4, *sizes, torch.bfloat16)

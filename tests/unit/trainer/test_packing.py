@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpu_features import needs_w4a16_cpu
+from cpu_features import needs_engine_attention, needs_w4a16_cpu
 from engine_helpers import config
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from updating_trainer import updating_trainer
 
-from qarl.kernels.cpu import layer_ops
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, fill, lay_out, make_batch
@@ -21,13 +20,7 @@ from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
-EXACT = pytest.param(
-    "exact",
-    marks=[
-        needs_w4a16_cpu,
-        pytest.mark.skipif(layer_ops.attention_unavailable("cpu", 32) is not None, reason="needs vLLM's attention"),
-    ],
-)
+EXACT = pytest.param("exact", marks=[needs_w4a16_cpu, needs_engine_attention])
 LEVELS = ["off", "linears", pytest.param("model", marks=needs_w4a16_cpu), EXACT]
 LENGTHS = [(3, 40), (9, 1), (1, 7), (30, 200), (5, 0), (12, 33), (2, 64), (4, 90)]
 """Tokens of prompt and response. PyTorch cuts attention differently from 192 tokens on; one response is empty."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
-from checkout import ROOT
 from checkpoint_state import interrupted_run
 from engine_helpers import config
 
@@ -153,20 +152,21 @@ def test_only_listed_keys_may_change_on_a_resume(tmp_path):
             assert caught.value.where.startswith(f'{key} was "another value", now '), key
 
 
-_HOLD = "import sys; from qarl.config import load_config; from qarl.trainer.resume import open_run\n" + (
-    "with open_run(load_config(sys.argv[1:])): print('held', flush=True); sys.stdin.read()"
-)
+def hold(settings: Config, opened: Any) -> None:
+    with open_run(settings):
+        opened.set()
+        signal.pause()
 
 
 def test_two_processes_cannot_work_on_one_run(tmp_path):
-    arguments = ["config=quickstart.yaml", f"output_dir={tmp_path}"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-c", _HOLD, *arguments]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        refusal(config(tmp_path), "another process")
-        process.kill()
+    """And a killed one leaves no lock."""
+    context = multiprocessing.get_context("fork")  # importing PyTorch again would take seconds
+    opened = context.Event()
+    process = context.Process(target=hold, args=(config(tmp_path), opened))
+    process.start()
+    assert opened.wait(60)
+    refusal(config(tmp_path), "another process")
+    process.kill()
+    process.join()
     with open_run(config(tmp_path)):
         pass

@@ -7,7 +7,7 @@ import torch
 from memory_cases import run
 from publish_streams import Engine, feed_in_buckets, flip, lose, twice, weights
 
-from qarl.rollout.publish.delta import Tally, fingerprint_of
+from qarl.rollout.publish.delta import Tally
 from qarl.rollout.publish.send import DeltaSender
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
 from qarl.trainer.setup import engine_config
@@ -106,16 +106,6 @@ def other_base(stream):
         yield (record(BEGIN, read_record(BEGIN, tensor) | {"base": "0" * 32}) if name == BEGIN else (name, tensor))
 
 
-def an_unknown_tensor(stream):
-    for name, tensor in stream:
-        if name == UNIT:
-            yield "model.extra", torch.zeros(1)
-            content = read_record(UNIT, tensor)
-            content["digests"]["model.extra"] = 0
-            name, tensor = record(UNIT, content)
-        yield name, tensor
-
-
 def never_announced(stream):
     """A changed tensor is lost, and its entry in the unit's record too."""
     for name, tensor in stream:
@@ -139,7 +129,6 @@ FAULTS = {
     "flipped bit in a position": (flip(Q), f"{Q} (was damaged|: )|changes of {Q} cannot be applied"),
     "flipped bit in a header": (flip(Q, at=0), f"changes of {Q} cannot be applied"),
     "wrong base": (other_base, "do not apply to the tensors that the engine has kept"),
-    "unknown tensor": (an_unknown_tensor, r"model\.extra cannot be applied[\s\S]*not a tensor of"),
 }
 
 
@@ -223,13 +212,6 @@ def test_a_sender_that_stops_half_way_sends_all_tensors_next():
     next(stream), next(stream)
     assert sender.cache.fingerprint is None
     assert read_record(*next(iter(sender.stream(now, version=2, held=[held]))))["base"] is None
-
-
-def test_the_fingerprint_is_of_the_version_and_of_every_tensor():
-    digests = {"a": 1, "b": 2}
-    found = {fingerprint_of(1, digests), fingerprint_of(2, digests), fingerprint_of(1, {"a": 1, "b": 3})}
-    found |= {fingerprint_of(1, {"a": 2, "b": 1}), fingerprint_of(1, {"a": 1})}
-    assert len(found) == 5 and fingerprint_of(1, {"b": 2, "a": 1}) in found
 
 
 def test_nan_in_the_engine_and_failed_checks_leave_no_base():

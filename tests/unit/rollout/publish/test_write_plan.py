@@ -136,9 +136,6 @@ class ColumnParallelLinear(Layer): ...
 class MergedColumnParallelLinear(Layer): ...
 
 
-class RowParallelLinear(Layer): ...
-
-
 class StripedLinear(ColumnParallelLinear):
     """A class of vLLM that we do not know."""
 

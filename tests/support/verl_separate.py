@@ -36,7 +36,7 @@ LIMIT, REPLICA, LATE = 20, 977, "model.layers.1.mlp.down_proj.weight"
 """Seconds of QARL_PUBLISH_TIMEOUT. The replica's number is in the name of verl's socket, which no other run has."""
 CONFIG: dict[str, Any] = {
     "backend": "qarl",
-    "custom_backend_module": "qarl.verl.plugin.checkpoint_engine",
+    "custom_backend_module": "qarl.verl.plugin.publish",
     "update_weights_bucket_megabytes": 1,
 }
 
@@ -95,7 +95,7 @@ class Actor(ActorRolloutRefWorker):
         self.engine = engine
         worker: Any = SimpleNamespace(engine=engine)
         self.actor = worker
-        import qarl.verl.plugin.checkpoint_engine  # noqa: F401  registers `qarl`
+        import qarl.verl.plugin.publish  # noqa: F401  registers `qarl`
 
         self.checkpoint_engine = CheckpointEngineRegistry.new("qarl", is_master=True, bucket_size=1 << 20)
 

@@ -200,7 +200,7 @@ BESIDE_VERL = {
     "backend": "qarl/train.py",
     "dry_run": "qarl/train.py",
     "trainer.num_threads": "qarl/verl/keys.py",
-    "trainer.logger": "qarl/verl/metrics.py",
+    "trainer.logger": "qarl/verl/run.py",
     "trainer.plots": "qarl/verl/run.py",
     "trainer.report": "qarl/verl/run.py",
 }

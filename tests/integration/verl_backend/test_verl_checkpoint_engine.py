@@ -24,10 +24,9 @@ pytest.importorskip("ray")
 
 from qarl.verl.plugin import engine as engine_module
 from qarl.verl.plugin import publish as publish_module
-from qarl.verl.plugin.checkpoint_engine import QaRLCheckpointEngine
 from qarl.verl.plugin.config import QuantSettings
 from qarl.verl.plugin.engine import QaRLFSDPEngine
-from qarl.verl.plugin.publish import TIMEOUT_VARIABLE, publication
+from qarl.verl.plugin.publish import TIMEOUT_VARIABLE, QaRLCheckpointEngine, publication
 
 LATE = "model.layers.1.mlp.down_proj.weight"
 

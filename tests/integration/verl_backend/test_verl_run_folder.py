@@ -20,8 +20,7 @@ from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
 from qarl.verl.checkpoint import engine_state
 from qarl.verl.keys import trainer_keys
-from qarl.verl.metrics import MetricsFollower, our_names
-from qarl.verl.run import answered_interrupt
+from qarl.verl.run import MetricsFollower, answered_interrupt, our_names
 
 pytest.importorskip("verl")
 

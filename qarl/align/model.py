@@ -4,9 +4,9 @@
     linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
     model     also the engine's rounding of residual additions, norms and rotary embedding, and the best attention that
               the device has: on a CPU the engine's own operator, so that this level is `exact` there
-    exact     the same, and refused where the operator cannot be called. δ (`qarl.metrics.step_metrics`) is 0. For
-              prompts of more than about 300 tokens this needs one thread, and an engine that prefills each prompt in
-              one piece
+    exact     the same. The report says why if the operator cannot be called, and the limit on the mismatch is nearly 0.
+              δ (`qarl.metrics.step_metrics`) is 0. For prompts of more than about 300 tokens this needs one thread, and
+              an engine that prefills each prompt in one piece
 
 `align_model` applies levels `model` and `exact`. Both exist for Llama, Qwen2, Qwen3 and Qwen3-MoE against vLLM on CPU.
 For experts they also use the engine's router and, if the experts are BF16, the engine's operator. On a GPU, `model`
@@ -76,8 +76,8 @@ class AlignReport:
 
     @property
     def limit_level(self) -> str:
-        """The level whose limit on the mismatch applies (`qarl.metrics.mismatch_limit`). At `model` it is wide also where
-        the level is `exact`, because nobody promised one thread there."""
+        """The level whose limit on the mismatch applies (`qarl.metrics.mismatch_limit`). If `model` was asked for, that
+        is its wide limit also where the level is `exact`, because with several threads δ may not be 0."""
         return "linears" if self.unconfirmed else min(self.asked, self.level, key=LEVELS.index)
 
     def __str__(self) -> str:
@@ -196,8 +196,9 @@ def resolve_level(
     workers: int = 1,
     capability: tuple[int, int] | None = None,
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the level that applies to this transformers config, and the reasons if it is lower than `level`. `model` is
-    `exact` wherever that exists.
+    """Return the level that applies to this transformers config, and the reasons if it is lower than `level`.
+
+    `exact` applies instead of `model` wherever it exists.
 
     `kernels`: names of the kernels of the model's quantized linears. `workers`: number of workers that one engine is
     split over. `capability`: compute capability of the GPU. Default: that of this process's GPU, if it has one.

@@ -64,8 +64,9 @@ def levels(
             if run.code:
                 raise SystemExit(f"{name}: {run.error}")
             summary = run.summary
-            exact = level != "exact" or scheme == "bf16" or summary["mismatch_abs_max"] == 0
-            record.add(name, summary, ok=summary["quant_align"] == level and exact)
+            applied = summary["quant_align"]
+            exact = applied != "exact" or scheme == "bf16" or summary["mismatch_abs_max"] == 0
+            record.add(name, summary, ok=LEVELS.index(applied) >= LEVELS.index(level) and exact)
 
 
 def tiny_copy(folder: Path, **changes: Any) -> Path:
@@ -105,13 +106,13 @@ def long_responses(
                 batch = batch_of(
                     engine.generate(prompts, SamplingConfig(tokens, ignore_eos=True), seeds=list(range(responses)))
                 )
-            for level in LEVELS:
+            for level in LEVELS[:3]:
                 row[level] = {}
                 with timed(row[level]):
                     found = delta(load(folder, scheme, level), batch, rows=4)
                 row[level] |= {"mean": float(found.mean()), "max": float(found.max())}
                 row[level]["differ"] = float((found > 0).float().mean())
-            record.add(scheme, row, ok=row["exact"]["max"] == 0)
+            record.add(scheme, row, ok=row["model"]["max"] == 0)
 
 
 SAMPLINGS: dict[str, Row] = {
@@ -132,7 +133,7 @@ def top_p(
     *,
     models: tuple[str, ...] = ("trained", "random"),
     schemes: tuple[str, ...] = ("bf16", "w4a16"),
-    levels: tuple[str, ...] = ("model", "exact"),
+    levels: tuple[str, ...] = ("model",),
 ) -> None:
     """Sample 96 responses in each way, and train two epochs of two mini-batches at learning rate 0.
 
@@ -152,8 +153,7 @@ def top_p(
                     if record.wants(name):
                         row = _sampled(trainer, SAMPLINGS[kind])
                         still = not row["ratio_abs_dev_max"] and not row["token_change_max"]
-                        exact = level != "exact" or not row["max"]
-                        record.add(name, row, ok=row["finite"] and still and exact and row["mean"] <= row["limit"])
+                        record.add(name, row, ok=row["finite"] and still and not row["max"])
 
 
 def random_twin(folder: Path, **changes: Any) -> Path:

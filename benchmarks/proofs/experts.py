@@ -86,7 +86,7 @@ def measure(config: Any) -> Row:
     trainer, levels = LocalTrainer(config, prepare_run(config)), {}
     with trainer.engine:
         report, first = trainer.publish(), sample(trainer)
-        levels[trainer.policy.align] = mismatch(trainer.policy, first)
+        levels[config.quant.align] = mismatch(trainer.policy, first)
         for replay in ("on", "off"):
             rollout = config.rollout.model_copy(update={"router_replay": replay})
             changed = with_keys(config, {"quant.align": "linears"}).model_copy(update={"rollout": rollout})

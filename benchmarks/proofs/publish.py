@@ -275,7 +275,7 @@ def exported_row(scheme: str, prompts: int, kind: str = "dense") -> Row:
         rollout = RolloutBatch(tokens, answers[0], answers[1], ["stop"] * len(tokens), weight_version=0)
         batch = batch_of(rollout)
         stock, unfit = transformers_log_probs(exported, rollout)
-        found = {level: trainer_log_probs(config, checkpoint, level, batch) for level in ("exact", "model")}
+        found = {"exact": trainer_log_probs(config, checkpoint, batch)}
         digests = {name: tensor_digest(tensor) for name, tensor in read_tensors(exported)}
         row: Row = {"kind": kind, "scheme": scheme, "tokens": int(batch.response_mask.sum())}
         row["published"] = digests == open_checkpoint(checkpoint).state["published"]
@@ -311,9 +311,9 @@ def transformers_log_probs(folder: Path, rollout: RolloutBatch) -> tuple[list[li
     return found, {}
 
 
-def trainer_log_probs(config: Config, checkpoint: Path, level: str, batch: Any) -> torch.Tensor:
-    """Return the log-probs of the trainer's forward at `level`, with the weights of the checkpoint."""
+def trainer_log_probs(config: Config, checkpoint: Path, batch: Any) -> torch.Tensor:
+    """Return the log-probs of the trainer's forward at level `exact`, with the weights of the checkpoint."""
     path = config.model.model_copy(update={"path": str(checkpoint)})
-    policy = Policy.load(with_keys(config.model_copy(update={"model": path}), {"quant.align": level}))
+    policy = Policy.load(with_keys(config.model_copy(update={"model": path}), {"quant.align": "exact"}))
     found: torch.Tensor = log_probs(policy, batch, rows=len(batch))
     return found

@@ -207,7 +207,7 @@ def cuda_attention(
     Rows must start at position 0, and be packed or padded on the right. Raises ValueError for masks, key-value caches
     and dropout.
     """
-    check_whole_rows("model", module, query, key, attention_mask, dropout, kwargs)
+    check_whole_rows(module, query, key, attention_mask, dropout, kwargs)
     batch, tokens = query.shape[0], query.shape[2]
     lengths = lengths_of_rows(query, key, kwargs) or (tokens,) * batch
     packed = batch == 1 and sum(lengths) == tokens

@@ -2,17 +2,18 @@
 
     off       nothing: the trainer is plain BF16, and only the rollout is quantized
     linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
-    model     also the engine's rounding of residual additions, norms, rotary embedding and attention, in PyTorch
-    exact     also the engine's own attention operator. δ (`qarl.metrics.step_metrics`) is then 0. For prompts of more
-              than about 300 tokens this needs one thread, and an engine that prefills each prompt in one piece
+    model     also the engine's rounding of residual additions, norms and rotary embedding, and the best attention that
+              the device has: on a CPU the engine's own operator, so that this level is `exact` there
+    exact     the same. The report says why if the operator cannot be called, and the limit on the mismatch is nearly 0.
+              δ (`qarl.metrics.step_metrics`) is 0. For prompts of more than about 300 tokens this needs one thread, and
+              an engine that prefills each prompt in one piece
 
 `align_model` applies levels `model` and `exact`. Both exist for Llama, Qwen2, Qwen3 and Qwen3-MoE against vLLM on CPU.
 For experts they also use the engine's router and, if the experts are BF16, the engine's operator. On a GPU, `model`
 exists for dense models (`qarl.align.cuda`). Other models and devices get the next lower level, and the report says why.
 
-At level `model` only the order of attention's FP32 sums differs from the engine's. Without AMX this changes nothing up
-to 192 keys. With more keys, about one output of attention in 10,000 is off by a BF16 step. With AMX such differences
-begin with the first keys.
+Where the operator cannot be called (an operator without this head size, a linear by the reference kernel), the order of
+attention's FP32 sums differs from the engine's. Then about one output in 10,000 is off by a BF16 step.
 
 The guard of a run (`qarl.metrics.mismatch_limit`) measures with two contexts of this module. `engine_arithmetic` brings
 a model to level `model` for a while. `other_roundings` changes its roundings: below level `exact`, trainer and engine
@@ -75,11 +76,14 @@ class AlignReport:
 
     @property
     def limit_level(self) -> str:
-        """The level whose limit on the mismatch applies (`qarl.metrics.mismatch_limit`)."""
-        return "linears" if self.unconfirmed else self.level
+        """The level whose limit on the mismatch applies (`qarl.metrics.mismatch_limit`). If `model` was asked for, that
+        is its wide limit also where the level is `exact`, because with several threads δ may not be 0."""
+        return "linears" if self.unconfirmed else min(self.asked, self.level, key=LEVELS.index)
 
     def __str__(self) -> str:
-        lines = [f"quant.align={self.asked}" + ("" if self.level == self.asked else f" fell back to {self.level}")]
+        lower = LEVELS.index(self.level) < LEVELS.index(self.asked)
+        changed = f" {'fell back to' if lower else 'is'} {self.level}" if self.level != self.asked else ""
+        lines = [f"quant.align={self.asked}{changed}"]
         lines += [f"  {reason}" for reason in self.why_lower]
         lines += [f"  {self.unconfirmed}"] if self.unconfirmed else []
         lines += [f"  aligned: {count} {kind}" for kind, count in self.replaced.items()]
@@ -194,6 +198,8 @@ def resolve_level(
 ) -> tuple[str, tuple[str, ...]]:
     """Return the level that applies to this transformers config, and the reasons if it is lower than `level`.
 
+    `exact` applies instead of `model` wherever it exists.
+
     `kernels`: names of the kernels of the model's quantized linears. `workers`: number of workers that one engine is
     split over. `capability`: compute capability of the GPU. Default: that of this process's GPU, if it has one.
     """
@@ -203,6 +209,8 @@ def resolve_level(
         capability = capability or torch.cuda.get_device_capability()
     if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels, capability) or split):
         level, reasons = "model", [f"exact: {why_not}"]
+    elif level == "model" and not (exact_unavailable(config, device_type, dtype, kernels, capability) or split):
+        level = "exact"
     if level == "model" and (why_not := model_unavailable(config, device_type, dtype, capability) or split):
         level, reasons = "linears", [*reasons, f"model: {why_not}"]
     return level, tuple(reasons)
@@ -298,7 +306,7 @@ def engine_arithmetic(model: Any, *, dtype: torch.dtype | None = None) -> Iterat
     classes = {name: type(module) for name, module in modules.items()}
     attention = model.config._attn_implementation
     try:
-        yield align_model(model, "model", dtype=torch.bfloat16).limit_level == "model"
+        yield align_model(model, "model", dtype=torch.bfloat16).level in ("model", "exact")
     finally:
         for name, module in modules.items():
             module.__class__ = classes[name]

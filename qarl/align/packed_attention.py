@@ -52,7 +52,6 @@ def check_plain(level: str, module: nn.Module, options: Mapping[str, Any]) -> No
 
 
 def check_whole_rows(
-    level: str,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -63,10 +62,10 @@ def check_whole_rows(
     """Raise ValueError unless rows start at position 0 and `check_plain` accepts the arguments `options`."""
     if mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"quant.align={level} needs rows from position 0, packed or padded on the right, without attention_mask, "
-            "key-value cache or attention dropout"
+            "quant.align=model on a GPU needs rows from position 0, packed or padded on the right, without "
+            "attention_mask, key-value cache or attention dropout"
         )
-    check_plain(level, module, options)
+    check_plain("model", module, options)
 
 
 def is_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:

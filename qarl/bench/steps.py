@@ -50,7 +50,7 @@ class Arguments:
     model            a name from qarl/bench/models, or a folder; by default SmolLM2-135M on a CPU, Qwen3-8B on a GPU
     layers           number of decoder layers to keep; all by default
     schemes          bf16,w8a8,fp8,w4a16; all ratios are relative to bf16
-    levels           off,linears,model,exact; all but exact by default; bf16 has no `linears`
+    levels           off,linears,model,exact; all but exact by default, which `model` is on a CPU; bf16 has no `linears`
     prompts, n       prompts per step, and responses per prompt
     prompt_length    number of random tokens in a prompt
     response_length  exact number of tokens in a response

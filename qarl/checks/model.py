@@ -49,7 +49,7 @@ def lower_level(config: Config, hf_config: Any) -> str | None:
     """If a lower alignment level than `quant.align` is applied, return a sentence that says why; otherwise None."""
     level, reasons = applied_level(config, hf_config)
     falls_back = f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
-    return falls_back if level != config.quant.align else None
+    return falls_back if reasons else None
 
 
 def applied_level(

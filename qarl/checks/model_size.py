@@ -131,11 +131,11 @@ class ModelSize:
         return self.experts_per_token * (8 * self.moe_intermediate + 4 * self.hidden)
 
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
-        """Return the bytes that one block saves per token for the backward. At level `model` some tensors are FP32.
+        """Return the bytes that one block saves per token for the backward.
 
-        `align`: an alignment level, or `CUDA_MODEL` for level `model` on a GPU. At level `model` on a CPU, attention
-        pads a row with up to 15 zeros and computes the first 192 tokens of a longer row twice (`qarl.align.cpu`).
-        That is not counted.
+        `align`: an applied alignment level, or `CUDA_MODEL` for level `model` on a GPU. On a CPU, attention saves FP32
+        tensors at level `model`, but only BF16 queries, keys and values at `exact`, without log-sum-exps
+        (`qarl.align.cpu`). The FP32 copies and scores that the backward of one row holds are not counted.
         """
         if align == CUDA_MODEL:  # each operator saves its BF16 inputs, and a linear saves its input
             attention = 2 * (self.query_width + 2 * self.kv_width) + 2 * self.query_width + 8 * self.head_dim
@@ -144,7 +144,7 @@ class ModelSize:
         fp32_attention = align == "model"
         norms = 2 * (4 + 2 + 2) * self.hidden + 8
         qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
-        output = (6 if fp32_attention else 2) * self.query_width + 4 * self.heads
+        output = (6 if fp32_attention else 2) * self.query_width + (0 if align == "exact" else 4 * self.heads)
         rotary = 8 * self.head_dim if align in ("model", "exact") else 0
         qk_norm = 6 * (self.query_width + self.kv_width) + 4 * (self.heads + self.kv_heads) if self.qk_norm else 0
         mlp = self.expert_row_bytes if layer in self.sparse_layers else 8 * self.intermediate

@@ -8,7 +8,7 @@ Everything else follows the engine as closely as possible:
     kernel floor   the trainer's linears are as in the engine, but norms, rotary embedding and attention are those of
                    transformers
     staleness      the trainer is one update ahead of the engine (no difference if the first learning rate is 0)
-    none           there is no cause. This is the difference that remains at the closest level, `exact`
+    none           there is no cause. This is the difference that remains at the closest level
 
 The causes do not add up. A table of one response marks the positions at which trainer and engine have different most
 likely tokens (as in table 1 of arXiv 2605.14220).

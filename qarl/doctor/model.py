@@ -170,14 +170,14 @@ def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> tuple[str, ...]:
 
 def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: str | None) -> Findings:
     asked, (applied, reasons) = config.quant.align, level
-    if applied != asked:
+    if reasons:
         yield warning(
             f"quant.align={asked} will fall back to {applied}",
             why="; ".join(reasons),
             fix=f"set quant.align={applied} if you accept that, and watch mismatch/abs_mean",
         )
     else:
-        yield ok(f"quant.align={applied} applies")
+        yield ok(f"quant.align={asked} {'applies' if applied == asked else f'is {applied} on this machine'}")
     if unconfirmed:
         yield warning(
             f"quant.align={applied} is unconfirmed on GPUs",

@@ -31,10 +31,11 @@ MODEL_LIMIT = (5e-3, 5e-6)
 """At `model`, the limit for responses of n tokens is `MODEL_LIMIT[0] + n * MODEL_LIMIT[1]`, at most
 `DEFAULT_LIMITS["model"]`.
 
-At this level δ comes from the order in which attention sums over keys, so it grows with the length of the responses.
+Where the trainer cannot call the engine's attention, δ comes from the order in which attention sums over keys, so it
+grows with the length of the responses. Measured with attention in PyTorch, on CPUs:
 
-    50 tokens      limit 5.3e-3; measured 0, or with AMX tiles 1e-4 (quickstart) to 1.8e-3 (random weights)
-    1000 tokens    limit 1e-2, half of the smallest known mistake; measured at most 1.6e-3
+    50 tokens      limit 5.3e-3; 0, or with AMX tiles 1e-4 (quickstart) to 1.8e-3 (random weights)
+    1000 tokens    limit 1e-2, half of the smallest known mistake; at most 1.6e-3
 """
 COLDEST = 0.25
 """Limits are divided by the temperature, but not by less than this value. The reason is that sampling divides the
@@ -47,7 +48,7 @@ NOISE_LIMITS = {"off": 1.2, "linears": 1.2, "model": 0.4}
 
 - `off` and `linears`: healthy runs have 0.5 to 0.9. At `off`, too, the compared forward multiplies by the published
   tensors.
-- `model`: healthy runs have 0 without AMX and about 0.1 with it.
+- `model`: healthy runs have 0 with the engine's attention. With attention in PyTorch they had 0 to 0.1.
 
 At `exact` there is no noise, and the limit of `DEFAULT_LIMITS` is stricter.
 """

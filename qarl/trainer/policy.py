@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qarl.align import align_model
+from qarl.align.cpu import uses_engine_attention
 from qarl.align.packed_attention import attends_in_rows
 from qarl.align.router_replay import differing_tokens, recorded_routing, replayed_routing, replays
 from qarl.checks.model import PLAIN_HEADS, no_fp32_head
@@ -224,7 +225,7 @@ class Policy:
 
         If there are more than `LOGITS_AT_A_TIME` logits, or if they are FP32, they are computed in blocks of tokens."""
         inputs, places = dict(layout.inputs), layout.predictors
-        if self.align == "exact":
+        if uses_engine_attention(self.model):
             # The engine's attention sums in different orders in the prefill of a prompt and in decoding.
             filler = inputs["row_lengths"][len(layout.valid) :]
             prompts = batch.prompt_lengths[rows]

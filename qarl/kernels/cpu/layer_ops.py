@@ -46,11 +46,6 @@ def attention_unavailable(device_type: str, head_size: int) -> str | None:
     return None
 
 
-def uses_tiles(device_type: str, head_size: int) -> bool:
-    """Return whether the engine uses AMX tiles, which round differently from vectors (vLLM's `_get_attn_isa`)."""
-    return device_type == "cpu" and torch.cpu._is_amx_tile_supported() and head_size % 32 == 0
-
-
 def causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, prompt_lengths: Sequence[int]
 ) -> torch.Tensor:

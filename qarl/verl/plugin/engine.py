@@ -33,6 +33,7 @@ from verl.utils.fsdp_utils import MixedPrecisionPolicy, apply_fsdp2, fsdp2_load_
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
+from qarl.align.cpu import uses_engine_attention
 from qarl.align.families import check_rows
 from qarl.align.packed_attention import use_rows_attention
 from qarl.align.router_replay import replays
@@ -157,7 +158,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             raise UserError(what, where="actor_rollout_ref.model.path", fix="train a text-only model")
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.quant is not None:
-            inputs |= log_probs.row_inputs(inputs, micro_batch, exact=self.align == "exact")
+            inputs |= log_probs.row_inputs(inputs, micro_batch, exact=uses_engine_attention(self.module))
         log_probs.request_log_probs(self._head, micro_batch, output_args)
         if self.quant is not None and replays(self.quant.router_replay, self.align):
             self.routing.begin(self.module, micro_batch, inputs["input_ids"])

@@ -41,7 +41,7 @@ class Rollout:
 
     def policy(self, level: str) -> Policy:
         policy = load_policy(self.folder, self.scheme, level)
-        assert policy.align == level
+        assert policy.align == ("exact" if level == "model" else level)
         return policy
 
     def log_probs(self, policy: Policy, size: int = 16) -> torch.Tensor:
@@ -92,20 +92,15 @@ def trained(request) -> Iterator[Rollout]:
 
 
 def test_every_level_is_nearer_to_the_engine_than_the_one_below(trained):
-    """`model` at most a twentieth of plain BF16; `exact` is exact."""
     assert trained.batch.response_mask.sum() > 1500
-    off, linears, model, exact = (trained.delta(level) for level in ("off", "linears", "model", "exact"))
+    off, linears, model = (trained.delta(level) for level in ("off", "linears", "model"))
     assert off.mean() > 5e-4
     assert linears.mean() < off.mean() or trained.scheme.name == "bf16"
-    # With AMX the order of the tiles' sums is left, one BF16 step in 10,000 outputs.
-    share = 10 if torch.cpu._is_amx_tile_supported() else 20
-    assert model.mean() <= off.mean() / share and model.mean() <= linears.mean() / 10
-    assert exact.max() == 0
+    assert model.max() == 0
 
 
-@pytest.mark.parametrize("level", ["model", "exact"])
-def test_a_rows_log_probs_do_not_depend_on_the_rows_beside_it(trained, level):
-    policy = trained.policy(level)
+def test_a_rows_log_probs_do_not_depend_on_the_rows_beside_it(trained):
+    policy = trained.policy("model")
     whole = trained.log_probs(policy, 48)
     for size in (1, 7):
         assert torch.equal(trained.log_probs(policy, size), whole)
@@ -113,12 +108,9 @@ def test_a_rows_log_probs_do_not_depend_on_the_rows_beside_it(trained, level):
 
 @pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "llama"])
 def test_other_families(tmp_path, family):
-    """Random weights, biased q, k and v in Qwen2; prompts longer than the 32 keys of a tile."""
+    """Random weights, biased q, k and v in Qwen2."""
     rollout = sample(save_random_model(tmp_path / family, family), "w4a16", random_prompts(16, 40), 40)
-    off, model, exact = (rollout.delta(level) for level in ("off", "model", "exact"))
-    assert off.mean() > 1e-3
-    assert model.mean() <= off.mean() / 20
-    assert exact.max() == 0
+    assert rollout.delta("off").mean() > 1e-3 and rollout.delta("model").max() == 0
 
 
 def test_long_prompts_at_head_size_128(tmp_path):
@@ -132,6 +124,5 @@ def test_long_prompts_at_head_size_128(tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     rollout = sample(folder, "w4a16", random_prompts(3, 600) * 2, 40)
-    off, linears, model, exact = (rollout.delta(level) for level in ("off", "linears", "model", "exact"))
-    assert model.mean() < linears.mean() < off.mean() / 10
-    assert exact.max() == 0
+    off, linears, model = (rollout.delta(level) for level in ("off", "linears", "model"))
+    assert linears.mean() < off.mean() / 10 and model.max() == 0

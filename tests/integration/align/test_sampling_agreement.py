@@ -1,14 +1,9 @@
-"""Both sides describe one sampling distribution: temperature, top-p and top-k, with the engine's vector kernels δ = 0.
-
-On a CPU with AMX tiles vLLM takes other kernels, which level `model` does not follow to the bit; here it is told that
-there are none, so that every CPU gives the same answer.
-"""
+"""Both sides describe one sampling distribution: temperature, top-p and top-k, with δ = 0."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -46,14 +41,8 @@ OVERRIDES = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def vector_kernels() -> Iterator[None]:
-    with mock.patch("torch.cpu._is_amx_tile_supported", lambda: False):
-        yield
-
-
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory, vector_kernels: None) -> Iterator[LocalTrainer]:
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalTrainer]:
     run = config(tmp_path_factory.mktemp("runs"), *OVERRIDES)
     trainer = LocalTrainer(run, prepare_run(run))
     with trainer.engine:

@@ -233,7 +233,7 @@ def test_a_training_step(folder: Path) -> None:
         parts = ("prefill", "decode", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish")
         assert all(phases[part] > 0 for part in parts) and phases["rollout"] + phases["update"] < phases["step"]
         check_linears(bench.policy, bench.engine)
-        assert bench.policy.align == "model"
+        assert bench.policy.align == "exact"
         bench.length = 9
         with pytest.raises(WrongNumbers, match="not 9 tokens long"):
             bench.round()

@@ -14,6 +14,7 @@ from checkout import ROOT
 from checkpoint_state import interrupted_run
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from doctor_rig import examine, said, topic_of
+from engine_attention import needs_engine_attention
 
 from qarl.checks import memory
 from qarl.checks.machine import Machine
@@ -151,6 +152,11 @@ def test_bands(length: int, band: float, status: str) -> None:
     assert finding.where == "actor.seq_clip_ratio_low"
     (finding,) = topic_of("loss", "actor.loss=grpo")
     assert finding.status == "ok"
+
+
+@needs_engine_attention
+def test_the_level_that_applies_is_said() -> None:
+    assert "quant.align=model is exact on this machine" in [finding.what for finding in topic_of("kernels")]
 
 
 def test_a_level_that_falls_back_is_said() -> None:

@@ -48,7 +48,7 @@ class Engine:
         responses = torch.randint(3, 60, (len(prompts), TOKENS), generator=self.generator).tolist()
         log_probs, policy = [], self.policy
         with ExitStack() as stack:
-            if policy.align != "model":
+            if policy.align != "exact":
                 stack.enter_context(engine_arithmetic(policy.model))
                 stack.enter_context(published_forward(policy.model, policy.scheme, policy.ignore))
             attentions = [layer.self_attn for layer in policy.model.model.layers]

@@ -28,9 +28,8 @@ pytest.importorskip("transfer_queue")
 pytestmark = [needs_w4a16_cpu, pytest.mark.timeout(900)]
 
 
-BF16_STEP = 2**-8
-"""The rounding step of a logit near 1. quant.align=model sums attention in another order than the engine: now and then
-one logit rounds the other way."""
+ROUNDING = 1e-5
+"""Of a log-prob. δ is 0 on a CPU without AMX; with AMX a run at level `exact` had 9.5e-7."""
 
 # Differs between the answers of a random model.
 REWARD = """
@@ -98,7 +97,7 @@ def test_a_run_from_our_config(tmp_path, model, data):
     steps = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
     assert [entry["step"] for entry in steps] == [1, 2]
     for entry in steps:
-        assert entry["mismatch/abs_max"] < BF16_STEP
+        assert entry["mismatch/abs_max"] < ROUNDING
         # Learning rate 0, and the two passes batch differently: 8 responses and 2.
         assert entry["actor/seq_ratio_abs_dev_max"] <= 1e-5
         assert 0 < entry["critic/score/mean"] <= 1
@@ -132,7 +131,7 @@ def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data):
     steps = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
     assert [entry["step"] for entry in steps] == [1, 2]
     for entry in steps:
-        assert entry["mismatch/abs_max"] < BF16_STEP
+        assert entry["mismatch/abs_max"] < ROUNDING
         assert entry["actor/seq_ratio_abs_dev_max"] == 0
     # A step logs the publish before its rollout.
     first, second = steps
@@ -189,6 +188,6 @@ def test_a_verl_users_own_command_line(tmp_path, model, data):
     steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     assert len(steps) == 2
     for metrics in steps:
-        assert metrics["actor/mismatch/abs_max"] < BF16_STEP
+        assert metrics["actor/mismatch/abs_max"] < ROUNDING
         assert metrics["actor/seq_tis_above_cap_frac"] == 0
     assert [metrics["actor/publish/delta"] for metrics in steps] == [0, 1]

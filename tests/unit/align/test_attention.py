@@ -1,4 +1,4 @@
-"""Attention at levels `model` and `exact` against vLLM's own operator."""
+"""Attention at level `exact` against vLLM's own backend and float64, and the attention that stands in for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from cpu_features import needs_engine_attention
 
-from qarl.align.cpu import _sdpa, _TileAttention, engine_attention, fp32_attention
-from qarl.kernels.cpu import layer_ops
+from qarl.align.cpu import causal_gradients, engine_attention, fp32_attention
 
 
 def random_attention(
@@ -49,40 +48,55 @@ def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, h
         impl.do_kv_cache_update(layer, k, v, kv_cache, slots)
         expected = impl.forward(layer, q, k, v, kv_cache, metadata, torch.empty_like(q))
         assert torch.equal(exact[row], expected)
-        # Vectors: PyTorch's own order, the scale after the product, would leave 4e-4 of them different. Tiles: they
-        # sum neighbours apart, and a weight that rounds otherwise counts; weights in FP32 would leave 1e-1 different.
-        tiles = layer_ops.uses_tiles("cpu", head_dim)
-        assert (close[row] != expected).float().mean() < (1e-3 if tiles else 2e-4)
-        torch.testing.assert_close(close[row], expected, rtol=2**-7, atol=1e-3 if tiles else 1e-6)
+        torch.testing.assert_close(close[row], expected, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 32), (9, 3, 64), (2, 2, 16)])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200, 333])
+def test_gradients_equal_float64_autograd_at_every_border_of_a_block(length, heads):
+    query, key, value = (tensor[0].double().requires_grad_() for tensor in random_attention(1, length, *heads))
+    grad = torch.randn(heads[0], length, heads[2], dtype=torch.float64)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        *(tensor[None] for tensor in (query, key, value)), is_causal=True, scale=0.3, enable_gqa=True
+    )
+    expected = torch.autograd.grad(output[0], (query, key, value), grad)
+    inputs = [tensor.detach() for tensor in (query, key, value)]
+    for ours, truth in zip(causal_gradients(*inputs, 0.3, grad), expected, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
+    for ours, truth in zip(causal_gradients(*(x.float() for x in inputs), 0.3, grad.float()), expected, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-4)
 
 
 @needs_engine_attention
-@pytest.mark.skipif(layer_ops.uses_tiles("cpu", 64), reason="the tile kernel differs in one output in 1,000")
-@pytest.mark.parametrize("heads", [(4, 2, 32), (9, 3, 64), (16, 8, 128)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_first_192_tokens_of_a_row_have_the_engines_bits(heads, packed):
-    lengths = (*range(1, 193, 5), 15, 16, 17, 31, 32, 33, 176, 177, 191, 192, 193, 200, 256, 500)
-    query, key, value = random_attention(1, sum(lengths), *heads)
-    if not packed:
-        row = [tensor[:, :, : max(lengths)] for tensor in (query, key, value)]
-        query, key, value = (tensor.expand(len(lengths), -1, -1, -1) for tensor in row)
-    given = {"row_lengths": lengths, "scaling": heads[-1] ** -0.5}
-    exact, close = (
-        attention(torch.nn.Module(), query, key, value, None, **given)[0]
-        for attention in (engine_attention, fp32_attention)
-    )
-    if packed:
-        exact, close = exact[0].split(lengths), close[0].split(lengths)
-    for expected, found in zip(exact, close, strict=True):
-        assert torch.equal(found[:192], expected[:192])
-        assert (found != expected).float().mean() < 2e-4
-        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
+def test_each_row_of_a_pack_has_its_own_gradients():
+    lengths = (3, 70, 1, 130)
+    tensors = [tensor.requires_grad_() for tensor in random_attention(1, sum(lengths))]
+    weight = torch.randn(1, sum(lengths), 4, 32).bfloat16()
+    exact = {"scaling": 0.2, "row_lengths": lengths, "prompt_lengths": torch.tensor([2, 30, 1, 0])}
+    results = []
+    for attention, options in ((engine_attention, exact), (fp32_attention, {"scaling": 0.2, "row_lengths": lengths})):
+        output = attention(torch.nn.Module(), *tensors, None, **options)[0]
+        results.append(torch.autograd.grad(output, tensors, weight))
+    for ours, other in zip(*results, strict=True):
+        torch.testing.assert_close(ours, other, rtol=2**-7, atol=2**-7)
+
+
+@needs_engine_attention
+@pytest.mark.parametrize("case", ["mask", "cache"])
+def test_what_the_operator_refuses_is_computed_in_fp32(case):
+    query, key, value = random_attention(2, 12)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None] if case == "mask" else None
+    query = query if case == "mask" else query[:, :, -1:]
+    outputs = [
+        attend(torch.nn.Module(), query, key, value, mask, 0.2)[0] for attend in (engine_attention, fp32_attention)
+    ]
+    assert torch.equal(*outputs) and outputs[0].any()
 
 
 def test_queries_are_scaled_without_rounding():
     """By a scale that is no power of two a BF16 product would be off by half a percent of a score."""
     query, key, value = (tensor.bfloat16() for tensor in random_attention(2, 40))
-    found = _sdpa(query, key, value, None, 0.3)
+    found = fp32_attention(torch.nn.Module(), query, key, value, None, 0.3)[0]
     groups = query.shape[1] // key.shape[1]
     q, k, v = (
         tensor.double() for tensor in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
@@ -90,7 +104,7 @@ def test_queries_are_scaled_without_rounding():
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3).transpose(1, 2)
     assert (found != exact.bfloat16()).float().mean() < 0.02
     fine = query.float() * (1 + 2**-10)  # between two BF16 numbers: the engine sees the nearer one
-    assert torch.equal(_sdpa(fine, key, value, None, 0.3), found)
+    assert torch.equal(fp32_attention(torch.nn.Module(), fine, key, value, None, 0.3)[0], found)
 
 
 @needs_engine_attention
@@ -121,17 +135,17 @@ def test_a_row_of_attention_does_not_depend_on_the_rows_beside_it_or_on_what_fol
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-@pytest.mark.parametrize("attention", [_sdpa, _TileAttention.apply], ids=["vectors", "tiles"])
-def test_a_query_that_sees_no_key_gets_zeros_and_no_nan(attention, dtype):
+def test_a_query_that_sees_no_key_gets_zeros_and_no_nan(dtype):
     """Padding on the left: its NaN would be the next layer's values, and 0 * NaN every later token's output."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, 6, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
     seen = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
     seen[..., :2] = False
     mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    output = attention(*inputs, mask, 0.2)
+    output = fp32_attention(torch.nn.Module(), *inputs, mask, 0.2)[0]
     assert output.shape == (1, 6, 2, 32) and not output[:, :2].any()
-    alone = attention(*(tensor[:, :, 2:] for tensor in inputs), seen[..., 2:, 2:], 0.2)
+    inner = [tensor[:, :, 2:] for tensor in inputs]
+    alone = fp32_attention(torch.nn.Module(), *inner, seen[..., 2:, 2:], 0.2)[0]
     assert torch.equal(output[:, 2:], alone)
     output.float().square().sum().backward()
     for tensor in inputs:

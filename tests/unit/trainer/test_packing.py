@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpu_features import needs_engine_attention, needs_w4a16_cpu
+from cpu_features import needs_w4a16_cpu
 from engine_helpers import config
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from updating_trainer import updating_trainer
 
+from qarl.align.cpu import uses_engine_attention
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, fill, lay_out, make_batch
@@ -20,8 +21,7 @@ from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
-EXACT = pytest.param("exact", marks=[needs_w4a16_cpu, needs_engine_attention])
-LEVELS = ["off", "linears", pytest.param("model", marks=needs_w4a16_cpu), EXACT]
+LEVELS = ["off", "linears", pytest.param("model", marks=needs_w4a16_cpu)]
 LENGTHS = [(3, 40), (9, 1), (1, 7), (30, 200), (5, 0), (12, 33), (2, 64), (4, 90)]
 """Tokens of prompt and response. PyTorch cuts attention differently from 192 tokens on; one response is empty."""
 
@@ -47,9 +47,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def make_policy(folder: Path, level: str, scheme: str = "w4a16", *, packed: bool = True) -> Policy:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
-    policy = Policy(model, get_scheme(scheme, group_size=32), ("lm_head",), align=level, packed=packed)
-    assert policy.align == level
-    return policy
+    return Policy(model, get_scheme(scheme, group_size=32), ("lm_head",), align=level, packed=packed)
 
 
 def log_probs(policy: Policy, batch: Batch, packs: list[list[int]]) -> torch.Tensor:
@@ -69,7 +67,7 @@ def test_a_rows_log_probs_are_those_of_the_row_alone(folders, family, level):
     alone = torch.zeros_like(batch.rollout_log_probs)
     for i, length in enumerate(batch.lengths.tolist()):
         prompt = int(batch.prompt_lengths[i])
-        extra = {"prompt_lengths": batch.prompt_lengths[i : i + 1]} if level == "exact" else {}
+        extra = {"prompt_lengths": batch.prompt_lengths[i : i + 1]} if uses_engine_attention(policy.model) else {}
         with torch.no_grad():
             logits = policy.model(input_ids=batch.input_ids[i : i + 1, :length], use_cache=False, **extra).logits[0]
         chosen = logits.float().log_softmax(-1)[prompt - 1 : length - 1]

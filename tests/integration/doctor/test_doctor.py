@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from checkout import ROOT
 from checkpoint_state import interrupted_run
-from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
+from cpu_features import needs_engine_attention, needs_vllm_cpu, needs_w4a16_cpu
 from doctor_rig import examine, said, topic_of
-from engine_attention import needs_engine_attention
 
 from qarl.checks import memory
 from qarl.checks.machine import Machine

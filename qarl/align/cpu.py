@@ -177,8 +177,8 @@ class _EngineAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scaling = scaling
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return layer_ops.causal_attention(query, key, value, scaling, [prompt_length])
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return layer_ops.causal_attention(query, key, value, scaling, prompt_length)[None]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -16,7 +16,6 @@ transformers' `dynamic` only beyond the trained length.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -47,19 +46,12 @@ def attention_unavailable(device_type: str, head_size: int) -> str | None:
 
 
 def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, prompt_lengths: Sequence[int]
-) -> torch.Tensor:
-    """Compute BF16 [B, T, H, D] from query BF16 [B, T, H, D], key and value BF16 [B, T, Hkv, D], any strides.
-
-    `prompt_lengths`: number of tokens of each row that the engine prefilled, or 0 if it decoded the whole row.
-    """
-    rows = zip(query, key, value, prompt_lengths, strict=True)
-    return torch.stack([_row_attention(q, k, v, scale, length) for q, k, v, length in rows])
-
-
-def _row_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, prompt_length: int
 ) -> torch.Tensor:
+    """Compute a row's BF16 [T, H, D] from query BF16 [T, H, D], key and value BF16 [T, Hkv, D], any strides.
+
+    `prompt_length`: number of tokens that the engine prefilled, or 0 if it decoded the whole row.
+    """
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

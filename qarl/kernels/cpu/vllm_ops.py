@@ -152,9 +152,8 @@ class VllmCpuInt8Linear(LinearKernel):
     def linear(x: torch.Tensor, prepared: PreparedInt8 | PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         if isinstance(prepared, PreparedWeight):
             return int8_linear(int_mm(prepared), _quantize_int8(x), prepared.weight.shape[1], bias)
-        unit_scale = torch.ones(
-            1, dtype=torch.float32
-        )  # explicit, because vLLM loads models under a different default dtype
+        # The dtype is explicit, because vLLM loads models under a different default dtype.
+        unit_scale = torch.ones(1, dtype=torch.float32)
 
         def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
             torch.ops._C.onednn_scaled_mm(out, rows, unit_scale, None, None, None, prepared.handler.handler_tensor)

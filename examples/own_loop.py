@@ -18,13 +18,13 @@ from qarl.align import align_model
 from qarl.config import OptimConfig
 from qarl.data.prompts import load_prompts
 from qarl.data.rewards import arithmetic
-from qarl.kernels.logprob import log_probs_of_logits
+from qarl.kernels.log_probs import log_probs_of_logits
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
 from qarl.rollout import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
 from qarl.trainer.advantages import grpo_advantages
 from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.master_optimizer import MasterOptimizer
 
 PROMPTS, RESPONSES, MAX_TOKENS = 4, 8, 80
 SCHEME = get_scheme("w4a16", group_size=32)

@@ -109,7 +109,7 @@ def dry_run(config: Config) -> None:
 
 def _errors(config: Config) -> Iterator[UserError]:
     if Path(config.model.path).is_dir():  # a model that is elsewhere is checked by the run
-        from qarl.checks.run import model_errors
+        from qarl.checks.registry import model_errors
 
         yield from model_errors(config)
     checks: list[Callable[[Config], object]] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench_table import main, replace_tables
 
-from qarl.bench.plan import predict
+from qarl.bench.predict import predict
 from qarl.bench.report import markdown_table
 from qarl.bench.roofline import PHASES, TERMS, Work, assumed_rates
 from qarl.config.quant import ROLLOUT_SCHEMES

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from qarl.config import load_config
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 ROWS = 40
 

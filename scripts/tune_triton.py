@@ -1,6 +1,6 @@
 """Times the Triton products on this GPU and writes the tables that choose their tiles.
 
-    python scripts/tune_triton.py --output qarl/kernels/triton/tables.json --minutes 30
+    python scripts/tune_triton.py --output qarl/kernels/triton/tiles.json --minutes 30
 
 For every operation and class of M the candidates run on the layer shapes below, each checked against the shipped tile
 before it is timed; the one with the smallest geometric mean of time wins. For W4A16 the dequantized path runs too, and
@@ -25,10 +25,10 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from qarl.kernels.triton import common as tables
 from qarl.kernels.triton import experts as grouped
 from qarl.kernels.triton import scaled_mm, w4a16
-from qarl.kernels.triton.common import Tile
+from qarl.kernels.triton import tiles as tables
+from qarl.kernels.triton.tiles import Tile
 
 SHAPES = ((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584), (6144, 4096), (24576, 4096))
 """(N, K) of the fused linears of Qwen2.5-1.5B, Qwen2.5-7B and Qwen3-8B."""

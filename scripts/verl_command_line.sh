@@ -7,7 +7,7 @@ export VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_ATTN_SPLIT_KV=0 VLLM_CPU_INT4_W
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
-    'hydra.searchpath=[pkg://qarl.verl.plugin.hydra]' +qarl=w4a16 +qarl_machine=cpu \
+    'hydra.searchpath=[pkg://qarl.verl]' +qarl=w4a16 +qarl_machine=cpu \
     hydra.run.dir=runs/verl_command_line hydra.output_subdir=null \
     actor_rollout_ref.model.path="$PWD/models/tiny-qwen3" \
     data.train_files="$PWD/data/column_addition/train.parquet" \

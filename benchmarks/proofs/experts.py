@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, batch_of, log_probs, run_config
-from qarl.align.router_replay import known_routing
+from qarl.align.router import known_routing
 from qarl.bench.model import find_model
-from qarl.checks.generation import sampling_config
 from qarl.diagnose.diagnosis import with_keys
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.engine_config import SamplingConfig
 from qarl.trainer.local import LocalTrainer, request_seed
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 PROMPTS, RESPONSE = 8, 32
 RANDOM_MODEL = ROOT / "scripts" / "random_model.py"
@@ -112,7 +112,7 @@ def sample(trainer: LocalTrainer) -> RolloutBatch:
     """Return two responses to each prompt, whose seeds do not depend on the training step."""
     prompts = [prompt.prompt_token_ids for prompt in islice(trainer.parts.train_prompts, PROMPTS) for _ in range(2)]
     seeds = [request_seed(trainer.config.seed, SEED_STEP, i) for i in range(len(prompts))]
-    return trainer.generate(prompts, dataclasses.replace(sampling_config(trainer.config), ignore_eos=True), seeds)
+    return trainer.generate(prompts, dataclasses.replace(SamplingConfig.of_run(trainer.config), ignore_eos=True), seeds)
 
 
 def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, float]:

@@ -26,9 +26,9 @@ import yaml
 from pyarrow import parquet
 
 from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, TINY, Record, Row, arguments, delta
+from qarl.align.config_verdicts import REFUSED, UNREAD, read_keys
+from qarl.align.config_verdicts import SIZES as SIZE_KEYS
 from qarl.align.families import FAMILIES, PADDED, SHOWN
-from qarl.align.hf_config import REFUSED, UNREAD, read_keys
-from qarl.align.hf_config import SIZES as SIZE_KEYS
 from qarl.checks.layers import meta_model
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import load_hf_config
@@ -38,7 +38,7 @@ from qarl.metrics.mismatch_limit import MismatchError
 from qarl.train import main as train
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 ALL = (*FAMILIES, *SHOWN)
 PROMPTS = ROOT / "data" / "column_addition" / "train.parquet"

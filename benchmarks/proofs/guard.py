@@ -26,7 +26,7 @@ from qarl.rollout.publish.writers import WritePlan
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.mismatch_watch import check, compare
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 LONG = 1000
 YARN = VALUES["types"]["yarn"]
@@ -130,13 +130,13 @@ def refusals_off(model: Model) -> Iterator[None]:
     off: dict[str, Callable[..., Any]] = {
         "qarl.checks.model.check_config_keys": lambda config: None,
         "qarl.checks.model.check_checkpoint_layers": lambda model, family: None,
-        "qarl.align.model.check_config_keys": lambda config: None,
+        "qarl.align.levels.check_config_keys": lambda config: None,
     }
     if "attn_logit_softcapping" in model.changes:
         off["qarl.align.packed_attention._needs_scores"] = lambda given: False
     if model.family == "llama":  # the trainer has its own rotary embedding, and a publish may leave parameters out
-        off["qarl.align.model.align_rotary"] = lambda model: None
-        off["qarl.align.model.model_unavailable"] = lambda *args, **kwargs: None
+        off["qarl.align.levels.align_rotary"] = lambda model: None
+        off["qarl.align.levels.model_unavailable"] = lambda *args, **kwargs: None
     configure_vllm_process()
     with contextlib.ExitStack() as stack:
         for name, function in off.items() if model.wrong or "alibi" in model.changes else ():

@@ -124,7 +124,7 @@ def run_config(config: str = "quickstart.yaml", settings: Row | None = None) -> 
 def local_trainer(config: str = "quickstart.yaml", **settings: Any) -> Iterator[Any]:
     """Yield a `LocalTrainer` whose engine has its weights. A key's dot is written as two underscores."""
     from qarl.trainer.local import LocalTrainer
-    from qarl.trainer.setup import prepare_run
+    from qarl.trainer.prepare import prepare_run
 
     with tempfile.TemporaryDirectory() as folder:
         given = {name.replace("__", "."): value for name, value in settings.items()}

@@ -19,7 +19,7 @@ from benchmarks.proofs.harness import QUIET, TINY, Record, Row, batch_of, in_pro
 from qarl.bench.model import Source, write_model
 from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors, save_model
 from qarl.checkpoint.export import export, read_request
-from qarl.checkpoint.folder import open_checkpoint, tensor_digest
+from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config
 from qarl.data.prompts import load_prompts
@@ -30,9 +30,9 @@ from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, Sampl
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import DeltaSender, publish_weights
 from qarl.trainer.loop import train
-from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.master_optimizer import MasterOptimizer
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import engine_config
+from qarl.trainer.prepare import engine_config
 
 IGNORE = ("lm_head",)
 STRESS_PROMPTS = [[3 + i % 17, 5 + i % 11, 8 + i % 13, 4 + i % 29, 3] for i in range(64)]

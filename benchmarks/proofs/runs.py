@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, Run, run_config, timed
-from qarl.checkpoint.folder import Checkpoint, list_checkpoints, open_checkpoint
+from qarl.checkpoint.resumable import Checkpoint, list_checkpoints, open_checkpoint
 from qarl.checkpoint.storage import file_sha256
 from qarl.config.actor import LOSSES, REJECTIONS
 from qarl.metrics.warning_signs import find
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 FOLDER = ROOT / "runs" / "proofs"
 NOT_COMPARED = ("timing_s/", "startup/", "resume/", "checkpoint/")

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 from benchmarks.proofs.counting import Counting, Counts, counting
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.vllm_experts import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
-from qarl.optim.optimizer import MuonAdamW
+from qarl.optim.muon_adamw import MuonAdamW
 from qarl.quant.experts import STACKS, QuantizedStack
 from qarl.quant.quantize import quantize_unchecked
 from qarl.quant.scheme import Scheme, get_scheme

@@ -13,7 +13,6 @@ from typing import Any
 import triton.language as tl
 
 from qarl.kernels.triton.checksum import checksum_kernel, checksum_rows_kernel
-from qarl.kernels.triton.common import Tile, tables
 from qarl.kernels.triton.experts import (
     clear_unused_kernel,
     combine_kernel,
@@ -32,6 +31,7 @@ from qarl.kernels.triton.quantize import (
     quantize_tokens_kernel,
 )
 from qarl.kernels.triton.scaled_mm import scaled_mm_kernel
+from qarl.kernels.triton.tiles import Tile, tables
 from qarl.kernels.triton.w4a16 import w4a16_backward_kernel, w4a16_kernel
 
 TARGETS = {"ampere": 80, "hopper": 90, "blackwell": 100, "blackwell_geforce": 120}

@@ -14,7 +14,7 @@ half() {
     [[ " ${HALVES:-tbpo quantized} " == *" $name "* ]] || return 0
     rm -f "$folder/$name.jsonl"
     VERL_FILE_LOGGER_PATH="$folder/$name.jsonl" "${PYTHON:-python}" -m verl.trainer.main_ppo \
-        'hydra.searchpath=[pkg://qarl.verl.plugin.hydra]' "$@" \
+        'hydra.searchpath=[pkg://qarl.verl]' "$@" \
         hydra.run.dir="$folder" hydra.output_subdir=null \
         actor_rollout_ref.model.path="$PWD/models/tiny-qwen3" \
         data.train_files="$PWD/data/column_addition/train.parquet" \

@@ -34,8 +34,8 @@ from qarl.process import limit_threads
 PARTS = {
     "kernels": "qarl.bench.kernels",
     **dict.fromkeys(("steps", "trainer", "publish"), "qarl.bench.steps"),
-    "against": "qarl.bench.against",
-    "plan": "qarl.bench.plan",
+    "against": "qarl.bench.against_revision",
+    "plan": "qarl.bench.predict",
 }
 """Part -> its module: the dataclass `KEYS`, whose `parse` reads the arguments, and `run`. It must not import torch when
 it is imported, because threads are set later."""

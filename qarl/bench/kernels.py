@@ -37,7 +37,7 @@ from qarl.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from qarl.bench.products import Competitor, Group
+    from qarl.bench.kernel_cases import Competitor, Group
 
 OPERATIONS = ("linear", "input_gradient", "quantize", "experts")
 LOW_BIT = tuple(name for name in ROLLOUT_SCHEMES if name != "bf16")
@@ -124,7 +124,7 @@ def run(arguments: Arguments) -> int:
     """Measure, print, write, and return the exit code."""
     import torch
 
-    from qarl.bench.products import groups
+    from qarl.bench.kernel_cases import groups
 
     check_device(arguments.device)
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")

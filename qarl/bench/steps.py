@@ -160,7 +160,7 @@ class LaunchFailed(Exception):
 
 def run(arguments: Arguments) -> int:
     """Measure, write, print, and return the exit code."""
-    from qarl.bench.launch import config_of
+    from qarl.bench.measured_process import config_of
 
     check_device(arguments.device)
     for case in arguments.cases():
@@ -256,7 +256,7 @@ class Measured:
 def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
     """Run one process and return its answer, or raise LaunchFailed if it sends none.
     The process has always ended when this function returns or raises, even on Ctrl-C."""
-    from qarl.bench.launch import answer
+    from qarl.bench.measured_process import answer
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -26,7 +26,7 @@ from torch import nn
 from qarl.checkpoint.storage import whole_folder
 from qarl.errors import UserError
 from qarl.quant.convert import select_linears
-from qarl.quant.hf_model import meta_model
+from qarl.quant.meta_model import meta_model
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
 

@@ -1,6 +1,6 @@
 """Read a checkpoint of either backend as a stream of BF16 weights or FP32 masters, for `qarl export`.
 
-`qarl.checkpoint.folder` describes a local run's checkpoint. verl's FSDP engine writes
+`qarl.checkpoint.resumable` describes a local run's checkpoint. verl's FSDP engine writes
 `global_step_N/actor/model_world_size_W_rank_R.pt`: a state dict of DTensors, each with rank R's part of an FP32 master
 (verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger` needs memory for the whole model
 and rounds to BF16. Here the files are memory-mapped, and one tensor at a time is assembled in FP32, without verl, Ray
@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, Shard
 
 from qarl.checkpoint.compressed_tensors import model_of, read_tensors
-from qarl.checkpoint.folder import Checkpoint, list_checkpoints, load_dict, open_checkpoint
+from qarl.checkpoint.resumable import Checkpoint, list_checkpoints, load_dict, open_checkpoint
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names

@@ -1,5 +1,4 @@
-"""How training responses are generated: their sampling settings, whether the trainer's log-probs can follow these, and
-where responses end. The keys of transformers' `GenerationConfig` are these, too.
+"""Whether the trainer's log-probs can follow the sampling of training responses, and where responses end.
 
 vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json. If that file is missing, it
 uses the ids of config.json instead (`SamplingParams.update_from_generation_config` in vLLM 0.29). If one of these ids
@@ -15,24 +14,12 @@ from typing import Any
 from qarl.checks.model_folder import loading_options
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.kernels.logprob import Truncation, packed_width
+from qarl.kernels.log_probs import Truncation, packed_width
 from qarl.rollout.engine_config import SamplingConfig, sampling_params
 
 _GENERATION = "generation_config.json"
 MASKS_GIB = 4.0
 """Memory limit in GiB for the masks of one batch. A mask says which tokens top-p or top-k keep."""
-
-
-def sampling_config(config: Config, *, top_tokens: bool = False) -> SamplingConfig:
-    """Return the sampling settings of training responses."""
-    rollout = config.rollout
-    return SamplingConfig(
-        config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, top_tokens
-    )
-
-
-def truncation(config: Config) -> Truncation:
-    return Truncation(config.rollout.top_p, config.rollout.top_k)
 
 
 def check_sampling(config: Config, *, level: str, vocabulary: int, confirmed: bool = True) -> None:
@@ -41,8 +28,8 @@ def check_sampling(config: Config, *, level: str, vocabulary: int, confirmed: bo
     `level`: the applied alignment level, which may be lower than `quant.align`. `vocabulary`: rows of lm_head.
     `confirmed`: whether a device has confirmed that this level rounds as the engine does.
     """
-    sampling_params(sampling_config(config))
-    if not truncation(config).active:
+    sampling_params(SamplingConfig.of_run(config))
+    if not Truncation(config.rollout.top_p, config.rollout.top_k).active:
         return
     where = f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}"
     if level not in ("model", "exact") or not confirmed:

@@ -17,9 +17,10 @@ from typing import Any
 from torch import nn
 
 from qarl.config import Config
-from qarl.config.ignore import is_ignored, resolve_ignored
+from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.quant import convert, hf_model
+from qarl.quant import convert
+from qarl.quant import meta_model as meta
 from qarl.quant.scheme import Scheme
 
 W4A16_CPU_MULTIPLE = 32
@@ -54,7 +55,7 @@ def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shap
 def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
     """Build the model that `hf_config` describes, in BF16 on the meta device. Raise UserError if that fails."""
     try:
-        return hf_model.meta_model(hf_config, trust_remote_code=trust_remote_code)
+        return meta.meta_model(hf_config, trust_remote_code=trust_remote_code)
     except Exception as error:  # the exception type depends on which config key the model class cannot use
         raise UserError(
             f"no causal language model can be built from a config of type {hf_config.model_type!r}",

@@ -150,7 +150,7 @@ def check_engine_installed(backend: str) -> None:
 def check_plugin_installed() -> None:
     """Raise UserError if verl would not find QaRL. verl needs an entry point, which only installed packages have."""
     points = importlib.metadata.entry_points(group="verl.plugins")
-    if not any(point.value.startswith("qarl.verl.plugin") for point in points):
+    if not any(point.value.startswith("qarl.verl") for point in points):
         raise UserError(
             "verl does not find QaRL's plugin",
             where="entry points of group verl.plugins in this Python environment",

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qarl.checks.model_size import ModelSize, Shape, prepared_bytes, wire_bytes
-from qarl.config.ignore import is_ignored
+from qarl.config.ignored_layers import is_ignored
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -54,7 +54,7 @@ ENGINE_GROUP_BYTES = GIB
 """A rough allowance for what it keeps in addition if its model is split over GPUs: buffers of NCCL and of vLLM's own
 all-reduce, and the graphs' copies of them."""
 LOGITS_AT_A_TIME = 2**27
-"""The largest number of logits that `qarl.kernels.logprob` holds at once."""
+"""The largest number of logits that `qarl.kernels.log_probs` holds at once."""
 PHASES = ("rollout", "old_log_prob", "update", "step")
 """`update` is the forward and backward of a micro-batch. `step` is the optimizer's step."""
 MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from qarl.align.config_verdicts import check_config_keys
 from qarl.align.families import FAMILIES, shown_mismatch
-from qarl.align.hf_config import check_config_keys
-from qarl.align.model import resolve_level, unconfirmed
+from qarl.align.levels import resolve_level, unconfirmed
 from qarl.checks.layers import FUSED_LAYERS, meta_model
 from qarl.config import Config
 from qarl.errors import UserError

@@ -1,232 +1,232 @@
-"""What a check is: the inputs that it reads, what it says, and how checks are made.
+"""The registry of checks that a run makes before it starts, and what a check says.
 
-The inputs of a run are loaded when a check first needs them, and all checks share them.
+Each check has a name, needs some inputs of the run (`qarl.checks.check`), and yields findings or raises `UserError`.
+Both backends and TRL stop at the first error (`check_run`, `make_checks`). A dry run and the doctor make every check
+and print all findings (`examine`). The doctor adds checks of its own (`qarl.doctor`).
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+import sys
+from typing import Any
 
+import torch
 from torch import nn
 
-from qarl.align.model import unconfirmed
-from qarl.checks import layers, model_folder
-from qarl.checks.generation import eos_warnings
-from qarl.checks.machine import Machine, this_machine
-from qarl.checks.model import applied_level, check_served
-from qarl.checks.model_size import ModelSize
+from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
+from qarl.checks import layers, machine
+from qarl.checks.check import Check, Finding, Findings, NotCheckedError, RunInputs, examine, ok, warning
+from qarl.checks.generation import check_sampling
+from qarl.checks.machine import Machine, check_capability
+from qarl.checks.memory import check_kv_cache
+from qarl.checks.model import check_head, check_length, check_not_quantized, level_notes, refuse_hidden_code
+from qarl.checks.model_folder import check_tied
 from qarl.config import Config
-from qarl.data.prompts import PromptDataset, PromptSampler, load_prompts, load_val_prompts, prompt_options
-from qarl.data.rewards import RewardFn, get_reward_fn
+from qarl.console import note as print_note
+from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, report_data
+from qarl.data.rewards import RewardFn, score_responses
 from qarl.errors import UserError
-from qarl.kernels.registry import Choice, choose_linear_kernel
-from qarl.quant.convert import linear_shapes
-from qarl.quant.scheme import get_scheme
+from qarl.kernels.registry import kernels_of
+from qarl.metrics.tracker import check_loggers
+from qarl.quant.convert import no_own_experts
+from qarl.quant.scheme import Scheme
+from qarl.rollout import vllm_plugin
+from qarl.rollout.engine_config import W4A8_ON_GPUS, check_not_batch_invariant, eager
+from qarl.rollout.engine_config import check_served as check_scheme_is_served
 
 
-class NotCheckedError(Exception):
-    """A check could not be made. The message says why, and `fix` how to make it possible. No reason to refuse a run."""
-
-    def __init__(self, why: str, fix: str) -> None:
-        super().__init__(why)
-        self.fix = fix
-
-
-class RunInputs:
-    """The inputs of a run on `machine` (None: this one). A property raises `UserError` if its input is unusable.
-
-    `plan`: the inputs are only examined, so QaRL's copy of a public model's config is enough if the Hub is out of
-    reach. `no_model` is then the error that loading the real one raised.
-    """
-
-    def __init__(self, config: Config, machine: Machine | None = None, *, plan: bool = False) -> None:
-        self.config, self.plan = config, plan
-        self.machine = machine or this_machine(config.backend)
-        self.scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
-        self.no_model: UserError | None = None
-
-    @cached_property
-    def hf_config(self) -> Any:
-        model = self.config.model
-        if not self.plan:
-            return model_folder.load_hf_config(model.path, model.trust_remote_code)
-        hf_config, self.no_model = model_folder.hf_config_or_carried(model.path, model.trust_remote_code)
-        return hf_config
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        path, hf_config = self.config.model.path, self.hf_config
-        if self.no_model is not None:
-            raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
-        if not self.machine.here and Path(path).is_dir() and not model_folder.has_tokenizer(path):
-            raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", "copy it there")
-        return model_folder.load_tokenizer(path, self.config.model.trust_remote_code, hf_config=hf_config)[0]
-
-    @cached_property
-    def model(self) -> nn.Module:
-        """The trainer's model on the meta device, if engine and trainer build the same one."""
-        return check_served(self.hf_config, trust_remote_code=self.config.model.trust_remote_code)
-
-    @cached_property
-    def size(self) -> ModelSize:
-        try:
-            return ModelSize.from_config(self.hf_config)
-        except KeyError as error:
-            raise NotCheckedError(f"config.json has no key {error}", "estimate the memory by hand") from error
-
-    @cached_property
-    def linears(self) -> layers.Shapes:
-        """[N, K] of every linear of the trainer's model, including each expert's."""
-        return linear_shapes(self.model)
-
-    @cached_property
-    def quantized(self) -> layers.Shapes:
-        """[N, K] of the linears that the run quantizes."""
-        if not self.scheme.quantized:
-            return {}
-        return layers.select_shapes(self.linears, self.scheme, self.config.quant.ignore)
-
-    @cached_property
-    def kernels(self) -> dict[tuple[int, int], Choice | UserError]:
-        """The trainer's kernel for each [N, K] of a dense layer, or the error if no kernel supports it."""
-        import torch
-
-        choices: dict[tuple[int, int], Choice | UserError] = {}
-        scheme, device = self.scheme, torch.device(self.machine.device)
-        group, kernels = scheme.group_size, self.config.quant.kernels
-        dense = (shape for name, shape in self.quantized.items() if not layers.of_expert(name))
-        for shape in dict.fromkeys(dense) if self.config.quant.align != "off" else ():
-            try:
-                choices[shape] = choose_linear_kernel(scheme.name, device, shape, group_size=group, kernels=kernels)
-            except UserError as error:
-                choices[shape] = error
-        return choices
-
-    @property
-    def kernel_names(self) -> dict[tuple[int, int], str]:
-        return {shape: choice.kernel.name for shape, choice in self.kernels.items() if isinstance(choice, Choice)}
-
-    @cached_property
-    def level(self) -> tuple[str, tuple[str, ...]]:
-        """The alignment level that applies, and the reasons why no higher one does. Kernels are asked only by the
-        doctor; the trainer asks them when it builds the model."""
-        self.model  # noqa: B018  a refused model has no level
-        kernels, machine = set(self.kernel_names.values()) if self.plan else (), self.machine
-        return applied_level(self.config, self.hf_config, machine.device, kernels, machine.capability)
-
-    @cached_property
-    def unconfirmed(self) -> str | None:
-        """Why the applied level promises no mismatch, or None."""
-        eager = self.config.rollout.enforce_eager is True
-        return unconfirmed(self.level[0], self.machine.device, self.hf_config, eager=eager)
-
-    @cached_property
-    def weight_files(self) -> list[Path]:
-        return model_folder.weight_files(self.config.model.path)
-
-    @cached_property
-    def eos_warnings(self) -> list[str]:
-        return eos_warnings(self.config.model.path, self.tokenizer, self.hf_config)
-
-    @cached_property
-    def reward_fn(self) -> RewardFn:
-        return get_reward_fn(self.config.reward.function)
-
-    @cached_property
-    def train_prompts(self) -> PromptDataset:
-        self._need_files(self.config.data.train_files)
-        return load_prompts(self.config.data.train_files, **prompt_options(self.config, self.tokenizer))
-
-    @cached_property
-    def val_prompts(self) -> PromptDataset | list[Any]:
-        self._need_files(self.config.data.val_files)
-        return load_val_prompts(self.config, self.tokenizer)
-
-    @cached_property
-    def sampler(self) -> PromptSampler:
-        config = self.config
-        size = config.data.train_batch_size
-        return PromptSampler(len(self.train_prompts), size, seed=config.seed, shuffle=config.data.shuffle)
-
-    def _need_files(self, files: Sequence[str]) -> None:
-        missing = [file for file in files if not Path(file).is_file()]
-        if missing and not self.machine.here:
-            raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor where they are")
+def make_checks(config: Config, *, data: bool = True) -> RunInputs:
+    """Make all checks of `config.backend`, and return the loaded inputs. Raise the UserError of the first check that
+    fails. `data`: whether to check prompts and rewards too."""
+    run = RunInputs(config)
+    for finding in examine(run, [check for check in CHECKS if data or check.topic != "data"]):
+        if finding.status == "error":
+            raise finding.error
+    return run
 
 
-Status = Literal["ok", "note", "warning", "error"]
-"""`error`: the run would fail. `warning`: the run would start, but probably give bad results. `note`: a useful fact, or
-a check that was not made."""
+def check_run(config: Config) -> RunInputs:
+    """Make all checks before a run starts, and print its notes and warnings to stderr."""
+    run = make_checks(config)
+    for text in level_notes(config, run.hf_config):
+        print_note(text)
+    for text in run.eos_warnings:
+        print(f"warning: {text}", file=sys.stderr)
+    report_data(run.train_prompts, run.val_prompts)
+    return run
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What a check says. `what`, `where`, `why` and `fix` are as in `UserError`. `lines`: details."""
-
-    status: Status
-    what: str
-    where: str | None = None
-    why: str | None = None
-    fix: str | None = None
-    lines: tuple[str, ...] = ()
-    topic: str = ""
-
-    @classmethod
-    def of(cls, error: UserError, status: Status = "error") -> Finding:
-        return cls(status, error.what, error.where, error.why, error.fix)
-
-    @property
-    def error(self) -> UserError:
-        return UserError(self.what, where=self.where, why=self.why, fix=self.fix)
+def model_errors(config: Config) -> list[UserError]:
+    """Return the errors of the checks that read only the config and the model's files, but for its weights."""
+    checks = [check for check in CHECKS if check.topic in ("model", "ignore list", "layer sizes")]
+    return [finding.error for finding in examine(RunInputs(config), checks) if finding.status == "error"]
 
 
-Findings = Iterator[Finding]
-ok, note, warning, error = (partial(Finding, status) for status in ("ok", "note", "warning", "error"))
+_LAYER = (64, 64)
+"""A shape [N, K] that every kernel supports."""
 
 
-class Check(NamedTuple):
-    """One check. `name` says what is true if it passes. `make` yields findings, or raises `UserError` if the run would
-    fail; without findings all is well. Its parameters are the `RunInputs` that the check needs.
-
-    `here`: whether it is about the current state of this machine. `backend`, `device`: the only one that it is about.
-    """
-
-    topic: str
-    name: str
-    make: Callable[..., object]
-    here: bool = False
-    backend: str = ""
-    device: str = ""
-
-    def findings(self, run: RunInputs) -> Findings:
-        findings = self.make(**{need: getattr(run, need) for need in inspect.signature(self.make).parameters})
-        return findings if isinstance(findings, Iterator) else iter(())
-
-    def applies(self, run: RunInputs) -> bool:
-        is_about = self.backend in ("", run.config.backend) and self.device in ("", run.machine.device)
-        return is_about and (run.machine.here or not self.here)
+def check_scheme(config: Config, machine: Machine) -> None:
+    """Raise UserError if the engine would not multiply by `quant.scheme` on such a machine."""
+    check_scheme_is_served(config.quant.scheme, config.quant.kernels)
+    if not machine.on_cpu and machine.capability is not None:
+        check_capability(config.quant.scheme, config.quant.kernels, machine.capability)
 
 
-def examine(run: RunInputs, checks: Sequence[Check]) -> Findings:
-    """Make all checks that apply, and yield their findings. An input that cannot be loaded is one error."""
-    reported: set[str] = set()
-    for check in checks:
-        if not check.applies(run):
-            continue
-        not_checked = f"not checked: {check.name}"
-        try:
-            findings = list(check.findings(run)) or [ok(check.name)]
-        except NotCheckedError as unmade:
-            findings = [note(not_checked, why=str(unmade), fix=unmade.fix)]
-        except UserError as refusal:
-            findings = [Finding.of(refusal)]
-            if str(refusal) in reported:
-                why = f"an input that it needs could not be loaded (see above: {refusal.what})"
-                findings = [note(not_checked, why=why, fix="correct that first, then check again")]
-            reported.add(str(refusal))
-        yield from (replace(finding, topic=check.topic) for finding in findings)
+def check_kernels(config: Config, machine: Machine) -> None:
+    """Raise UserError if `quant.kernels` asks for kernels that do not run on `machine`."""
+    scheme, kernels, device = config.quant.scheme, config.quant.kernels, machine.device
+    if device == "cuda" and (kernels == "dequantized" or (kernels == "qarl" and scheme == "w4a8")):
+        why = "these kernels run only on a CPU"
+        raise _no_kernel(config, "GPUs", why if kernels == "dequantized" else f"{why}; {W4A8_ON_GPUS}")
+    if kernels == "engine":
+        return
+    if not machine.here:
+        raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
+    kind = torch.device(device)
+    why_not = {kernel.name: kernel.unavailable(scheme, kind, _LAYER) for kernel in kernels_of(kernels, scheme)}
+    if None not in why_not.values():
+        raise _no_kernel(config, "this machine", "; ".join(f"{name} {why}" for name, why in why_not.items()))
+
+
+def _no_kernel(config: Config, place: str, why: str) -> UserError:
+    scheme = config.quant.scheme
+    what = f"quant.kernels={config.quant.kernels} does not support quant.scheme={scheme} on {place}"
+    fix = "set quant.scheme=w4a16, w8a8 or fp8" if scheme == "w4a8" else "set quant.kernels=engine"
+    return UserError(what, where="quant.kernels", why=why, fix=fix)
+
+
+def check_experts(config: Config, machine: Machine, hf_config: Any) -> None:
+    """Raise UserError if vLLM or QaRL's own kernels cannot run the model's mixture of experts.
+
+    For W8A8 on GPUs vLLM 0.24, which requirements/gpu.lock has, chooses `TritonExperts`, whose `apply` refuses the int8
+    rows that it is given. (vLLM 0.29 takes them.)"""
+    if not vllm_plugin.experts_of(hf_config):
+        return
+    if config.quant.kernels != "engine":
+        raise no_own_experts(config.quant.kernels, f"quant.kernels with {config.model.path}")
+    if machine.on_cpu:
+        vllm_plugin.check_installed(hf_config)
+        if config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
+            vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
+    elif config.quant.scheme == "w8a8":
+        raise UserError(
+            "vLLM has no int8 products for experts on GPUs",
+            where=f"quant.scheme=w8a8 with {config.model.path}",
+            why="vLLM 0.24 runs them with TritonExperts, which refuses int8 activations as the engine starts",
+            fix="set quant.scheme=fp8 or quant.scheme=w4a16",
+        )
+
+
+def _config(config: Config, machine: Machine, hf_config: Any, no_model: UserError | None) -> Findings:
+    if no_model is not None:
+        yield Finding.of(no_model, "error" if machine.here else "note")
+        what = f"QaRL's own copy of the config of {config.model.path} is used instead"
+        yield warning(what, fix="run the doctor where the model is, or give its folder")
+
+
+def _model(hf_config: Any, model: nn.Module) -> Findings:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    tied = "tied to the input embedding" if hf_config.tie_word_embeddings else "a separate tensor"
+    yield ok(f"{hf_config.model_type} with {count / 1e9:.3g} billion parameters; lm_head is {tied} and stays in BF16")
+
+
+def _family(config: Config, hf_config: Any) -> Findings:
+    check_family(hf_config)
+    check_rows(hf_config, packed=config.model.use_remove_padding)
+    if shown := shown_mismatch(hf_config):
+        yield warning(
+            shown,
+            why=f"only {', '.join(FAMILIES)} models are aligned, and tested against a fresh vLLM after an export",
+            fix="watch mismatch/k3 in the first steps, and compare an export with the run before you rely on it",
+        )
+
+
+def _vocabulary(hf_config: Any, tokenizer: Any) -> None:
+    check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
+
+
+def _eos(eos_warnings: list[str]) -> Findings:
+    for text in eos_warnings:
+        yield warning(
+            text,
+            where="eos_token of tokenizer_config.json; eos_token_id of generation_config.json and config.json",
+            why="vLLM stops at the tokenizer's EOS and at the EOS ids of the model's config",
+            fix="take these files from the same model",
+        )
+
+
+def _ignore(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
+    if scheme.quantized:
+        layers.check_fused_layers(linears, config.quant.ignore)
+        layers.check_routers(linears, config.quant.ignore)
+
+
+def _engine_shapes(config: Config, quantized: layers.Shapes) -> None:
+    if config.quant.scheme == "w4a16" and config.quant.kernels == "engine":
+        layers.check_engine_shapes(quantized)
+
+
+def _tensor_parallel(config: Config, hf_config: Any, quantized: layers.Shapes) -> Findings:
+    yield from map(Finding.of, layers.split_errors(config, hf_config, quantized))
+
+
+def _sampling(config: Config, hf_config: Any, level: tuple[str, tuple[str, ...]], unconfirmed: str | None) -> None:
+    check_sampling(config, level=level[0], vocabulary=hf_config.vocab_size, confirmed=unconfirmed is None)
+
+
+def _train_prompts(config: Config, train_prompts: PromptDataset, sampler: PromptSampler) -> Findings:
+    steps, left_out = config.trainer.total_training_steps, train_prompts.num_filtered
+    what = f"{len(train_prompts)} training prompts; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs"
+    yield ok(what + (f"; {left_out} prompts are too long and are left out" if left_out else ""))
+
+
+def _val_prompts(val_prompts: PromptDataset | list[Any], train_prompts: PromptDataset) -> Findings:
+    if shared := check_disjoint(train_prompts, val_prompts):
+        yield warning(
+            f"{shared} of the evaluation prompts are also in the training data",
+            where="data.val_files",
+            why="accuracy on them says nothing about new prompts",
+            fix="remove them from data.val_files or from data.train_files",
+        )
+
+
+def _reward(config: Config, reward_fn: RewardFn, train_prompts: PromptDataset) -> None:
+    """Call the function once, on the first prompt with an empty response, to find bugs before the training starts."""
+    score_responses(reward_fn, train_prompts[:1], [""], timeout_s=config.reward.timeout_s)
+
+
+CHECKS = (
+    Check("packages", "all loggers are installed", lambda config: check_loggers(config.trainer.logger), here=True),
+    Check("packages", "vLLM can run", lambda config: machine.check_engine_installed(config.backend), here=True),
+    Check("packages", "verl finds QaRL", machine.check_plugin_installed, here=True, backend="verl"),
+    Check("packages", "no TRL is in verl's way", machine.check_no_new_trl, here=True, backend="verl"),
+    Check("machine", "vLLM has quant.scheme here", check_scheme),
+    Check("machine", "this CPU can run quant.scheme", machine.check_cpu, device="cpu"),
+    Check("machine", "vLLM replaces no operator", check_not_batch_invariant, here=True, backend="local"),
+    Check("kernels", "quant.kernels has kernels for quant.scheme", check_kernels),
+    Check("model", "the model's config can be read", _config),
+    Check("model", "the tokenizer can be read", lambda tokenizer: None),
+    Check("model", "the weights are not quantized", check_not_quantized),
+    Check("model", "trainer and engine build the same model", _model),
+    Check("model", "the model's family was measured", _family),
+    Check("model", "lm_head has model.head_dtype", check_head),
+    Check("kernels", "vLLM and quant.kernels can run experts", check_experts),
+    Check("model", "model and tokenizer have the same token ids", _vocabulary),
+    Check("backend", "verl runs no code of the model's folder", refuse_hidden_code, backend="verl"),
+    Check("model", "model and tokenizer agree where a response ends", _eos),
+    Check("model", "responses fit the positions", check_length),
+    Check("memory", "a sequence fits vLLM's KV cache", check_kv_cache, device="cpu"),
+    Check("ignore list", "quant.ignore treats fused layers as a whole", _ignore),
+    Check("layer sizes", "quant.group_size divides all layers", layers.check_group_size),
+    Check("layer sizes", "the engine's kernels have all sizes", _engine_shapes, device="cpu"),
+    Check("layer sizes", "engines can be split", _tensor_parallel, backend="verl"),
+    Check("kernels", "the trainer's log-probs apply the engine's sampling", _sampling),
+    Check("data", "there is a reward function", lambda reward_fn: None),
+    Check("data", "there are training prompts", _train_prompts),
+    Check("data", "evaluation prompts are new", _val_prompts),
+    Check("data", "the reward function scores a row", _reward),
+    Check("weights", "all weight files can be opened", lambda weight_files: None),
+    Check("weights", "tied embeddings are equal", check_tied),
+)
+"""All checks of a run, in the order in which they are made: the cheapest first."""

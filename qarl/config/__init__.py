@@ -19,7 +19,7 @@ from qarl.config.actor import ActorConfig, OptimConfig
 from qarl.config.errors import ConfigError, Problem, from_pydantic, key_of
 from qarl.config.schema import Config, check_together, default_values, flat_values, sections
 from qarl.config.source import read_arguments, with_home
-from qarl.config.unread import dropped
+from qarl.config.unused_keys import dropped
 from qarl.errors import UserError
 
 __all__ = [

@@ -3,7 +3,7 @@
 The checks read a flat dict of dotted keys, not a `Config`. So they can also check the valid keys of an invalid config,
 and one error reports all problems. A check ends at the first key that is missing because its value is invalid. If a
 different key is invalid, the values are raw: a key that should be a list may be a single value. Keys that have no
-effect are in `qarl.config.unread`.
+effect are in `qarl.config.unused_keys`.
 
 The types in `qarl.config` refuse values that cannot work. `Sane`, beside a key's type, finds values that work but are
 almost certainly mistakes, such as a learning rate of 4096. The bounds are wide, so every reasonable run is within them.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.config.actor import SEQUENCE_LOSSES
 from qarl.config.errors import Problem, show
-from qarl.config.ignore import is_ignored
+from qarl.config.ignored_layers import is_ignored
 from qarl.config.types import Sane, Section
 from qarl.errors import UserError
 

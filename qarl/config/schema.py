@@ -37,7 +37,7 @@ from qarl.config.types import (
     Unit,
     as_list,
 )
-from qarl.config.unread import problems as unread_problems
+from qarl.config.unused_keys import problems as unread_problems
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures above 0 to this value. A test compares it with vLLM's own constant."""

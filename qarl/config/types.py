@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from qarl.config.ignore import REGEX_PREFIX
+from qarl.config.ignored_layers import REGEX_PREFIX
 
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
 

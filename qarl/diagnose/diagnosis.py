@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from qarl.checkpoint.storage import write_json
-from qarl.checks.generation import truncation
 from qarl.config import Config
+from qarl.kernels.log_probs import Truncation
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.metrics.tracker import write_versions
 from qarl.trainer.batch import Batch, micro_batches
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 _COLUMNS = {
     "mean |δ|": "mismatch/abs_mean",
@@ -71,7 +71,10 @@ def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparis
     The flip rate is the share of tokens whose argmax differs from the engine's. With top-p or top-k, each policy keeps
     tokens by its own logits.
     """
-    how: dict[str, Any] = {"temperature": config.rollout.temperature, "truncation": truncation(config)}
+    how: dict[str, Any] = {
+        "temperature": config.rollout.temperature,
+        "truncation": Truncation(config.rollout.top_p, config.rollout.top_k),
+    }
     log_probs, top = torch.zeros_like(batch.rollout_log_probs), torch.zeros_like(batch.responses)
     with torch.no_grad():
         for rows in micro_batches(batch, config.actor, log_probs=True):

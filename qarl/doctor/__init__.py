@@ -1,4 +1,4 @@
-"""`python -m qarl.doctor`, which makes every check of a run (`qarl.checks.run`) and more, and prints all findings.
+"""`python -m qarl.doctor`, which makes every check of a run (`qarl.checks.registry`) and more, and prints all findings.
 
-Importing this package imports nothing. Call `qarl.doctor.report.run_checks`.
+Importing this package imports nothing. Call `qarl.doctor.examination.run_checks`.
 """

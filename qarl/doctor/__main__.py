@@ -45,7 +45,7 @@ def _main(argv: list[str]) -> int:
     limit_threads(config.trainer.num_threads)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from qarl.checks.machine import find_machine, read_options
-    from qarl.doctor.report import run_checks
+    from qarl.doctor.examination import run_checks
     from qarl.metrics.tracker import write_json
 
     chosen = read_options({name: value for name, _, value in options})

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from qarl.checks import layers, memory
+from qarl.checks.check import Check, Finding, Findings, NotCheckedError, Status, error, note, ok, warning
 from qarl.checks.machine import Machine
 from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
 from qarl.checks.memory_terms import ranks
 from qarl.checks.model_folder import cannot_load, compared_tensors
 from qarl.checks.model_size import ModelSize, Shape
-from qarl.checks.registry import Check, Finding, Findings, NotCheckedError, Status, error, note, ok, warning
 from qarl.config import Config
-from qarl.config.ignore import is_ignored, resolve_ignored
+from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import Choice, choose_experts_kernel

@@ -19,9 +19,14 @@ import torch
 from qarl.errors import UserError
 from qarl.kernels import reference
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, LinearKernel
-from qarl.kernels.cpu.torch_ops import CpuW4A8Linear, DequantizedW4A16Linear, TorchInt8Linear, VllmCpuFP8Linear
-from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
-from qarl.kernels.cuda.vllm_ops import VllmCutlassFP8Linear, VllmCutlassInt8Linear, VllmMacheteLinear, VllmMarlinLinear
+from qarl.kernels.cpu.torch_linears import CpuW4A8Linear, DequantizedW4A16Linear, TorchInt8Linear, VllmCpuFP8Linear
+from qarl.kernels.cpu.vllm_linears import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
+from qarl.kernels.cuda.vllm_linears import (
+    VllmCutlassFP8Linear,
+    VllmCutlassInt8Linear,
+    VllmMacheteLinear,
+    VllmMarlinLinear,
+)
 from qarl.kernels.experts import ReferenceExperts, TritonExperts
 from qarl.kernels.triton import linears as triton
 from qarl.kernels.vllm_experts import (

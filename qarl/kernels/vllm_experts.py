@@ -39,17 +39,17 @@ import torch
 import torch.nn.functional as F
 
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors
-from qarl.kernels.cpu import vllm_ops
-from qarl.kernels.cpu.torch_ops import VllmCpuFP8Linear
-from qarl.kernels.cuda.vllm_ops import MOE, silu, uint4b8, why_not_experts
+from qarl.kernels.cpu import vllm_linears
+from qarl.kernels.cpu.torch_linears import VllmCpuFP8Linear
+from qarl.kernels.cuda.vllm_linears import MOE, silu, uint4b8, why_not_experts
 from qarl.kernels.experts import route, scheme_of, sizes_of
 from qarl.kernels.int4 import CODES, MARLIN, SCALES, TILES, to_marlin
 from qarl.kernels.reference import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
 from qarl.vllm_versions import moe_sum
 
 _LINEARS: dict[str, tuple[Any, ...]] = {
-    "w4a16": (vllm_ops.VllmCpuWNA16Linear,),
-    "w8a8": (vllm_ops.VllmCpuInt8TilesLinear, vllm_ops.VllmCpuInt8Linear),
+    "w4a16": (vllm_linears.VllmCpuWNA16Linear,),
+    "w8a8": (vllm_linears.VllmCpuInt8TilesLinear, vllm_linears.VllmCpuInt8Linear),
     "fp8": (VllmCpuFP8Linear,),
 }
 """For each scheme, the kernels of vLLM's dense layers on CPUs in order of preference."""
@@ -151,7 +151,7 @@ def _kernel_of(tensors: Tensors) -> Any:
     """Return the linear kernel that multiplies by the experts' matrices in `tensors`."""
     scheme, scale = scheme_of(tensors), tensors["weight_scale"]
     if scheme == "w4a16":
-        return vllm_ops.VllmCpuWNA16Linear
+        return vllm_linears.VllmCpuWNA16Linear
     shape = (scale.shape[1], tensors["weight"].shape[2])
     return next(k for k in _LINEARS[scheme] if k.unavailable(scheme, scale.device, shape) is None)
 
@@ -187,14 +187,14 @@ class VllmCpuBf16Experts(ExpertsKernel):
             return f"needs a hidden size in multiples of {_BF16_ALIGNMENT}, not {shape.hidden}"
         if platform.machine().lower() not in ("x86_64", "amd64"):
             return f"was checked only on x86, not on {platform.machine()}"
-        return vllm_ops.cpu_ops_missing("cpu_fused_moe")
+        return vllm_linears.cpu_ops_missing("cpu_fused_moe")
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> PreparedBf16Experts:
         """Pack `gate_up`, BF16 [E, 2I, H], and `down`, BF16 [E, H, I], for the operator."""
         from vllm import _custom_ops as ops
 
-        isa = vllm_ops.isa_hint()
+        isa = vllm_linears.isa_hint()
         first, second = gate_up["weight"].detach(), down["weight"].detach()
         missing = -second.shape[2] % _BF16_ALIGNMENT
         if missing:  # pad with columns of zeros, as the engine does

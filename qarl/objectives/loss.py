@@ -49,7 +49,7 @@ import math
 import torch
 
 from qarl.config.actor import RolloutCorrectionConfig
-from qarl.objectives import verl_losses
+from qarl.objectives import verl_functions
 from qarl.objectives.metrics import correction_statistics, loss_statistics
 from qarl.objectives.settings import Settings
 from qarl.tbpo import tbpo_loss
@@ -142,7 +142,7 @@ def _verl_loss(
     per_token = torch.where(accepted, per_token, 0.0)
     against = rollout if settings.correction.bypass_mode else old
     uses_ratio = settings.loss != "reinforce"
-    loss, verl_metrics = verl_losses.policy_loss(
+    loss, verl_metrics = verl_functions.policy_loss(
         _VERL_NAMES[settings.loss],
         settings,
         responses=whole[0],
@@ -170,8 +170,8 @@ def correction_weights(
     log_ratio = torch.where(mask, old_log_prob.detach().float() - rollout_log_prob.detach().float(), 0.0)
     if not mask.any():  # verl's function needs a token
         return torch.zeros_like(log_ratio)
-    if verl_losses.has_weight(correction):
-        return verl_losses.correction_weights(log_ratio, mask, correction)
+    if verl_functions.has_weight(correction):
+        return verl_functions.correction_weights(log_ratio, mask, correction)
     weight = _bounded(_ratio(log_ratio, mask, correction.rollout_is), correction) * mask
     if correction.rollout_is_batch_normalize:
         weight = weight / _mean(weight, mask, per_token=correction.rollout_is == "token").clamp(min=1e-8)
@@ -192,7 +192,7 @@ def accepted_tokens(
     if correction.rollout_rs:
         policy = log_prob if correction.rollout_rs_ratio == "ppo" else old_log_prob
         log_ratio = torch.where(mask, policy.detach().float() - rollout_log_prob.detach().float(), 0.0)
-        accepted = verl_losses.rejection_mask(log_ratio, mask, correction)
+        accepted = verl_functions.rejection_mask(log_ratio, mask, correction)
     if correction.veto_threshold is not None:
         vetoed = mask & (old_log_prob.detach().float() < math.log(correction.veto_threshold))
         accepted = accepted & ~vetoed.any(dim=-1, keepdim=True)

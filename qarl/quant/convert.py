@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.config.ignore import is_ignored, resolve_ignored
+from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant.experts import STACKS, QuantExperts, is_stack, matrices, quantize_stack, stacked_experts, unstacked
 from qarl.quant.linear import QuantLinear, watch_optimizers

@@ -7,8 +7,8 @@
 
 A whole stack is quantized at once, and once per optimizer step (`qarl.quant.linear`). The bytes are the same as if each
 matrix were quantized alone. With scheme bf16 nothing is quantized, and the forward is the engine's BF16 operator, which
-`qarl.align.model` uses for unquantized experts. transformers' registry of functions for experts is not used, because it
-has one function for all layers, while `quant.ignore` can name a single layer.
+`qarl.align.levels` uses for unquantized experts. transformers' registry of functions for experts is not used: it has
+one function for all layers, while `quant.ignore` can name a single layer.
 
 transformers stacks the experts. Checkpoints, llm-compressor and vLLM's loader have three matrices per expert:
 
@@ -263,7 +263,7 @@ def check_experts(experts: nn.Module, name: str) -> None:
     wrong = [f"{flag}={not wanted}" for flag, wanted in flags.items() if getattr(experts, flag, wanted) is not wanted]
     activation: Any = getattr(experts, "act_fn", None)
     probe = torch.linspace(-4.0, 4.0, 33, device="cpu")
-    computes = getattr(activation, "forward", activation)  # without hooks, such as those of qarl.align.model
+    computes = getattr(activation, "forward", activation)  # without hooks, such as those of qarl.align.levels
     if activation is None or not torch.equal(computes(probe), torch.nn.functional.silu(probe)):
         wrong.append(f"activation {type(activation).__name__}")
     if wrong:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qarl.config import Config
 from qarl.errors import UserError
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
@@ -115,6 +116,12 @@ class SamplingConfig:
     top_k: int = -1
     top_tokens: bool = False
     ignore_eos: bool = False
+
+    @classmethod
+    def of_run(cls, config: Config, *, top_tokens: bool = False) -> SamplingConfig:
+        """Return the sampling settings of training responses."""
+        rollout = config.rollout
+        return cls(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, top_tokens)
 
 
 def llm_arguments(config: EngineConfig) -> dict[str, Any]:

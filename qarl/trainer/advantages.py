@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from qarl.config import Config
-from qarl.objectives import verl_losses
+from qarl.objectives import verl_functions
 
 EPSILON = 1e-6
 """verl's addend to the standard deviation, in units of reward."""
@@ -31,9 +31,9 @@ def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int
     algorithm, group_ids = config.algorithm, [i // config.rollout.n for i in range(len(lengths))]
     norm = algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator == "grpo"
     if config.actor.loss == "reinforce":
-        return verl_losses.outcome_advantages("reinforce_plus_plus", rewards, group_ids, torch.tensor(lengths))
+        return verl_functions.outcome_advantages("reinforce_plus_plus", rewards, group_ids, torch.tensor(lengths))
     if algorithm.adv_estimator == "rloo":
-        return verl_losses.outcome_advantages("rloo", rewards, group_ids, torch.tensor(lengths))
+        return verl_functions.outcome_advantages("rloo", rewards, group_ids, torch.tensor(lengths))
     return grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm)
 
 

@@ -57,7 +57,7 @@ class Batch:
     rewards, advantages          FP32 [B]
     rollout_top_tokens           int64 [B, R] or None; the engine's likeliest token at each position
     sampling_mask                uint8 [B, R, packed_width(V)] or None; packed masks of the tokens that top-k and top-p
-                                 left in the pass for the old log-probs (`qarl.kernels.logprob`)
+                                 left in the pass for the old log-probs (`qarl.kernels.log_probs`)
     outside                      bool [B, R] or None; True if the trainer's top-k and top-p did not leave this token
     routed_experts               int16 [B, T, layers, k] or None; the experts of each token in the rollout, -1 if
                                  unknown (only in a mixture of experts)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, header_shapes, read_tensors, weight_files
-from qarl.checkpoint.folder import (
+from qarl.checkpoint.resumable import (
     Checkpoint,
     damaged,
     prune,

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint.folder import list_checkpoints
+from qarl.checkpoint.resumable import list_checkpoints
 from qarl.checkpoint.storage import EXPORT, StorageError, checkpoints_dir, write_json, writing
 from qarl.console import say
 from qarl.errors import UserError

@@ -23,14 +23,14 @@ from dataclasses import replace
 
 import torch
 
-from qarl.checks.generation import sampling_config, truncation
 from qarl.config import Config
 from qarl.console import stage
 from qarl.data.prompts import Prompt
 from qarl.data.rewards import score_responses
+from qarl.kernels.log_probs import Truncation
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.step_metrics import PhaseTimer, response_metrics
-from qarl.objectives import verl_losses
+from qarl.objectives import verl_functions
 from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.metrics import update_metrics
 from qarl.objectives.settings import objective_settings
@@ -38,15 +38,16 @@ from qarl.process import keep_freed_memory
 from qarl.quant.convert import packed_state_dict
 from qarl.quant.experts import stacked_experts
 from qarl.quant.quantize import measure_phases
-from qarl.rollout.engine import EngineRecovery, RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.engine import EngineRecovery, RolloutBatch, RolloutEngine
+from qarl.rollout.engine_config import SamplingConfig
 from qarl.rollout.publish.wire import PublishReport
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches, request_seed
+from qarl.trainer.master_optimizer import MasterOptimizer
 from qarl.trainer.mismatch_watch import check_batch, log_samples, watch
 from qarl.trainer.old_log_probs import OldLogProbs
-from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import RunParts, engine_config
+from qarl.trainer.prepare import RunParts, engine_config
 
 SAMPLED_ROWS = -1
 """Replaces the index in `request_seed` for the random rows that `actor.old_log_probs=auto` checks."""
@@ -135,7 +136,7 @@ class LocalTrainer:
         prompts = [self.parts.train_prompts[i] for i in next(self.parts.sampler) for _ in range(config.rollout.n)]
         seeds = [request_seed(config.seed, self.step, i) for i in range(len(prompts))]
         with self.timer.phase("rollout"):
-            sampling = sampling_config(config, top_tokens=top_tokens)
+            sampling = SamplingConfig.of_run(config, top_tokens=top_tokens)
             responses = self.generate([prompt.prompt_token_ids for prompt in prompts], sampling, seeds)
             self.recovery.sleep()
         if responses.weight_version != self.step:
@@ -161,7 +162,9 @@ class LocalTrainer:
         """Return the policy's log-probs before the update, FP32 [B, R]. If `only` is set, all other rows are 0.
 
         With top-p or top-k, also store the tokens that these leave in `batch.sampling_mask`, for all other forwards."""
-        return self.policy.batch_log_probs(batch, self.config, truncation=truncation(self.config), only=only)
+        return self.policy.batch_log_probs(
+            batch, self.config, truncation=Truncation(self.config.rollout.top_p, self.config.rollout.top_k), only=only
+        )
 
     def update(self, batch: Batch, old_log_probs: torch.Tensor, confirm: Confirm | None = None) -> dict[str, float]:
         """Do `ppo_epochs` passes over the batch, with one optimizer step per mini-batch. Return metrics.
@@ -224,7 +227,7 @@ class LocalTrainer:
         )
         if batch.reference_log_probs is None or self.objective.kl_loss_coef is None:
             return loss, statistics
-        kl = verl_losses.kl_term(new, batch.reference_log_probs[rows], mask, self.objective, **whole)
+        kl = verl_functions.kl_term(new, batch.reference_log_probs[rows], mask, self.objective, **whole)
         return loss + self.objective.kl_loss_coef * kl, statistics | {"sum/kl_loss": kl.item()}
 
     def optimizer_step(self) -> float:

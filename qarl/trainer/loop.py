@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from qarl.checkpoint.folder import Checkpoint
+from qarl.checkpoint.resumable import Checkpoint
 from qarl.checkpoint.storage import EXPORT, check_room
 from qarl.config import Config, write_resolved
 from qarl.console import stage
@@ -23,8 +23,8 @@ from qarl.trainer.checkpoints import Checkpoints
 from qarl.trainer.finish import finish_run
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.mismatch_watch import probe
+from qarl.trainer.prepare import RunParts, prepare_run
 from qarl.trainer.resume import check_free, open_run
-from qarl.trainer.setup import RunParts, prepare_run
 
 _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"
 _OVERFLOWED = "because the gradient overflowed in FP16; the loss scale is now {actor/loss_scale:.0f}"

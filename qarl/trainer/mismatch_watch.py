@@ -2,7 +2,7 @@
 
 Two limits apply to the probe (`qarl.metrics.mismatch_limit`): that of the alignment level, and a multiple of the
 model's own rounding noise. The second takes three forwards of the probe's tokens: one with the published tensors, and
-`qarl.align.model.DRAWS`. Steps have only the first limit. Before the first update, a mismatch over it ends the run.
+`qarl.align.noise.DRAWS`. Steps have only the first limit. Before the first update, a mismatch over it ends the run.
 Later it is a warning.
 
 `log_samples` writes the tokens of a few responses with their differences, for the report.
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qarl.align.model import Roots, engine_arithmetic
-from qarl.align.router_replay import known_routing
-from qarl.checks.generation import sampling_config
+from qarl.align.levels import engine_arithmetic
+from qarl.align.noise import Roots
+from qarl.align.router import known_routing
 from qarl.config import Config
 from qarl.console import say
 from qarl.errors import UserError
@@ -27,6 +27,7 @@ from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.quant.convert import published_forward
 from qarl.quant.experts import stacked_experts
 from qarl.report.samples import append_samples, chosen_samples, is_logged
+from qarl.rollout.engine_config import SamplingConfig
 from qarl.trainer.batch import Batch, make_batch, request_seed
 from qarl.trainer.old_log_probs import Measured
 from qarl.trainer.policy import Policy
@@ -88,7 +89,7 @@ def compare(trainer: LocalTrainer) -> Comparison:
     seeds = [request_seed(config.seed, PROBE_STEP, i) for i in range(count)]
     prompts = [trainer.parts.train_prompts[i].prompt_token_ids for i in range(count)]
     longest = min(PROBE_TOKENS, config.data.max_response_length)
-    sampling = dataclasses.replace(sampling_config(config), max_tokens=longest)
+    sampling = dataclasses.replace(SamplingConfig.of_run(config), max_tokens=longest)
     on_gpu = trainer.policy.device.type == "cuda"
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
         responses = trainer.generate(prompts, sampling, seeds)

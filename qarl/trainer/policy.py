@@ -19,15 +19,15 @@ from torch import nn
 from qarl.align import align_model
 from qarl.align.cpu import uses_engine_attention
 from qarl.align.packed_attention import attends_in_rows
-from qarl.align.router_replay import differing_tokens, recorded_routing, replayed_routing, replays
+from qarl.align.router import differing_tokens, recorded_routing, replayed_routing, replays
 from qarl.checks.model import PLAIN_HEADS, no_fp32_head
 from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
 from qarl.errors import UserError
-from qarl.kernels.logprob import LOGITS_AT_A_TIME, LogitsInBlocks, Truncation, WholeLogits
+from qarl.kernels.log_probs import LOGITS_AT_A_TIME, LogitsInBlocks, Truncation, WholeLogits
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.experts import QuantExperts
-from qarl.quant.hf_model import TORCH_DTYPES, check_buffers, default_dtype_kept
 from qarl.quant.linear import QuantLinear
+from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.trainer.batch import FEWEST_TOKENS, Batch, Layout, Rows, lay_out, micro_batches
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint.folder import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
+from qarl.checkpoint.resumable import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
 from qarl.checkpoint.storage import checkpoints_dir, fresh_run_dir, holds_a_run, recover, set_aside
 from qarl.config import Config
 from qarl.config.errors import show
 from qarl.config.schema import default_values
 from qarl.config.types import as_dotted
-from qarl.config.unread import unread
+from qarl.config.unused_keys import unread
 from qarl.console import note, say
 from qarl.errors import UserError
 

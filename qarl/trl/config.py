@@ -21,7 +21,7 @@ from trl import GRPOConfig
 from qarl.config import Config, build_config
 from qarl.config.errors import ConfigError
 from qarl.config.schema import sections
-from qarl.config.unread import problems
+from qarl.config.unused_keys import problems
 from qarl.errors import UserError
 from qarl.tbpo.config import KEYS, TBPOConfig
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from qarl.kernels.logprob import LogitsInBlocks, log_probs_and_entropies
+from qarl.kernels.log_probs import LogitsInBlocks, log_probs_and_entropies
 from qarl.trainer.batch import Batch, lay_out
 from qarl.trainer.policy import Policy
 

@@ -23,18 +23,18 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from qarl.checks.model import level_notes
-from qarl.checks.run import make_checks
+from qarl.checks.registry import make_checks
 from qarl.config import Config
 from qarl.console import note
 from qarl.errors import UserError
-from qarl.optim.optimizer import MuonAdamW, write
+from qarl.optim.muon_adamw import MuonAdamW, write
 from qarl.process import keep_freed_memory
 from qarl.quant.experts import stacked_experts
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import RolloutEngine
 from qarl.tbpo import tbpo_loss
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import engine_config
+from qarl.trainer.prepare import engine_config
 from qarl.trl.checks import check_args, check_resume, write_settings
 from qarl.trl.config import QaRLConfig, in_trls_words, run_config, trls_words
 from qarl.trl.log_probs import as_batch, log_probs_of_rows

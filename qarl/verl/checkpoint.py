@@ -57,7 +57,7 @@ PARTS = ("model", "optimizer", "extra")
 """verl's names for the files of a rank. `extra` holds the scheduler's state and the random-number states."""
 State = dict[str, str]
 
-_log = logging.getLogger("qarl.verl.plugin")
+_log = logging.getLogger("qarl.verl")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from qarl.quant.scheme import get_scheme
 from qarl.verl.keys import CORRECTION, PLUGIN
 
 if TYPE_CHECKING:
-    from qarl.verl.plugin.config import QuantSettings
+    from qarl.verl.config import QuantSettings
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 QUANT = f"{ACTOR}.fsdp_config.quant"
@@ -187,8 +187,8 @@ def check_composed(composed: Any) -> None:
     Without a quantized actor, only the rollout's log-probs and corrections are checked."""
     from verl.utils.config import omega_conf_to_dataclass
 
-    from qarl.verl.plugin.config import check_engine_config
-    from qarl.verl.plugin.loss import OURS
+    from qarl.verl.config import check_engine_config
+    from qarl.verl.loss import OURS
 
     actor, trainer = omega_conf_to_dataclass(composed.actor_rollout_ref.actor), composed.trainer
     quant, loss = getattr(actor.engine, "quant", None), composed.actor_rollout_ref.actor.policy_loss.loss_mode

@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qarl.align.router_replay import replays
+from qarl.align.router import replays
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config
 from qarl.config.schema import sections
 from qarl.errors import UserError
-from qarl.objectives import verl_losses
+from qarl.objectives import verl_functions
 from qarl.objectives.settings import SAME_IN_VERL, objective_settings
 from qarl.process import VLLM_ENVIRONMENT
 from qarl.quant.scheme import get_scheme
@@ -26,7 +26,7 @@ from qarl.rollout.vllm_plugin import experts_of
 from qarl.tbpo.config import KEYS
 from qarl.vllm_versions import FP32_HEAD
 
-PLUGIN = "qarl.verl.plugin"
+PLUGIN = "qarl.verl"
 CORRECTION = "algorithm.rollout_correction"
 VERL_BATCHED_TOKENS = 8192
 Keys = dict[str, Any]
@@ -94,12 +94,12 @@ def data_keys(config: Config) -> Keys:
 
 
 def reward_keys(config: Config) -> Keys:
-    """Return keys that make verl call `qarl.verl.plugin.agent_loop.score`, which calls `reward.function`."""
+    """Return keys that make verl call `qarl.verl.agent_loop_and_reward.score`, which calls `reward.function`."""
     source, _, name = config.reward.function.rpartition(":")
     function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
     root = "reward.custom_reward_function"
     return {
-        f"{root}.path": f"pkg://{PLUGIN}.agent_loop",
+        f"{root}.path": f"pkg://{PLUGIN}.agent_loop_and_reward",
         f"{root}.name": "score",
         f"+{root}.reward_kwargs": {"function": function, "timeout_s": config.reward.timeout_s},
     }
@@ -170,15 +170,15 @@ def algorithm_keys(config: Config) -> Keys:
         # If true, verl would use the rollout's log-probs as the trainer's, which would hide every mismatch.
         f"{CORRECTION}.bypass_mode": False,
     }
-    if verl_losses.has_weight(correction):
+    if verl_functions.has_weight(correction):
         keys |= same(CORRECTION, correction, "rollout_is", "rollout_is_batch_normalize")
-        keys[f"{CORRECTION}.rollout_is_threshold"] = verl_losses.weight_bounds(correction)
+        keys[f"{CORRECTION}.rollout_is_threshold"] = verl_functions.weight_bounds(correction)
     return keys
 
 
 def optim_keys(config: Config) -> Keys:
     """Return the optimizer's keys. AdamW with FP32 masters is verl's default, `torch.optim.AdamW`. For Muon or BF16
-    masters, the engine builds `qarl.optim.optimizer.MuonAdamW`."""
+    masters, the engine builds `qarl.optim.muon_adamw.MuonAdamW`."""
     optim, root = config.optim, "actor_rollout_ref.actor.optim"
     keys = {
         **same(root, optim, "lr", "weight_decay", "lr_warmup_steps", "lr_scheduler_type", "min_lr_ratio"),
@@ -189,7 +189,7 @@ def optim_keys(config: Config) -> Keys:
     if optim.name == "adamw" and optim.master_dtype == "fp32":
         return keys
     muon = {"muon_lr": optim.muon_lr, "muon_momentum": optim.muon_momentum} if optim.name == "muon" else {}
-    keys |= {f"{root}.optimizer_impl": "qarl.optim.optimizer", f"{root}.optimizer": "MuonAdamW"}
+    keys |= {f"{root}.optimizer_impl": "qarl.optim.muon_adamw", f"{root}.optimizer": "MuonAdamW"}
     return keys | {f"{root}.override_optimizer_config": {"eps": optim.eps, "seed": config.seed, **muon}}
 
 
@@ -309,7 +309,7 @@ def cpu_keys(config: Config) -> Keys:
         "trainer.device": "cpu",
         "data.dataloader_num_workers": 0,
         "reward.num_workers": 1,
-        "actor_rollout_ref.model.external_lib": f"{PLUGIN}.process_group",
+        "actor_rollout_ref.model.external_lib": f"{PLUGIN}.cpu_process_group",
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         f"{rollout}.free_cache_engine": False,
@@ -336,7 +336,7 @@ def set_environment(config: Config, on_cpu: bool) -> None:
     not see VERL_PLATFORM, so register QaRL's platform now."""
     os.environ.update(worker_environment(config, on_cpu))
     if "verl" in sys.modules:
-        from qarl.verl.plugin.plugin import register_cpu
+        from qarl.verl.entry_point import register_cpu
 
         register_cpu()
 

@@ -4,7 +4,7 @@
 silent no-op. Configs that verl cannot run are refused (`qarl.verl.checks`). `differences` lists what verl does slightly
 differently.
 
-The algorithm is that of `qarl.trainer.local`, but it runs on Ray, FSDP2 and vLLM servers. `qarl.verl.plugin` adds the
+The algorithm is that of `qarl.trainer.local`, but it runs on Ray, FSDP2 and vLLM servers. `qarl.verl` adds the
 parts that verl lacks. Statements here about verl were checked against the source of verl 0.9.1.
 
 verl's logger writes one line `{"step": n, "data": {...}}` per step to `VERL_FILE_LOGGER_PATH`
@@ -31,7 +31,7 @@ from typing import Any
 from qarl.checkpoint.read_weights import whole_and_torn
 from qarl.checkpoint.storage import StorageError, checkpoints_dir, write_text, writing
 from qarl.checks.model import applied_level, lower_level
-from qarl.checks.run import check_run
+from qarl.checks.registry import check_run
 from qarl.config import Config, write_resolved
 from qarl.console import note, say, stage
 from qarl.errors import UserError
@@ -40,9 +40,9 @@ from qarl.process import runs_on_cpu
 from qarl.report.page import update_report
 from qarl.trainer.finish import finish_run
 from qarl.verl import checks
+from qarl.verl.ask_servers import KILLED, RESUME
 from qarl.verl.checkpoint import open_verl_run
 from qarl.verl.keys import VERL_BATCHED_TOKENS, batched_tokens, hf_config_of, set_environment, verl_keys
-from qarl.verl.plugin.servers import KILLED, RESUME
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 """Memory that an 80 GB GPU reports. Estimates on a machine without a GPU use it."""

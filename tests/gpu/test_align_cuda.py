@@ -275,7 +275,7 @@ def test_log_softmax() -> None:
     """Model Runner V2's log-probs against the trainer's, at temperature 1 and below."""
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
-    from qarl.kernels.logprob import log_probs_of_logits
+    from qarl.kernels.log_probs import log_probs_of_logits
 
     torch.manual_seed(0)
     logits, tokens = random(256, 151936) * 4, torch.randint(151936, (256,), device="cuda")

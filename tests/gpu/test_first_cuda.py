@@ -52,9 +52,9 @@ def test_plane(device: torch.device) -> None:
 
 
 def test_split_sums(device: torch.device) -> None:
-    """The acquire and release counter of `common.py`: the same bits every time, and counters left at zero."""
-    from qarl.kernels.triton import common
-    from qarl.kernels.triton.common import choose, parts
+    """The acquire and release counter of `tiles.py`: the same bits every time, and counters left at zero."""
+    from qarl.kernels.triton import tiles
+    from qarl.kernels.triton.tiles import choose, parts
     from qarl.kernels.triton.w4a16 import w4a16_linear
 
     n, k, rounds = (512, 16384, 300) if device.type == "cuda" else (128, 2048, 2)
@@ -65,7 +65,7 @@ def test_split_sums(device: torch.device) -> None:
     first = w4a16_linear(x, packed, scale)
     assert error(first, x.double() @ dequantize_int4(packed, scale).double().t()) <= 3e-3
     assert all(torch.equal(w4a16_linear(x, packed, scale), first) for _ in range(rounds))
-    assert [int(counter.abs().sum()) for counter in common._COUNTERS.values()] == [0] * len(common._COUNTERS)
+    assert [int(counter.abs().sum()) for counter in tiles._COUNTERS.values()] == [0] * len(tiles._COUNTERS)
 
 
 def test_tensor_maps(device: torch.device) -> None:
@@ -101,8 +101,8 @@ def test_experts_without_rows(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_bf16_operands_and_an_fp32_result() -> None:
-    """`torch.mm(out_dtype=float32)`, with which `qarl.kernels.logprob` adds weight gradients, of a transposed slice."""
-    from qarl.kernels.logprob import _add_product
+    """`torch.mm(out_dtype=float32)`, as `qarl.kernels.log_probs` adds weight gradients, of a transposed slice."""
+    from qarl.kernels.log_probs import _add_product
 
     generator = torch.Generator("cuda").manual_seed(0)
     grad = torch.randn(777, 40000, generator=generator, device="cuda").bfloat16()

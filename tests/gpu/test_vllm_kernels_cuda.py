@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qarl.bench.kernel_cases import BUILDERS, Layer
 from qarl.bench.kernels import Arguments
-from qarl.bench.products import BUILDERS, Layer
-from qarl.kernels.logprob import chosen_log_probs, log_probs_of_logits
+from qarl.kernels.log_probs import chosen_log_probs, log_probs_of_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def test_every_kernel_against_float64(operation: str, n: int, k: int, group_size
 
 
 def test_vllms_kernels_serve_here() -> None:
-    """`qarl/kernels/cuda/vllm_ops.py` on this vLLM: Machete or Marlin, and CUTLASS for 8 bits."""
+    """`qarl/kernels/cuda/vllm_linears.py` on this vLLM: Machete or Marlin, and CUTLASS for 8 bits."""
     pytest.importorskip("vllm")
     layer = Layer(torch.randn(2048, 1536, device="cuda").bfloat16(), Arguments(device="cuda"))
     found = {scheme: [k.name for k in layer.kernels(scheme) if k.name.startswith("vllm")] for scheme in layer.quantized}
@@ -40,7 +40,7 @@ def test_vllms_kernels_serve_here() -> None:
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_machete_and_marlin_agree_to_a_rounding(bias: bool) -> None:
     pytest.importorskip("vllm")
-    from qarl.kernels.cuda.vllm_ops import VllmMacheteLinear, VllmMarlinLinear
+    from qarl.kernels.cuda.vllm_linears import VllmMacheteLinear, VllmMarlinLinear
     from qarl.quant import get_scheme, quantize
 
     if torch.cuda.get_device_capability() != (9, 0):

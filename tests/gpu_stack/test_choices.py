@@ -20,7 +20,7 @@ from marlin_reference import random_stack, vllm_layout
 from random_models import save_random_model
 
 from qarl.kernels.base import ExpertsShape
-from qarl.kernels.cuda import vllm_ops
+from qarl.kernels.cuda import vllm_linears
 from qarl.kernels.int4 import to_marlin
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.quant.scheme import Scheme, get_scheme
@@ -50,7 +50,7 @@ SCHEMES = [("w4a16", 128), ("w4a16", 64), ("w4a16", 32), ("w8a8", 128), ("fp8", 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     pretend(monkeypatch, request.param)
-    caches = (vllm_ops._not_the_engines, vllm_ops.chosen_experts_kernel)
+    caches = (vllm_linears._not_the_engines, vllm_linears.chosen_experts_kernel)
     for cached in caches:
         cached.cache_clear()
     yield request.param
@@ -154,7 +154,7 @@ def test_experts(gpu: tuple[int, int], moe_folder: Path, scheme: str, group_size
             method = layer.quant_method
             engine = (getattr(method, "experts_cls", None) or type(method)).__name__
     groups = group_size if scheme == "w4a16" else None
-    named = vllm_ops.chosen_experts_kernel(scheme, shape, groups)
+    named = vllm_linears.chosen_experts_kernel(scheme, shape, groups)
     assert named == engine or (named.startswith("nothing") and engine.startswith("nothing"))
     trainer = choose_experts_kernel(scheme, torch.device("cuda", 0), shape, group_size=groups)
     expected = EXPERTS.get((scheme, engine))
@@ -173,7 +173,7 @@ def test_the_layout_of_marlins_experts_is_vllms(group_size: int) -> None:
 @pytest.mark.parametrize(("rows", "error"), [(torch.int8, AssertionError), (torch.bfloat16, AttributeError)])
 @pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
 def test_vllms_triton_experts_refuse_int8_rows(gpu: tuple[int, int], rows: torch.dtype, error: type[Exception]) -> None:
-    """`qarl.checks.run.check_experts` refuses W8A8 for it. BF16 rows pass the same lines, and then lack the
+    """`qarl.checks.registry.check_experts` refuses W8A8 for it. BF16 rows pass the same lines, and then lack the
     rest of the object."""
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 

@@ -125,7 +125,7 @@ def resolved(start: str, folder: Path, ours: Any) -> Any:
         return verl_config(ours, on_cpu=False)
     from hydra import compose, initialize_config_module
 
-    overrides = ["hydra.searchpath=[pkg://qarl.verl.plugin.hydra]", start.split()[0]]
+    overrides = ["hydra.searchpath=[pkg://qarl.verl]", start.split()[0]]
     overrides += [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.name=vllm"]
     overrides += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
     places = {"quant": "actor_rollout_ref.actor.fsdp_config.quant", "rollout": "actor_rollout_ref.rollout"}
@@ -299,4 +299,4 @@ def test_the_agent_loop_takes_any_tokenizer(resolved: Any) -> None:
         data_config=loops.DictConfigWrap(resolved.data),
         tools=loops.ToolListWrap([]),
     )
-    assert type(loop).__module__ == "qarl.verl.plugin.agent_loop"
+    assert type(loop).__module__ == "qarl.verl.agent_loop_and_reward"

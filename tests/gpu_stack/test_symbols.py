@@ -69,14 +69,14 @@ def test_the_arguments_are_taken(use: Use) -> None:
     assert use.target in SIGNATURE_IN_NEW or why_not_callable(resolve(use.target), use.call) is None
 
 
-PLUGIN = ROOT / "qarl" / "verl" / "plugin"
-PLUGINS = sorted(path.stem for path in PLUGIN.glob("*.py") if path.stem not in ("__init__", "cpu", "plugin"))
+PLUGIN = ROOT / "qarl" / "verl"
+PLUGINS = sorted(path.stem for path in PLUGIN.glob("*.py") if path.stem not in ("__init__", "cpu_platform", "entry_point"))
 
 
 @pytest.mark.parametrize("module", PLUGINS)
 def test_what_the_verl_plugin_replaces_is_there_to_be_replaced(module: str) -> None:
     """A method that overrides one of verl's (or vLLM's) takes every argument that its caller gives."""
-    loaded = importlib.import_module(f"qarl.verl.plugin.{module}")
+    loaded = importlib.import_module(f"qarl.verl.{module}")
     classes = [c for c in vars(loaded).values() if inspect.isclass(c) and c.__module__ == loaded.__name__]
     for kind, name, own, base in overrides(classes):
         if not inspect.isfunction(base):

@@ -54,7 +54,7 @@ def test_the_reward() -> None:
 
 def test_the_task_passes_every_check_of_a_run(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs every check that precedes the engine, data and reward included."""
-    from qarl.checks.run import check_run
+    from qarl.checks.registry import check_run
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("qarl.checks.machine.vllm_unusable", lambda: None)

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.checkpoint.compressed_tensors import ModelFiles
-from qarl.checkpoint.folder import STATE_FILE, _digest, save_checkpoint
+from qarl.checkpoint.resumable import STATE_FILE, _digest, save_checkpoint
 from qarl.checkpoint.storage import file_sha256
 from qarl.config import Config, OptimConfig
-from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.master_optimizer import MasterOptimizer
 
 
 @contextmanager

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from qarl.checks.check import Finding
 from qarl.checks.machine import Machine, this_machine
-from qarl.checks.registry import Finding
 from qarl.config import load_config
 from qarl.doctor.__main__ import main
-from qarl.doctor.report import run_checks
+from qarl.doctor.examination import run_checks
 
 
 def examine(*arguments: str, config: str = "run.yaml") -> tuple[int, list[dict[str, Any]]]:

@@ -24,7 +24,7 @@ QUANT = {"scheme": "w4a16", "group_size": 32, "ignore": ["lm_head"], "align": "m
 BANDS = {"seq_clip_ratio_high": 0.02, "neg_seq_clip_ratio_low": 0.02, "neg_seq_clip_ratio_high": 0.02}
 
 
-OURS = {"optimizer_impl": "qarl.optim.optimizer", "optimizer": "MuonAdamW", "weight_decay": 0.1}
+OURS = {"optimizer_impl": "qarl.optim.muon_adamw", "optimizer": "MuonAdamW", "weight_decay": 0.1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "muon": {"eps": 1e-8, "seed": 5, "muon_lr": 2e-3, "muon_momentum": 0.9},
     "adamw": {"eps": 1e-8, "seed": 5},

@@ -21,7 +21,7 @@ from same_bytes import same_bytes
 from torch import nn
 
 from qarl.process import configure_vllm_process
-from qarl.quant.hf_model import default_dtype_kept
+from qarl.quant.meta_model import default_dtype_kept
 from qarl.quant.scheme import Scheme
 from qarl.rollout.engine_config import REQUEST_KEY
 from qarl.rollout.vllm_plugin import check_linears_loaded

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
 
-from qarl.optim.optimizer import MuonAdamW
+from qarl.optim.muon_adamw import MuonAdamW
 
 RANKS, STEPS, RESUMED_AFTER = 4, 3, 2
 SHAPES = {

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gpu_lock import load_libcuda, pretend
 
-from qarl.kernels.logprob import Truncation, sampling_mask
+from qarl.kernels.log_probs import Truncation, sampling_mask
 from qarl.rollout.engine import _sampled_log_probs, _top_tokens
 
 ROWS, VOCABULARY = 8, 640

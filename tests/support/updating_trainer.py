@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qarl.checkpoint.folder import open_checkpoint
+from qarl.checkpoint.resumable import open_checkpoint
 from qarl.config import Config
 from qarl.data.prompts import PromptSampler
 from qarl.metrics.step_metrics import PhaseTimer

@@ -185,7 +185,7 @@ class Planted:
         self.columns.batch = batch
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("verl.trainer.ppo.v1.trainer_base.tq", self.columns)
-            patch.setattr("qarl.verl.plugin.trainer.tq", self.columns)
+            patch.setattr("qarl.verl.trainer.tq", self.columns)
             for _ in range(config.trainer.total_training_steps):
                 self.step()
 
@@ -242,13 +242,13 @@ def shown(name: str) -> dict[str, Any]:
     scenario, said = SCENARIOS[name], list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler in one line
-    logging.getLogger("qarl.verl.plugin").addHandler(handler)
+    logging.getLogger("qarl.verl").addHandler(handler)
     try:
         actor = Planted(changed({STEPS: COUNT, "optim.lr": 1e-3} | scenario["keys"]), scenario.get("spoil", {}))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
-        logging.getLogger("qarl.verl.plugin").removeHandler(handler)
+        logging.getLogger("qarl.verl").removeHandler(handler)
     return {
         "passes": actor.passes,
         "at_pass": [float(weights.double().sum()) for weights in actor.weights_at_pass],
@@ -264,7 +264,7 @@ def counts(trainer: Any) -> tuple[Any, Any]:
     """The counts of `auto`, and those of a trainer that resumes from a checkpoint of this one."""
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-    from qarl.verl.plugin.trainer import QaRLTrainerSync
+    from qarl.verl.trainer import QaRLTrainerSync
 
     other = object.__new__(QaRLTrainerSync)
     other.config, other.global_steps = trainer.config, trainer.global_steps

@@ -23,8 +23,8 @@ from publish_streams import engine_model, feed_in_buckets, runner_of, weights
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
 from qarl.rollout.publish.send import DeltaSender, encode_publish
-from qarl.verl.plugin import worker_extension
-from qarl.verl.plugin.publish import publication
+from qarl.verl import worker_extension
+from qarl.verl.publish import publication
 
 
 class Receiver:

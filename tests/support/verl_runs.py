@@ -10,7 +10,7 @@ import yaml
 from checkout import ROOT
 
 from qarl.config import Config, build_config
-from qarl.config.unread import RULES
+from qarl.config.unused_keys import RULES
 
 
 def quickstart(**changes: object) -> Config:

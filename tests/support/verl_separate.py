@@ -36,7 +36,7 @@ LIMIT, REPLICA, LATE = 20, 977, "model.layers.1.mlp.down_proj.weight"
 """Seconds of QARL_PUBLISH_TIMEOUT. The replica's number is in the name of verl's socket, which no other run has."""
 CONFIG: dict[str, Any] = {
     "backend": "qarl",
-    "custom_backend_module": "qarl.verl.plugin.publish",
+    "custom_backend_module": "qarl.verl.publish",
     "update_weights_bucket_megabytes": 1,
 }
 
@@ -45,7 +45,7 @@ class Server:
     """In the place of vLLM's server. `publishes`: what its worker held after each."""
 
     def __init__(self) -> None:
-        from qarl.verl.plugin import worker_extension
+        from qarl.verl import worker_extension
 
         job = ray.get_runtime_context().get_job_id()
         worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
@@ -82,9 +82,9 @@ class Actor(ActorRolloutRefWorker):
 
     def __init__(self) -> None:
         from qarl.rollout.publish.send import DeltaSender
-        from qarl.verl.plugin.config import QuantSettings
-        from qarl.verl.plugin.engine import QaRLFSDPEngine
-        from qarl.verl.plugin.servers import Watch
+        from qarl.verl.ask_servers import Watch
+        from qarl.verl.config import QuantSettings
+        from qarl.verl.fsdp_engine import QaRLFSDPEngine
 
         Worker.__init__(self)
         self.tensors = weights("llama")
@@ -95,7 +95,7 @@ class Actor(ActorRolloutRefWorker):
         self.engine = engine
         worker: Any = SimpleNamespace(engine=engine)
         self.actor = worker
-        import qarl.verl.plugin.publish  # noqa: F401  registers `qarl`
+        import qarl.verl.publish  # noqa: F401  registers `qarl`
 
         self.checkpoint_engine = CheckpointEngineRegistry.new("qarl", is_master=True, bucket_size=1 << 20)
 
@@ -112,7 +112,7 @@ class Rollout(CheckpointEngineWorker):
     def __init__(self, folder: str) -> None:
         from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-        from qarl.verl.plugin import publish
+        from qarl.verl import publish
 
         publish.SOCKET_FOLDER = Path(folder)  # waits for no other run on this machine
         engine = CheckpointEngineConfig(**CONFIG)

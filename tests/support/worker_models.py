@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.quant.hf_model import default_dtype_kept
+from qarl.quant.meta_model import default_dtype_kept
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from qarl.kernels.base import launch, processors
-from qarl.kernels.triton.common import INTERPRETED, LAUNCH
+from qarl.kernels.triton.numbers import INTERPRETED, LAUNCH
 
 _PER_PROCESSOR = 2
 """Programs for each multiprocessor, as many as its registers hold. Each keeps the weights of a block in them."""

@@ -27,9 +27,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qarl.kernels.base import launch
-from qarl.kernels.triton.common import LAUNCH, Tile, choose, e4m3_value, has_e4m3, round_bf16, to_bf16, to_fp32
+from qarl.kernels.triton.numbers import LAUNCH, e4m3_value, has_e4m3, round_bf16, to_bf16, to_fp32
 from qarl.kernels.triton.quantize import adjacent, dequantize_int4, dequantize_rows
 from qarl.kernels.triton.scaled_mm import operation_of, scaled_tile, store_scaled, takes_tma, tile_place
+from qarl.kernels.triton.tiles import Tile, choose
 from qarl.kernels.triton.w4a16 import PTX, backward_tile, forward_tile, group_size, in_order, store_forward, store_rows
 
 

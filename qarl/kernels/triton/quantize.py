@@ -26,15 +26,7 @@ import triton
 import triton.language as tl
 
 from qarl.kernels.base import launch
-from qarl.kernels.triton.common import (
-    LAUNCH,
-    e4m3_bits,
-    e4m3_value,
-    has_e4m3,
-    round_bf16,
-    to_bf16,
-    to_fp32,
-)
+from qarl.kernels.triton.numbers import LAUNCH, e4m3_bits, e4m3_value, has_e4m3, round_bf16, to_bf16, to_fp32
 
 _INT_BITS = tl.constexpr(12582912.0)  # x + this has round-half-even(x) in its low bits
 _CONSTANTS = tl.constexpr(0x3F400000)  # the bits of _INT_BITS times 0x11111111, modulo 2**32

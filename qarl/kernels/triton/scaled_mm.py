@@ -22,20 +22,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qarl.kernels.base import launch
-from qarl.kernels.triton.common import (
-    INTERPRETED,
-    LAUNCH,
-    Tile,
-    architecture,
-    choose,
-    leave_part,
-    processors,
-    split,
-    sum_parts,
-    to_bf16,
-    to_fp32,
-)
+from qarl.kernels.triton.numbers import INTERPRETED, LAUNCH, to_bf16, to_fp32
 from qarl.kernels.triton.quantize import adjacent
+from qarl.kernels.triton.tiles import Tile, architecture, choose, leave_part, processors, split, sum_parts
 
 
 @triton.jit

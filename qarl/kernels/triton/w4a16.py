@@ -1,6 +1,6 @@
 """W4A16 on a GPU: y = x W^T + b and dX = dY W, from the packed int4 weight of the wire.
 
-Each product has two paths. The tables (`tables.json`) say up to how many rows M the first one is used:
+Each product has two paths. The tables (`tiles.json`) say up to how many rows M the first one is used:
 
 - fused: the weight is dequantized in registers. This moves N K / 2 bytes of codes, 2 N K / g of
   scales and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) memory is the limit for M
@@ -39,19 +39,9 @@ import triton
 import triton.language as tl
 
 from qarl.kernels.base import launch
-from qarl.kernels.triton.common import (
-    INTERPRETED,
-    LAUNCH,
-    Tile,
-    choose,
-    dot,
-    leave_part,
-    split,
-    sum_parts,
-    to_bf16,
-    to_fp32,
-)
+from qarl.kernels.triton.numbers import INTERPRETED, LAUNCH, dot, to_bf16, to_fp32
 from qarl.kernels.triton.quantize import adjacent, dequantize_int4
+from qarl.kernels.triton.tiles import Tile, choose, leave_part, split, sum_parts
 
 PTX = not INTERPRETED and torch.version.hip is None
 """Whether the kernels may use NVIDIA's instructions."""

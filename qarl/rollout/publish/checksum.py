@@ -11,7 +11,7 @@ like words.
 
 Each step is one-to-one, so damage within one word is always found. Damage to several words is missed with a probability
 of about 2**-32. (Without the mixing, flips of the top bits of two words would cancel.) The checksum detects accidents,
-not attacks. `tensor_digest` of `qarl.checkpoint.folder` (SHA-256, computed on the CPU) also detects attacks.
+not attacks. `tensor_digest` of `qarl.checkpoint.resumable` (SHA-256, computed on the CPU) also detects attacks.
 
 `check_unit` does not wait for the device: the caller reads the results of all units together. It has three ways, which
 give the same bits:

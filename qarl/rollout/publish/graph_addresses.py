@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from qarl.quant.hf_model import default_dtype_kept
+from qarl.quant.meta_model import default_dtype_kept
 
 _OURS = ("vllm", "qarl")
 """Packages whose objects are searched for tensors."""

@@ -37,7 +37,7 @@ import torch
 from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
 from qarl.quant.experts import is_of_expert, is_stack, matrices
-from qarl.quant.hf_model import meta_model
+from qarl.quant.meta_model import meta_model
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.publish.checksum import nonfinite
 from qarl.rollout.publish.experts import quantized_experts

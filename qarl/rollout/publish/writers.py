@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
+from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
 from qarl.rollout.publish import experts, graph_addresses
 from qarl.rollout.publish.experts import Writer, holds_experts
 from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_split

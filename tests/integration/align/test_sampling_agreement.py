@@ -19,12 +19,12 @@ from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.rollout.engine_config import sampling_params
-from qarl.trainer import setup
+from qarl.trainer import prepare
 from qarl.trainer.batch import Batch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.mismatch_watch import probe, watch
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -196,7 +196,7 @@ def test_truncation_at_an_unconfirmed_level_is_refused_before_anything_is_loaded
     def load(config):
         raise AssertionError("the weights were loaded")
 
-    monkeypatch.setattr(setup.Policy, "load", load)
+    monkeypatch.setattr(prepare.Policy, "load", load)
     run = config(tmp_path, *OVERRIDES, "rollout.top_k=20")
     with pytest.raises(AssertionError, match="were loaded"):
         prepare_run(run)
@@ -204,6 +204,6 @@ def test_truncation_at_an_unconfirmed_level_is_refused_before_anything_is_loaded
     monkeypatch.setattr("qarl.checks.model.runs_on_cpu", lambda backend: False)
     with pytest.raises(UserError, match="no GPU has confirmed this level"):
         prepare_run(run)
-    monkeypatch.setattr("qarl.align.model.model_unavailable", lambda *_: "is not built")
+    monkeypatch.setattr("qarl.align.levels.model_unavailable", lambda *_: "is not built")
     with pytest.raises(UserError, match="fell back to linears"):
         prepare_run(run)

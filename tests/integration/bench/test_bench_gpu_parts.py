@@ -12,7 +12,7 @@ import pytest
 from checkout import ROOT
 
 from qarl.bench import kernels, steps
-from qarl.checks.registry import RunInputs
+from qarl.checks.check import RunInputs
 from qarl.config import Config, load_config
 from qarl.data.prompts import check_vocabulary
 

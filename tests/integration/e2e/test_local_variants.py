@@ -11,7 +11,7 @@ from engine_helpers import config
 
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.loop import train
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
 

@@ -15,7 +15,7 @@ from qarl.errors import UserError
 from qarl.rollout.engine import EngineFailed
 from qarl.rollout.publish.wire import TransferFailed
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from qarl.kernels.logprob import (
+from qarl.kernels.log_probs import (
     LogitsInBlocks,
     Truncation,
     chosen_log_probs,

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.compiles
     [((8, 9), "ampere"), ((9, 0), "hopper"), ((10, 3), "blackwell"), ((12, 1), "blackwell_geforce")],
 )
 def test_each_capability_has_its_table(capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qarl.kernels.triton import common
+    from qarl.kernels.triton import tiles
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    assert common.architecture(torch.device("cuda", 0)) == name
+    assert tiles.architecture(torch.device("cuda", 0)) == name
 
 
 # `make test` has each kernel of the longest two by itself: test_grouped, test_quantize, test_w4a16.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qarl.checks.machine import Machine
-from qarl.checks.run import CHECKS
+from qarl.checks.registry import CHECKS
 from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import EngineConfig, EngineFailed, EngineRecovery, RolloutEngine, SamplingConfig

@@ -16,7 +16,7 @@ from qarl.config import ConfigError
 from qarl.errors import UserError
 from qarl.trainer.batch import Batch
 from qarl.trainer.loop import train
-from qarl.trainer.optim import FIRST, INTERVAL, LARGEST, LossScale
+from qarl.trainer.master_optimizer import FIRST, INTERVAL, LARGEST, LossScale
 from qarl.trainer.policy import check_finite
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")

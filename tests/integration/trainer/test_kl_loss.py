@@ -10,7 +10,7 @@ import torch
 from engine_helpers import config
 from updating_trainer import FOUR, four_responses, updating_trainer
 
-from qarl.objectives import verl_losses
+from qarl.objectives import verl_functions
 from qarl.objectives.settings import Settings
 from qarl.trainer.policy import Policy
 
@@ -42,7 +42,7 @@ def test_value_and_gradient_against_float64(mode: str) -> None:
     settings = Settings(loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=1.0, loss_scale_factor=7)
     counts = {"responses": 3, "tokens": 9}
     parts = [
-        verl_losses.kl_term(policy[rows], reference[rows], mask[rows], settings, **counts)
+        verl_functions.kl_term(policy[rows], reference[rows], mask[rows], settings, **counts)
         for rows in (slice(0, 1), slice(1, 4))
     ]
     sum(parts).backward()

@@ -11,7 +11,7 @@ from muon import SingleDeviceMuonWithAuxAdam
 from same_bytes import same_bytes
 
 from qarl.config import OptimConfig
-from qarl.trainer.optim import MasterOptimizer, lr_scale
+from qarl.trainer.master_optimizer import MasterOptimizer, lr_scale
 
 SHAPES = {
     "model.embed_tokens.weight": (20, 16),

@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 from datasets import Dataset
 from random_models import save_random_model
 
-from qarl.align.model import engine_arithmetic
+from qarl.align.levels import engine_arithmetic
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, MismatchError
 from qarl.quant.convert import published_forward

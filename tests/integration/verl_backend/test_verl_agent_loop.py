@@ -17,7 +17,7 @@ pytest.importorskip("verl")
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from qarl.verl.plugin.agent_loop import PlainSingleTurnAgentLoop
+from qarl.verl.agent_loop_and_reward import PlainSingleTurnAgentLoop
 
 
 class Client:
@@ -61,7 +61,7 @@ def test_changed_tokens_are_refused(monkeypatch, response, mask):
 
 
 def test_the_reward_of_verl_has_the_limit_and_the_checks(tmp_path: Path) -> None:
-    from qarl.verl.plugin.agent_loop import score
+    from qarl.verl.agent_loop_and_reward import score
 
     def in_a_thread(call: Callable[[], Any]) -> Any:
         """The result of `call`, or its error. verl calls rewards in threads, where no signal can end one."""

@@ -22,11 +22,11 @@ pytest.importorskip("vllm")
 pytest.importorskip("ray")
 
 
-from qarl.verl.plugin import engine as engine_module
-from qarl.verl.plugin import publish as publish_module
-from qarl.verl.plugin.config import QuantSettings
-from qarl.verl.plugin.engine import QaRLFSDPEngine
-from qarl.verl.plugin.publish import TIMEOUT_VARIABLE, QaRLCheckpointEngine, publication
+from qarl.verl import fsdp_engine as engine_module
+from qarl.verl import publish as publish_module
+from qarl.verl.config import QuantSettings
+from qarl.verl.fsdp_engine import QaRLFSDPEngine
+from qarl.verl.publish import TIMEOUT_VARIABLE, QaRLCheckpointEngine, publication
 
 LATE = "model.layers.1.mlp.down_proj.weight"
 

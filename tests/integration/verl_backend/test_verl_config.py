@@ -29,7 +29,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 from qarl.config import describe_keys, load_config
 from qarl.errors import UserError
-from qarl.trainer.optim import lr_scale
+from qarl.trainer.master_optimizer import lr_scale
 from qarl.verl.checks import OWN_KEYS, refuse_partial_batches
 from qarl.verl.keys import verl_keys, worker_environment
 from qarl.verl.run import differences, dry_run, verl_config

@@ -18,13 +18,13 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.errors import UserError
 from qarl.kernels.cuda import layer_ops
-from qarl.kernels.logprob import log_probs_of_logits
-from qarl.verl.plugin import config as plugin_config
-from qarl.verl.plugin import engine as plugin_engine
-from qarl.verl.plugin.config import QuantFSDPEngineConfig
-from qarl.verl.plugin.engine import QaRLFSDPEngine, register
-from qarl.verl.plugin.log_probs import RouterReplay, log_softmax_of_chosen
-from qarl.verl.plugin.mismatch import TrainingStep
+from qarl.kernels.log_probs import log_probs_of_logits
+from qarl.verl import config as plugin_config
+from qarl.verl import fsdp_engine as plugin_engine
+from qarl.verl.config import QuantFSDPEngineConfig
+from qarl.verl.forward import RouterReplay, log_softmax_of_chosen
+from qarl.verl.fsdp_engine import QaRLFSDPEngine, register
+from qarl.verl.training_step import TrainingStep
 
 MODEL = {"lora_rank": 0, "use_fused_kernels": False, "use_liger": False, "enable_activation_offload": False}
 
@@ -112,7 +112,7 @@ def test_an_engine_without_graphs_keeps_the_limit_of_linears(monkeypatch, eager,
 def test_a_mismatch_after_the_first_update_is_a_warning(caplog):
     engine = quantized_engine()
     engine.limit_level, engine._updated = "model", True
-    with caplog.at_level("WARNING", logger="qarl.verl.plugin"):
+    with caplog.at_level("WARNING", logger="qarl.verl"):
         assert not engine._check_limit(TrainingStep(), 1e-4, 50.0)
         assert engine._check_limit(TrainingStep(), 0.02, 50.0)
     assert "mean |δ| between trainer and engine is 0.02" in caplog.text

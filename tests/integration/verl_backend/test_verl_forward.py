@@ -12,14 +12,14 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from verl_runs import quickstart
 
-from qarl.kernels import logprob
+from qarl.kernels import log_probs
 from qarl.verl.keys import engine_settings, routing_keys
 
 pytest.importorskip("verl")
 
 from verl.utils import tensordict_utils as tu
 
-from qarl.verl.plugin.log_probs import LogProbHead, as_forward, replace_head, request_log_probs, take_log_probs
+from qarl.verl.forward import LogProbHead, as_forward, replace_head, request_log_probs, take_log_probs
 
 pytestmark = pytest.mark.verl
 
@@ -56,7 +56,7 @@ def test_log_probs_and_gradients_are_those_of_the_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: int
 ) -> None:
     """Bit for bit where one block holds all; the weight's gradient is summed over blocks in FP32 else."""
-    monkeypatch.setattr(logprob, "LOGITS_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(log_probs, "LOGITS_AT_A_TIME", at_a_time)
     model = load(tmp_path)
     batch, arguments, ids = packed()
     logits = model(input_ids=ids, use_cache=False).logits[0, :, :VOCABULARY].float() / 0.7

@@ -18,8 +18,8 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from qarl.checkpoint.read_weights import load_part
 from qarl.errors import UserError
-from qarl.verl.plugin.config import QuantFSDPEngineConfig
-from qarl.verl.plugin.engine import FSDPEngineWithLMHead, QaRLFSDPEngine
+from qarl.verl.config import QuantFSDPEngineConfig
+from qarl.verl.fsdp_engine import FSDPEngineWithLMHead, QaRLFSDPEngine
 
 FILES = (
     "data.pt",

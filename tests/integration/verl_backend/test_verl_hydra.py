@@ -23,9 +23,8 @@ from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.objectives.settings import objective_settings as objective_settings_of_a_run
 from qarl.quant.scheme import SCHEMES
 from qarl.tbpo import TBPOConfig
+from qarl.verl.config import CheckBeforeRay, objective_settings, tbpo_config
 from qarl.verl.keys import verl_keys
-from qarl.verl.plugin.config import objective_settings, tbpo_config
-from qarl.verl.plugin.hydra import CheckBeforeRay
 from qarl.verl.run import verl_config
 
 pytestmark = pytest.mark.usefixtures("own_environment")
@@ -67,13 +66,13 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
     given = {key: value for key, value in vllm.items() if value is not None}  # verl drops the others
     assert given == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
-    machine = yaml.safe_load((ROOT / "qarl/verl/plugin/hydra/qarl_machine/cpu.yaml").read_text())
+    machine = yaml.safe_load((ROOT / "qarl/verl/qarl_machine/cpu.yaml").read_text())
     assert flat(machine)["actor_rollout_ref.actor.strategy"] == "fsdp2"  # also without +qarl: verl's default is FSDP1
     for key, value in flat(machine).items():
         assert named.get(key) == OmegaConf.select(group, key), (key, value)
 
 
-SEARCH = "hydra.searchpath=[pkg://qarl.verl.plugin.hydra]"
+SEARCH = "hydra.searchpath=[pkg://qarl.verl]"
 GIVEN = (SEARCH, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
 
 
@@ -190,7 +189,7 @@ def test_hydra_finds_the_groups_without_a_warning():
     """`python -m verl.trainer.main_ppo 'hydra.searchpath=[...]'` warns of a package that it cannot list."""
     from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 
-    for package in ("qarl.verl.plugin.hydra", "pkg://qarl.verl.plugin.hydra"):
+    for package in ("qarl.verl", "pkg://qarl.verl"):
         source = ImportlibResourcesConfigSource(provider="qarl", path=f"pkg://{package.removeprefix('pkg://')}")
         assert source.available() and source.is_config("qarl/w4a16")
 
@@ -199,7 +198,7 @@ def test_the_groups_are_in_the_package_that_is_built():
     import tomllib
 
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qarl/verl/plugin/hydra").rglob("*.yaml")}
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qarl/verl").rglob("*.yaml")}
     globs = [(package.replace(".", "/"), one) for package, many in tools["package-data"].items() for one in many]
     packaged = {path.relative_to(ROOT).as_posix() for folder, one in globs for path in (ROOT / folder).glob(one)}
     assert len(files) == 13 and files <= packaged

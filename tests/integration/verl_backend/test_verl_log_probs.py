@@ -18,7 +18,7 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
 from qarl.quant import get_scheme
-from qarl.quant.hf_model import wrong_buffers
+from qarl.quant.meta_model import wrong_buffers
 from qarl.trainer.policy import Policy
 
 pytest.importorskip("verl")

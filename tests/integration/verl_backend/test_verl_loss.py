@@ -29,10 +29,10 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
 
-from qarl.verl.plugin import mismatch as plugin
-from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
-from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
-from qarl.verl.plugin.mismatch import StepStatistics
+from qarl.verl import training_step as plugin
+from qarl.verl.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
+from qarl.verl.loss import MICRO_BATCH, MicroBatch
+from qarl.verl.training_step import StepStatistics
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 

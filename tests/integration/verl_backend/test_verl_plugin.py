@@ -15,8 +15,8 @@ pytest.importorskip("verl")
 PROBE = """
 import json, logging, os, sys
 import verl
-found = {"loaded": "qarl.verl.plugin.plugin" in sys.modules}
-found["early"] = sorted(m for m in sys.modules if m.startswith("verl.workers") or m.startswith("qarl.verl.plugin.e"))
+found = {"loaded": "qarl.verl.entry_point" in sys.modules}
+found["early"] = sorted(m for m in sys.modules if m.startswith("verl.workers") or m.startswith("qarl.verl.e"))
 from verl.plugin.platform import PlatformRegistry, get_platform
 found["platforms"] = sorted(PlatformRegistry.registered_names())
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -74,5 +74,5 @@ def test_what_is_registered(platform):
     assert found["loaded"] and found["early"] == [] and found["file"]
     assert ("cpu" in found["platforms"]) == (platform == "cpu")
     assert found["detected"] != "cpu"  # a process without a visible GPU must not train on the CPU unasked
-    assert found["loss"] == "qarl.verl.plugin.loss"
+    assert found["loss"] == "qarl.verl.loss"
     assert found["engine"] == {"fsdp": "QaRLFSDPEngine", "fsdp2": "QaRLFSDPEngine"}

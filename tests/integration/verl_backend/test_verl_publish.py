@@ -21,8 +21,8 @@ from qarl.rollout.publish.wire import UNIT, TransferFailed
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from qarl.verl.plugin import publish
-from qarl.verl.plugin.publish import Publication, decode, numbered, publish_timeout, turn_on_host
+from qarl.verl import publish
+from qarl.verl.publish import Publication, decode, numbered, publish_timeout, turn_on_host
 
 TENSORS = [("model.norm.weight", torch.ones(4))]
 

@@ -73,7 +73,7 @@ def loop(tmp_path, monkeypatch):
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
     from qarl.verl import checkpoint as verl_checkpoint
-    from qarl.verl.plugin.trainer import QaRLTrainerSync
+    from qarl.verl.trainer import QaRLTrainerSync
 
     clock, saved = SimpleNamespace(now=0.0), []
     monkeypatch.setattr(verl_checkpoint, "time", SimpleNamespace(monotonic=lambda: clock.now))

@@ -25,10 +25,10 @@ import ray
 import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from qarl.verl.plugin import servers as servers_module
-from qarl.verl.plugin import trainer
-from qarl.verl.plugin.servers import RESUME, Watch, preemptions_in
-from qarl.verl.plugin.trainer import PromptReplayBuffer
+from qarl.verl import ask_servers as servers_module
+from qarl.verl import trainer
+from qarl.verl.ask_servers import RESUME, Watch, preemptions_in
+from qarl.verl.trainer import PromptReplayBuffer
 
 ANSWERS = {"vllm_server_0_0": None, "agent_loop_worker_0_ab": None, "reward_loop_worker_0": None, "other": None}
 

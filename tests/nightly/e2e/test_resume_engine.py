@@ -10,7 +10,7 @@ import pytest
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import config
 
-from qarl.checkpoint.folder import list_checkpoints, open_checkpoint
+from qarl.checkpoint.resumable import list_checkpoints, open_checkpoint
 from qarl.config import Config
 from qarl.metrics.tracker import read_metrics
 from qarl.trainer.local import LocalTrainer

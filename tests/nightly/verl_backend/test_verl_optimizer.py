@@ -17,7 +17,7 @@ from random_models import save_random_model
 from same_bytes import same_bytes
 from transformers import AutoModelForCausalLM
 
-from qarl.optim.optimizer import MuonAdamW
+from qarl.optim.muon_adamw import MuonAdamW
 
 pytest.importorskip("verl")
 pytestmark = [needs_w4a16_cpu, pytest.mark.verl, pytest.mark.slow]  # tests/unit/optim/test_shards.py is the short form

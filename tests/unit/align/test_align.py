@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from qarl.align import align_model
 from qarl.align.cpu import AlignedRMSNorm, add_residual, align_module
-from qarl.align.model import resolve_level
-from qarl.align.router_replay import recorded_routing, replayed_routing
+from qarl.align.levels import resolve_level
+from qarl.align.router import recorded_routing, replayed_routing
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import Choice
 from qarl.quant import QuantLinear, quantize_model

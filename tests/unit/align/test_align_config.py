@@ -14,19 +14,19 @@ from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model
+from qarl.align.config_verdicts import TABLE, verdict
 from qarl.align.families import FAMILIES
-from qarl.align.hf_config import TABLE, verdict
-from qarl.align.model import resolve_level, rotary_unavailable
+from qarl.align.levels import resolve_level, rotary_unavailable
 from qarl.align.rotary import is_plain, match_rotary
 from qarl.checks.machine import this_machine
 from qarl.checks.model import check_architecture, check_served, trainer_class
 from qarl.checks.model_folder import load_hf_config
-from qarl.checks.run import check_run
+from qarl.checks.registry import check_run
 from qarl.config import load_config
-from qarl.doctor.report import run_checks
+from qarl.doctor.examination import run_checks
 from qarl.errors import UserError
 from qarl.process import vllm_missing
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.prepare import prepare_run
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import config_keys
@@ -124,7 +124,7 @@ def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family
 
 def test_a_launcher_without_a_gpu_leaves_the_rotary_embedding_to_the_trainer(monkeypatch):
     """Otherwise it would start engines for a lower level than the trainer's."""
-    for module in ("qarl.process", "qarl.align.model"):
+    for module in ("qarl.process", "qarl.align.levels"):
         monkeypatch.setattr(f"{module}.vllm_without_device", lambda: "no device")
     config = rotary("qwen3", YARN)
     assert rotary_unavailable(config, "cuda") is None

@@ -24,7 +24,7 @@ from contract_checks import (
 from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model, cuda
-from qarl.align.model import resolve_level, unconfirmed
+from qarl.align.levels import resolve_level, unconfirmed
 from qarl.kernels.cuda import layer_ops
 from qarl.trainer.policy import Policy
 
@@ -190,7 +190,7 @@ def test_the_engine_follows_the_level_that_applies(
     from qarl.quant.scheme import get_scheme
     from qarl.rollout.engine_config import EngineConfig, llm_arguments
     from qarl.trainer import local
-    from qarl.trainer.setup import RunParts
+    from qarl.trainer.prepare import RunParts
 
     started: list[EngineConfig] = []
     monkeypatch.setattr(local, "RolloutEngine", started.append)

@@ -12,7 +12,7 @@ from benchmarks.proofs.families import rotary_rows
 from qarl.align.families import FAMILIES, SHOWN
 from qarl.errors import UserError
 from qarl.quant import get_scheme
-from qarl.quant.hf_model import check_buffers, restore_buffers, wrong_buffers
+from qarl.quant.meta_model import check_buffers, restore_buffers, wrong_buffers
 from qarl.trainer.policy import Policy
 
 SIZES = {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64, "moe_intermediate_size": 32}

@@ -13,7 +13,7 @@ from random_models import save_random_model
 
 from qarl.align import align_model
 from qarl.align.cpu import align_module
-from qarl.align.router_replay import (
+from qarl.align.router import (
     AlignedRouter,
     differing_tokens,
     engine_weights,

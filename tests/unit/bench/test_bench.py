@@ -1,4 +1,4 @@
-"""`qarl.bench`: arguments, single products and quantizers, what gets no figures, and tables from committed JSON."""
+"""`qarl.bench`: arguments, single kernel_cases and quantizers, what gets no figures, and tables from committed JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 from checkout import ROOT
 
-from qarl.bench import products
+from qarl.bench import kernel_cases
 from qarl.bench.__main__ import main
 from qarl.bench.arguments import check_device
+from qarl.bench.kernel_cases import Competitor, ExpertLayer, Layer, experts
 from qarl.bench.kernels import Arguments
-from qarl.bench.products import Competitor, ExpertLayer, Layer, experts
 from qarl.bench.report import kernel_tables
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
@@ -62,16 +62,16 @@ def test_invalid_arguments(part: str, given: str, message: str, capsys: pytest.C
 # One check, and what it withholds.
 
 
-@pytest.mark.parametrize("operation", products.BUILDERS)
+@pytest.mark.parametrize("operation", kernel_cases.BUILDERS)
 def test_every_competitor_computes_the_same(operation: str) -> None:
     torch.manual_seed(0)
     layer = Layer(torch.randn(64, 96).bfloat16(), SOME)
-    found = products.BUILDERS[operation](layer, 300)
+    found = kernel_cases.BUILDERS[operation](layer, 300)
     assert found and [(competitor.name, competitor.wrong()) for competitor in found if competitor.wrong()] == []
     assert all(competitor.bytes_moved > 0 for competitor in found)
 
 
-@pytest.mark.parametrize("routing", products.ROUTINGS)
+@pytest.mark.parametrize("routing", kernel_cases.ROUTINGS)
 @pytest.mark.parametrize("tokens", [1, 150])
 def test_every_competitor_of_experts_computes_the_same(routing: str, tokens: int) -> None:
     """150 tokens are more rows than are compared."""
@@ -113,7 +113,7 @@ def test_a_kernel_that_raises_stops_no_other(
 
     good = Competitor("bf16", "bf16", lambda: None, lambda: 0.0, 0.0, 1, 1)
     monkeypatch.setitem(
-        products.BUILDERS, "linear", lambda *args: [good, Competitor("fp8", "new", fails, fails, 0.0, 1)]
+        kernel_cases.BUILDERS, "linear", lambda *args: [good, Competitor("fp8", "new", fails, fails, 0.0, 1)]
     )
     assert main(["kernels", *SMALL, "operation=linear"]) == 1
     captured = capsys.readouterr()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qarl.bench.__main__ import main
-from qarl.bench.against import Arguments, compare
+from qarl.bench.against_revision import Arguments, compare
 from qarl.errors import UserError
 
 STAND_IN = """
@@ -80,7 +80,7 @@ def test_equal_revisions_take_turns(checkout: Path) -> None:
 def test_a_slower_phase_and_longer_responses_are_seen_without_a_commit(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("qarl.bench.against.CHECKOUT", checkout)
+    monkeypatch.setattr("qarl.bench.against_revision.CHECKOUT", checkout)
     write(checkout, factor=1.2, length=9.0)
     assert main(["against", "HEAD", "pairs=2", "steps=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -109,6 +109,6 @@ def test_a_failed_run_has_no_figure_and_leaves_no_worktree(checkout: Path) -> No
 def test_invalid_arguments(
     checkout: Path, given: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("qarl.bench.against.CHECKOUT", checkout)
+    monkeypatch.setattr("qarl.bench.against_revision.CHECKOUT", checkout)
     assert main(["against", *given]) == 2 and message in capsys.readouterr().err
     assert not (checkout / "order.txt").exists()

@@ -13,7 +13,7 @@ import pytest
 from checkout import ROOT
 
 from qarl.bench.__main__ import main
-from qarl.bench.plan import ERROR
+from qarl.bench.predict import ERROR
 from qarl.bench.report import summary
 from qarl.bench.roofline import (
     EFFICIENCY,

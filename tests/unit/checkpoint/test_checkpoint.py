@@ -18,7 +18,7 @@ from checkout import ROOT
 from checkpoint_state import save, small_disk
 
 from qarl.checkpoint.compressed_tensors import read_tensors
-from qarl.checkpoint.folder import (
+from qarl.checkpoint.resumable import (
     CheckpointError,
     _digest,
     list_checkpoints,

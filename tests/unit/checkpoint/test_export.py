@@ -21,13 +21,13 @@ from qarl.checkpoint.compressed_tensors import (
     weight_files,
 )
 from qarl.checkpoint.export import check_output, export, read_request
-from qarl.checkpoint.folder import open_checkpoint, save_checkpoint, tensor_digest
+from qarl.checkpoint.resumable import open_checkpoint, save_checkpoint, tensor_digest
 from qarl.config import OptimConfig
 from qarl.errors import UserError
 from qarl.export import main
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
 from qarl.quant.experts import unstacked
-from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.master_optimizer import MasterOptimizer
 
 IGNORE = ["lm_head", "re:.*layers\\.1\\.mlp\\..*"]
 

@@ -16,13 +16,13 @@ from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
 from qarl.checkpoint.compressed_tensors import ModelFiles
-from qarl.checkpoint.folder import CheckpointError, open_checkpoint, save_checkpoint
+from qarl.checkpoint.resumable import CheckpointError, open_checkpoint, save_checkpoint
 from qarl.checks.model_folder import load_tokenizer
 from qarl.data.prompts import Prompt, PromptSampler
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker
 from qarl.trainer.checkpoints import Checkpoints, forward_weights, restore, rng_state, set_rng_state, training_state
-from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.master_optimizer import MasterOptimizer
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")

@@ -10,7 +10,7 @@ import pytest
 from engine_helpers import config
 
 from qarl.checks.machine import Machine, check_capability, check_no_new_trl
-from qarl.checks.run import check_experts, check_kernels, check_scheme
+from qarl.checks.registry import check_experts, check_kernels, check_scheme
 from qarl.errors import UserError
 from qarl.rollout.engine_config import W4A8_ON_GPUS
 

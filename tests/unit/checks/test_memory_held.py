@@ -20,23 +20,23 @@ from benchmarks.proofs.counting import counting
 from benchmarks.proofs.shard_costs import stack_shapes, wire
 from qarl.align import align_model
 from qarl.checkpoint.compressed_tensors import ModelFiles
-from qarl.checkpoint.folder import save_checkpoint
+from qarl.checkpoint.resumable import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate
 from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_bytes
-from qarl.kernels.cpu.torch_ops import (
+from qarl.kernels.cpu.torch_linears import (
     CpuW4A8Linear,
     DequantizedW4A16Linear,
     TorchInt8Linear,
     VllmCpuFP8Linear,
     _fp32_matmul_equals_scaled_mm,
 )
-from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
+from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
 from qarl.kernels.experts import LowBitExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.process import vllm_without_device
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import SCHEMES, get_scheme
-from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.master_optimizer import MasterOptimizer
 
 MODELS = sorted((ROOT / "qarl" / "bench" / "models").glob("*/config.json"))
 
@@ -100,7 +100,7 @@ def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
 def test_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch, family: str, level: str) -> None:
     """Bytes of one row; the difference of three layers and one layer leaves out what is not in the blocks."""
     if level == "model":  # on a CPU it is `exact`, if the engine's operator can be called
-        monkeypatch.setattr("qarl.align.model.exact_unavailable", lambda *_: "without the operator")
+        monkeypatch.setattr("qarl.align.levels.exact_unavailable", lambda *_: "without the operator")
     kept = []
     for layers in (1, 3):
         config = tiny(family)

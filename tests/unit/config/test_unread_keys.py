@@ -8,7 +8,7 @@ import pytest
 
 from qarl.config import ConfigError, load_config
 from qarl.config.schema import default_values, flat_values
-from qarl.config.unread import unread
+from qarl.config.unused_keys import unread
 
 ROWS = [
     ("actor.loss=grpo", "actor.seq_clip_ratio_high=0.5"),

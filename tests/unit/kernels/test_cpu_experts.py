@@ -16,7 +16,7 @@ from expert_cases import make, stacked
 
 from qarl.kernels import vllm_experts
 from qarl.kernels.base import ExpertsShape
-from qarl.kernels.cpu.vllm_ops import cpu_ops_missing
+from qarl.kernels.cpu.vllm_linears import cpu_ops_missing
 from qarl.kernels.vllm_experts import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.process import allow_matrix_tiles
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.base import LinearKernel
-from qarl.kernels.cpu import torch_ops as cpu
-from qarl.kernels.cpu import vllm_ops
+from qarl.kernels.cpu import torch_linears as cpu
+from qarl.kernels.cpu import vllm_linears
 from qarl.kernels.reference import ReferenceW4A16Linear, quantize_fp8, quantize_int8
 from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel
 from qarl.process import configure_vllm_process
@@ -168,7 +168,7 @@ def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
     theirs = {"w8a8": vllm_int8, "fp8": vllm_fp8}[scheme](q)
     serving = [kernel for kernel in LINEAR_KERNELS[scheme] if kernel.unavailable(scheme, CPU, shape) is None]
     # On CPUs with AMX one kernel has vLLM's bits; elsewhere all that know them.
-    tiles = [kernel for kernel in serving if kernel is vllm_ops.VllmCpuInt8TilesLinear]
+    tiles = [kernel for kernel in serving if kernel is vllm_linears.VllmCpuInt8TilesLinear]
     kernels = tiles or [kernel for kernel in serving if kernel.name != "reference"]
     prepared = [kernel.prepare(q.tensors) for kernel in kernels]
     for rows in (1, 2, 7, 16, 17, 64, 513):
@@ -197,7 +197,7 @@ def test_fp8_by_scaled_mm_has_the_same_bits(monkeypatch):
 def test_the_int8_handler_outlives_the_wire_tensors(monkeypatch):
     """It holds a bare pointer to its scales: freed memory would be multiplied by."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # tiles need no handler
-    kernel = available("w8a8", vllm_ops.VllmCpuInt8Linear, (256, 256))
+    kernel = available("w8a8", vllm_linears.VllmCpuInt8Linear, (256, 256))
     q, x = make_weight("w8a8", (256, 256)), make_input(5, 256)
     prepared = kernel.prepare(q.tensors)
     expected = kernel.linear(x, prepared, None)
@@ -221,7 +221,7 @@ def test_the_int4_layout_equals_vllms_own_repacking():
     values = unpack_quantized_values_into_int32(q.tensors["weight_packed"].t(), scalar_types.uint4b8, 0)
     packed = pack_quantized_values_into_int32(values, scalar_types.uint4b8, 1)
     expected = packed.view(96, -1, 2).permute(1, 0, 2).reshape(-1, 96 * 2)
-    assert torch.equal(vllm_ops.VllmCpuWNA16Linear.prepare(q.tensors).weight, expected)
+    assert torch.equal(vllm_linears.VllmCpuWNA16Linear.prepare(q.tensors).weight, expected)
 
 
 def test_kernel_choice_names_its_reason():
@@ -245,7 +245,7 @@ def test_int8_runs_the_operator_that_vllm_picks_for_this_cpu(monkeypatch, tiles)
     expected = {True: "vllm_cpu_int8_tiles", False: "vllm_cpu_int8"}
     for shape in ((64, 64), (72, 64), (64, 48), (16, 32), (33, 47)):
         served = layers.check_cpu_sgl_kernel(*shape, torch.int8)
-        assert vllm_ops._int8_tiles_serve(shape) == served, shape
+        assert vllm_linears._int8_tiles_serve(shape) == served, shape
         assert choose_linear_kernel("w8a8", CPU, shape).kernel.name == expected[served], shape
 
 
@@ -254,7 +254,7 @@ def test_int8_runs_the_operator_that_vllm_picks_for_this_cpu(monkeypatch, tiles)
 def test_the_first_product_of_a_process_may_be_one_of_tiles():
     """Linux answers with an illegal instruction if nobody asked for the tiles before."""
     program = (
-        "import torch; from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear as kernel; "
+        "import torch; from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear as kernel; "
         "kernel.unavailable('w4a16', torch.device('cpu'), (32, 32)); "
         "packed, scale = torch.ones(32, 4, dtype=torch.int32), torch.ones(32, 1).bfloat16(); "
         "tensors = {'weight_packed': packed, 'weight_scale': scale}; "

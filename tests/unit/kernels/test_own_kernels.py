@@ -12,7 +12,7 @@ from compressed_tensors.compressors import unpack_from_int32
 
 from qarl.config.quant import KERNELS, SCHEMES
 from qarl.errors import UserError
-from qarl.kernels.cpu.torch_ops import CpuW4A8Linear, DequantizedW4A16Linear
+from qarl.kernels.cpu.torch_linears import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import OWN_KERNELS, choose_linear_kernel, kernels_of
 from qarl.quant import get_scheme, quantize
 

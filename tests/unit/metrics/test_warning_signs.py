@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from qarl.metrics.band_advice import how_to_set, scaled
 from qarl.metrics.tracker import Tracker, read_metrics
-from qarl.metrics.warning_log import how_to_set, scaled
 from qarl.metrics.warning_signs import SIGNS, find
 
 Metrics = dict[str, float]

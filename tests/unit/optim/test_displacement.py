@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from qarl.optim import optimizer as optimizer_module
-from qarl.optim.optimizer import MuonAdamW
+from qarl.optim import muon_adamw as optimizer_module
+from qarl.optim.muon_adamw import MuonAdamW
 
 STEPS, LR = 200, 1e-6
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.down_proj")

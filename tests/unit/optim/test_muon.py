@@ -8,7 +8,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.optim.muon import orthogonalized, use_muon
-from qarl.optim.optimizer import MuonAdamW
+from qarl.optim.muon_adamw import MuonAdamW
 
 
 def test_muon_takes_the_hidden_matrices_of_a_qwen3() -> None:

@@ -14,7 +14,7 @@ from same_bytes import same_bytes
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.cpu.vllm_ops import VllmCpuInt8TilesLinear
+from qarl.kernels.cpu.vllm_linears import VllmCpuInt8TilesLinear
 from qarl.kernels.reference import quantize_fp8, quantize_int8
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant import (

@@ -11,7 +11,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from compressed_tensors.utils import match_name
 
-from qarl.config.ignore import is_ignored, resolve_ignored
+from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant.scheme import Scheme, get_scheme
 

@@ -17,7 +17,7 @@ from random_moe import IGNORE, save_random_moe
 if not vllm_is_for_cpus():
     pytest.skip(NO_VLLM_CPU, allow_module_level=True)
 
-from qarl.checks.run import check_experts
+from qarl.checks.registry import check_experts
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme

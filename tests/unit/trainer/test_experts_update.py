@@ -12,7 +12,7 @@ from random_models import save_random_model
 from updating_trainer import through_checkpoint, updating_trainer
 
 from qarl.checkpoint.compressed_tensors import read_tensors
-from qarl.checkpoint.folder import tensor_digest
+from qarl.checkpoint.resumable import tensor_digest
 from qarl.quant.experts import unstacked
 from qarl.trainer.checkpoints import differing_tensors, forward_weights
 

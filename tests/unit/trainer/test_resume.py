@@ -12,10 +12,10 @@ import pytest
 from checkpoint_state import interrupted_run
 from engine_helpers import config
 
-from qarl.checkpoint.folder import STATE_FILE
+from qarl.checkpoint.resumable import STATE_FILE
 from qarl.config import Config
 from qarl.config.types import as_dotted
-from qarl.config.unread import RULES
+from qarl.config.unused_keys import RULES
 from qarl.errors import UserError
 from qarl.trainer import resume
 from qarl.trainer.resume import check_changes, make_newest, open_run

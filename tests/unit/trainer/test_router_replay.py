@@ -9,7 +9,7 @@ import torch
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
-from qarl.align.router_replay import recorded_routing
+from qarl.align.router import recorded_routing
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch

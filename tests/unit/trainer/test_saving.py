@@ -15,7 +15,7 @@ from checkpoint_state import interrupted_run, write_bare
 from engine_helpers import config
 from idle_trainer import Trainer
 
-from qarl.checkpoint.folder import open_checkpoint
+from qarl.checkpoint.resumable import open_checkpoint
 from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
 from qarl.trainer.checkpoints import Checkpoints

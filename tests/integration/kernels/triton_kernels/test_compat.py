@@ -8,16 +8,7 @@ import triton
 import triton.language as tl
 from triton_rig import DEVICE
 
-from qarl.kernels.triton.common import (
-    LAUNCH,
-    dot,
-    e4m3_bits,
-    e4m3_value,
-    has_e4m3,
-    round_bf16,
-    to_bf16,
-    to_fp32,
-)
+from qarl.kernels.triton.numbers import LAUNCH, dot, e4m3_bits, e4m3_value, has_e4m3, round_bf16, to_bf16, to_fp32
 
 HARDWARE = sorted({False, has_e4m3(torch.device(DEVICE))})
 

@@ -50,7 +50,7 @@ def engines_kernel(scheme: str) -> Any:
     """Let vLLM's own functions choose among all registered classes, and return what they choose."""
     from vllm.model_executor.kernels import linear as kernels
 
-    from qarl.kernels.cuda.vllm_ops import uint4b8
+    from qarl.kernels.cuda.vllm_linears import uint4b8
     from qarl.rollout.vllm_plugin.linears import own_kernels_only
 
     n = sum(PARTS)

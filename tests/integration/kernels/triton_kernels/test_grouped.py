@@ -9,13 +9,13 @@ from triton_rig import DEVICE, INTERPRETED
 
 from qarl.kernels import int4
 from qarl.kernels.reference import grouped_linear, quantize_fp8, quantize_int8
-from qarl.kernels.triton.common import Tile, choose
 from qarl.kernels.triton.experts import (
     grouped_scaled_mm,
     grouped_w4a16_backward_input,
     grouped_w4a16_linear,
     row_tiles,
 )
+from qarl.kernels.triton.tiles import Tile, choose
 
 COUNTS = [[3, 0, 1, 17, 0], [0, 0, 5], [40], [1] * 6]
 

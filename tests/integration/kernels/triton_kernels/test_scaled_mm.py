@@ -8,8 +8,8 @@ from triton_checks import assert_one_rounding, needs_e4m3
 from triton_rig import DEVICE, INTERPRETED
 
 from qarl.kernels.reference import quantize_fp8, quantize_int8
-from qarl.kernels.triton.common import Tile, processors
 from qarl.kernels.triton.scaled_mm import scaled_mm, takes_tma
+from qarl.kernels.triton.tiles import Tile, processors
 
 KINDS = ["int8", pytest.param("fp8", marks=needs_e4m3)]
 TILES = [None, Tile(16, 32, 64), Tile(16, 32, 32, per_sm=4), Tile(16, 16, 64, per_sm=1)]

@@ -8,8 +8,8 @@ from triton_checks import assert_one_rounding
 from triton_rig import DEVICE
 
 from qarl.kernels import int4
-from qarl.kernels.triton import common
-from qarl.kernels.triton.common import Tile, choose
+from qarl.kernels.triton import tiles
+from qarl.kernels.triton.tiles import Tile, choose
 from qarl.kernels.triton.w4a16 import w4a16_backward_input, w4a16_linear
 
 # M, N, K, group size: one row, N odd, K of an odd number of groups, more than a tile of everything.
@@ -81,12 +81,12 @@ def test_past_the_ridge_the_weight_is_dequantized_and_the_numbers_stay() -> None
 def test_the_same_inputs_give_the_same_bits(tile: Tile) -> None:
     wide, tall = make(32, 512, 128)[:2], make(256, 64, 32)[:2]
     x, grad = make_rows(5, 512).to(DEVICE), make_rows(5, 256).to(DEVICE)
-    assert (common.split(tile, 2, 8, 16, torch.device(DEVICE))[1] is None) == (tile.per_sm == 0)
+    assert (tiles.split(tile, 2, 8, 16, torch.device(DEVICE))[1] is None) == (tile.per_sm == 0)
     first = w4a16_linear(x, *wide, tile=tile), w4a16_backward_input(grad, *tall, tile=tile)
     for _ in range(2):
         assert torch.equal(w4a16_linear(x, *wide, tile=tile), first[0])
         assert torch.equal(w4a16_backward_input(grad, *tall, tile=tile), first[1])
-    assert not any(counters.any() for counters in common._COUNTERS.values())
+    assert not any(counters.any() for counters in tiles._COUNTERS.values())
 
 
 def test_batch_invariance() -> None:

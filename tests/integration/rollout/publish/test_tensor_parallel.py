@@ -19,8 +19,8 @@ pytest.importorskip("vllm")
 
 from worker_models import distributed_vllm, multiplied, worker_model
 
+from qarl.checks.check import RunInputs
 from qarl.checks.layers import split_errors
-from qarl.checks.registry import RunInputs
 from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process

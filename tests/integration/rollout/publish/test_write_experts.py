@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.cpu import torch_ops
+from qarl.kernels.cpu import torch_linears
 from qarl.kernels.int4 import CODES, SCALES, to_marlin
 from qarl.rollout.publish import experts, writers
 from qarl.rollout.publish.experts import UNCHANGED
@@ -89,9 +89,9 @@ def test_bf16_experts_are_processed_once() -> None:
 @pytest.mark.parametrize("same_bits", [False, True])
 def test_prepared_fp8_stacks_are_not_the_senders_memory(monkeypatch: pytest.MonkeyPatch, same_bits: bool) -> None:
     """A transport writes the next layer into its buffer, while the engine computes with this one."""
-    monkeypatch.setattr(torch_ops, "_fp32_matmul_equals_scaled_mm", lambda columns: same_bits)
+    monkeypatch.setattr(torch_linears, "_fp32_matmul_equals_scaled_mm", lambda columns: same_bits)
     tensors = {"weight": torch.randn(2, 16, 8).to(torch.float8_e4m3fn), "weight_scale": torch.rand(2, 16, 1)}
-    prepared = torch_ops.VllmCpuFP8Linear.prepare_stack(tensors)
+    prepared = torch_linears.VllmCpuFP8Linear.prepare_stack(tensors)
     before = [(one.weight.clone(), one.scale.clone()) for one in prepared]
     for tensor in tensors.values():
         tensor.zero_()

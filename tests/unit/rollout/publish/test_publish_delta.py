@@ -10,7 +10,7 @@ from publish_streams import Engine, feed_in_buckets, flip, lose, twice, weights
 from qarl.rollout.publish.delta import Tally
 from qarl.rollout.publish.send import DeltaSender
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
-from qarl.trainer.setup import engine_config
+from qarl.trainer.prepare import engine_config
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"

@@ -1,0 +1,313 @@
+"""One launch: a process that builds one scheme at one level, warms up, checks the linears, and times a few rounds.
+
+vLLM keeps process-wide state, so each engine needs its own process. The spread over launches therefore includes
+differences between processes, such as memory pages. A process sends one answer and exits.
+
+`check_linears` compares every linear of the decoder layers, in trainer and engine, with a reference before anything is
+timed. The reference quantizes the trainer's BF16 weight and multiplies in exact PyTorch (`qarl.kernels.reference`). So
+the check finds an unpublished weight and a wrong kernel, even one that multiplies in BF16 instead of int8 (int8 changes
+results by 0.6%). If the mismatch (mean |δ|) is over its limit, the trainer ends the launch.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import time
+import traceback
+import zlib
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.utils import logging
+
+from qarl.bench.steps import Arguments, Case
+from qarl.checks.layers import FUSED_LAYERS
+from qarl.checks.model_folder import load_tokenizer
+from qarl.config import Config, build_config
+from qarl.data.prompts import Prompt, PromptDataset, PromptSampler
+from qarl.errors import UserError
+from qarl.kernels.registry import LINEAR_KERNELS
+from qarl.metrics.step_metrics import PhaseTimer
+from qarl.process import keep_freed_memory
+from qarl.quant.linear import QuantLinear
+from qarl.quant.quantize import measure_phases, quantize
+from qarl.quant.scheme import Scheme
+from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.policy import Policy
+from qarl.trainer.prepare import RunParts, engine_config
+
+ROWS = 16
+ALLOWED, ALLOWED_FP8 = 5e-3, 1e-2
+"""Allowed relative error (root mean square) of two BF16 results. Each is rounded, and a few 8-bit codes may differ by
+one; FP8 tensor cores sum in fewer bits."""
+PARTS = {**FUSED_LAYERS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}
+"""vLLM's linears of a decoder layer -> the trainer's linears that each one fuses."""
+Answer = dict[str, Any]
+Phases = dict[str, float]
+"""Phase -> seconds."""
+PUBLISH_PARTS = ("quantize", "pack", "prepare", "validate", "transfer", "apply")
+
+
+class WrongNumbers(Exception):
+    """A linear differs from the reference, so the case (scheme and level) gets no figures."""
+
+
+def answer(connection: Connection, arguments: Arguments, case: Case, folder: str) -> None:
+    """Run the process: send {"rounds", "peak_bytes", ...} or {"error": text}, and exit."""
+    logging.disable_progress_bar()
+    try:
+        connection.send(measure(arguments, case, folder))
+    except Exception as error:
+        connection.send({"error": _reason(error)})
+    os._exit(0)  # nothing is left to do, and shutting an engine down takes long and prints a lot
+
+
+def measure(arguments: Arguments, case: Case, folder: str) -> Answer:
+    if arguments.device == "cpu":
+        keep_freed_memory()
+    bench = BENCHES[arguments.part](arguments, case, folder)
+    for _ in range(arguments.warmup):
+        bench.round()
+    check_linears(bench.policy, bench.engine)
+    rounds = [bench.round() for _ in range(arguments.rounds)]
+    kernels = sorted({layer.kernel.name for layer in bench.policy.quantized_layers().values()})
+    on_gpu = torch.cuda.is_available()  # PyTorch's memory, including vLLM's; on a CPU resident memory
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"rounds": rounds, "peak_bytes": peak, "level_applied": bench.policy.align, "kernels": kernels}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UserError | WrongNumbers):
+        return " ".join(str(error).split())
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({place.filename.rpartition('/')[2]}:{place.lineno})"
+
+
+class StepBench:
+    """Training steps."""
+
+    def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
+        self.length = arguments.response_length
+        self.trainer = make_trainer(arguments, case, folder, engine=True)
+        self.policy, self.engine = self.trainer.policy, self.trainer.engine
+        self.trainer.publish()
+
+    def round(self) -> Phases:
+        trainer = self.trainer
+        prefill = self._prefill()
+        trainer.timer.pop()
+        start = time.perf_counter()
+        metrics = trainer.train_step()
+        seconds = time.perf_counter() - start
+        if {metrics["response_length/min"], metrics["response_length/max"]} != {self.length}:
+            raise WrongNumbers(f"responses are not {self.length} tokens long")
+        _check_update(metrics)
+        phases = _phases(trainer.timer)
+        return phases | {"step": seconds, "prefill": prefill, "decode": phases["rollout"] - prefill}
+
+    def _prefill(self) -> float:
+        """Return the seconds of a step's prefill, measured by generating only one token per response."""
+        trainer, rollout = self.trainer, self.trainer.config.rollout
+        prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(rollout.n)]
+        trainer.engine.reset_prefix_cache()
+        start = time.perf_counter()
+        trainer.generate(prompts, SamplingConfig(1, rollout.temperature), list(range(len(prompts))))
+        seconds = time.perf_counter() - start
+        trainer.engine.reset_prefix_cache()
+        return seconds
+
+
+class TrainerBench:
+    """Old log-probs and update of a random batch, without an engine. The rollout log-probs are the trainer's own."""
+
+    def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
+        self.trainer = make_trainer(arguments, case, folder, engine=False)
+        self.policy, self.engine = self.trainer.policy, None
+        self.policy.requantize()
+        self.batch = random_batch(self.trainer)
+
+    def round(self) -> Phases:
+        trainer = self.trainer
+        with trainer.timer.phase("old_log_prob"):
+            old_log_probs = trainer.old_log_probs(self.batch)
+        self.batch.rollout_log_probs = old_log_probs
+        with trainer.timer.phase("update"):
+            metrics = trainer.update(self.batch, old_log_probs)
+        _check_update(metrics)
+        return _phases(trainer.timer)
+
+
+class PublishBench:
+    """Publish weights to an engine, without an optimizer. The weights change before every publish."""
+
+    def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
+        config = config_of(arguments, case, folder)
+        self.policy = Policy.load(config)
+        self.engine = RolloutEngine(engine_config(config, level=self.policy.align))
+        self.timer = PhaseTimer(torch.cuda.synchronize if torch.cuda.is_available() else None)
+        self.version = 0
+        self.publish()
+
+    def publish(self) -> Phases:
+        with measure_phases() as quantizing:
+            with self.timer.phase("quantize"):
+                tensors = self.policy.quantize()
+            with self.timer.phase("publish"):
+                report = self.engine.publish(tensors, version=self.version)
+        self.version += 1
+        metrics = report.metrics(quantizing)
+        return _phases(self.timer) | {f"publish.{part}": metrics[f"publish/{part}_s"] for part in PUBLISH_PARTS}
+
+    def round(self) -> Phases:
+        move_weights(self.policy, self.version)
+        return self.publish()
+
+
+def _phases(timer: PhaseTimer) -> Phases:
+    return {name.removeprefix("timing_s/"): seconds for name, seconds in timer.pop().items()}
+
+
+def _check_update(metrics: dict[str, float]) -> None:
+    if metrics["actor/skipped_steps"]:
+        raise WrongNumbers("the gradient is not finite")
+
+
+BENCHES: dict[str, type[StepBench | TrainerBench | PublishBench]] = {
+    "steps": StepBench,
+    "trainer": TrainerBench,
+    "publish": PublishBench,
+}
+"""Part -> the class that a launch makes one object of. `round` measures once and returns seconds by phase."""
+
+
+@torch.no_grad()
+def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
+    """Raise WrongNumbers for the first linear whose error is too large."""
+    if any(layer.kernel.name == "reference" for layer in policy.quantized_layers().values()):
+        raise WrongNumbers("the trainer's linears run the reference kernel, because no fast kernel can serve here")
+    theirs = {} if engine is None else dict(engine.model().named_modules())
+    ours: dict[str, Any] = dict(policy.model.named_modules())
+    for name in ours:
+        block, _, leaf = name.rpartition(".")
+        for fused, parts in PARTS.items():
+            if leaf == parts[0]:
+                linears: dict[str, nn.Linear] = {f"{block}.{part}": ours[f"{block}.{part}"] for part in parts}
+                _compare(linears, policy.scheme, theirs[f"{block}.{fused}"] if theirs else None)
+
+
+def _compare(linears: dict[str, nn.Linear], scheme: Scheme, engines: nn.Module | None) -> None:
+    first = next(iter(linears.values()))
+    generator = torch.Generator(first.weight.device).manual_seed(0)
+    x = torch.randn(ROWS, first.in_features, generator=generator, device=first.weight.device).bfloat16()
+    expected = {name: reference(linear, scheme, x) for name, linear in linears.items()}
+    allowed = ALLOWED_FP8 if scheme.name == "fp8" else ALLOWED
+    outputs = [(name, "the trainer", layer(x)) for name, layer in linears.items() if isinstance(layer, QuantLinear)]
+    if engines is not None:
+        parts = engines(x)[0].split([true.shape[1] for true in expected.values()], -1)
+        outputs += [(name, "the engine", y) for name, y in zip(linears, parts, strict=True)]
+    for name, who, y in outputs:
+        error = float((y.float() - expected[name].float()).norm() / expected[name].float().norm())
+        if not error <= allowed:  # true for NaN, too
+            raise WrongNumbers(f"{name}: {who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed")
+
+
+def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tensor:
+    """Return the output [ROWS, N] that `linear` must give for x [ROWS, K] under `scheme`."""
+    if not scheme.quantized:
+        bias = None if linear.bias is None else linear.bias.float()
+        return F.linear(x.float(), linear.weight.float(), bias)
+    kernel = LINEAR_KERNELS[scheme.name][-1]
+    return kernel.linear(x, kernel.prepare(quantize(linear.weight, scheme).tensors), linear.bias)
+
+
+# What a launch runs: the real local trainer and engine, a copy of a model, and random prompts.
+
+
+def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
+    """Return a run's config, with the sizes and counts that `arguments` gives. Its data files are never read."""
+    scheme, level = case.scheme, case.level or ("off" if case.scheme == "bf16" else "linears")
+    return build_config(
+        {
+            "name": "bench",
+            "model": {"path": folder},
+            "data": {
+                "train_files": ["random.parquet"],
+                "train_batch_size": arguments.prompts,
+                "max_prompt_length": arguments.prompt_length,
+                "max_response_length": arguments.response_length,
+                "shuffle": False,
+            },
+            "rollout": {
+                "n": arguments.n,
+                "max_num_seqs": max(256, arguments.sequences),
+                "cpu_kvcache_space_gib": kv_cache_gib(arguments),
+                "gpu_memory_utilization": arguments.gpu_memory_utilization,
+            },
+            "quant": {"scheme": scheme, "align": level, "group_size": arguments.weight_group},
+            "actor": {
+                "ppo_mini_batch_size": arguments.prompts // arguments.mini_batches,
+                "ppo_micro_batch_size_per_gpu": arguments.micro_batch_size,
+                "log_prob_micro_batch_size_per_gpu": arguments.micro_batch_size,
+            },
+            "optim": {"lr": 1e-6},
+            "trainer": {"total_training_steps": 10**6, "val_before_train": False, "test_freq": -1},
+        }
+    )
+
+
+def kv_cache_gib(arguments: Arguments) -> float:
+    """Return a size for the KV cache: 1.5 times the GiB for all sequences at once."""
+    tokens = arguments.sequences * (arguments.prompt_length + arguments.response_length + 32)
+    return max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)
+
+
+def random_tokens(vocabulary: int, rows: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Return random tokens, the same for every scheme and level."""
+    draw = random.Random(seed)
+    return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(rows)]
+
+
+def random_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+    """Return 0 or 1, depending on the response's text. With random weights any reward is arbitrary."""
+    return float(zlib.crc32(solution_str.encode()) & 1)
+
+
+def make_trainer(arguments: Arguments, case: Case, folder: str, *, engine: bool) -> LocalTrainer:
+    """Build the local trainer. Without an engine, the trainer cannot sample."""
+    config = config_of(arguments, case, folder)
+    tokenizer, hf_config = load_tokenizer(folder)
+    rows = random_tokens(hf_config.vocab_size, arguments.prompts, arguments.prompt_length)
+    prompts = [Prompt(i, "random", [], ids, "") for i, ids in enumerate(rows)]
+    sampler = PromptSampler(len(prompts), len(prompts), seed=0, shuffle=False)
+    parts = RunParts(Policy.load(config), tokenizer, 0, PromptDataset(prompts), [], sampler, random_reward)
+    nobody: Any = object()
+    return LocalTrainer(config, parts, None if engine else nobody)
+
+
+def random_batch(trainer: LocalTrainer) -> Batch:
+    """Return a step's sequences with random responses. `rollout_log_probs` are zero."""
+    config = trainer.config
+    prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(config.rollout.n)]
+    length = config.data.max_response_length
+    responses = random_tokens(trainer.policy.model.config.vocab_size, len(prompts), length, seed=1)
+    zeros = [[0.0] * length for _ in prompts]
+    rollout = RolloutBatch(prompts, responses, zeros, ["length"] * len(prompts), trainer.step)
+    signs = 1.0 - 2.0 * (torch.arange(len(prompts)) % 2)
+    return make_batch(rollout, (signs + 1) / 2, signs, pad_token_id=0).to(trainer.policy.device)
+
+
+@torch.no_grad()
+def move_weights(policy: Policy, seed: int) -> None:
+    """Add noise of 1/16 of its RMS to every parameter, so that codes and scales change."""
+    torch.manual_seed(seed)
+    for parameter in policy.model.parameters():
+        size = parameter.float().square().mean().sqrt().clamp(min=2.0**-6)
+        parameter.add_(torch.randn_like(parameter) * (size / 16).to(parameter.dtype))

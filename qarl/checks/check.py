@@ -1,0 +1,232 @@
+"""What a check is: the inputs that it reads, what it says, and how checks are made.
+
+The inputs of a run are loaded when a check first needs them, and all checks share them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from qarl.align.levels import unconfirmed
+from qarl.checks import layers, model_folder
+from qarl.checks.generation import eos_warnings
+from qarl.checks.machine import Machine, this_machine
+from qarl.checks.model import applied_level, check_served
+from qarl.checks.model_size import ModelSize
+from qarl.config import Config
+from qarl.data.prompts import PromptDataset, PromptSampler, load_prompts, load_val_prompts, prompt_options
+from qarl.data.rewards import RewardFn, get_reward_fn
+from qarl.errors import UserError
+from qarl.kernels.registry import Choice, choose_linear_kernel
+from qarl.quant.convert import linear_shapes
+from qarl.quant.scheme import get_scheme
+
+
+class NotCheckedError(Exception):
+    """A check could not be made. The message says why, and `fix` how to make it possible. No reason to refuse a run."""
+
+    def __init__(self, why: str, fix: str) -> None:
+        super().__init__(why)
+        self.fix = fix
+
+
+class RunInputs:
+    """The inputs of a run on `machine` (None: this one). A property raises `UserError` if its input is unusable.
+
+    `plan`: the inputs are only examined, so QaRL's copy of a public model's config is enough if the Hub is out of
+    reach. `no_model` is then the error that loading the real one raised.
+    """
+
+    def __init__(self, config: Config, machine: Machine | None = None, *, plan: bool = False) -> None:
+        self.config, self.plan = config, plan
+        self.machine = machine or this_machine(config.backend)
+        self.scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
+        self.no_model: UserError | None = None
+
+    @cached_property
+    def hf_config(self) -> Any:
+        model = self.config.model
+        if not self.plan:
+            return model_folder.load_hf_config(model.path, model.trust_remote_code)
+        hf_config, self.no_model = model_folder.hf_config_or_carried(model.path, model.trust_remote_code)
+        return hf_config
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        path, hf_config = self.config.model.path, self.hf_config
+        if self.no_model is not None:
+            raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
+        if not self.machine.here and Path(path).is_dir() and not model_folder.has_tokenizer(path):
+            raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", "copy it there")
+        return model_folder.load_tokenizer(path, self.config.model.trust_remote_code, hf_config=hf_config)[0]
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trainer's model on the meta device, if engine and trainer build the same one."""
+        return check_served(self.hf_config, trust_remote_code=self.config.model.trust_remote_code)
+
+    @cached_property
+    def size(self) -> ModelSize:
+        try:
+            return ModelSize.from_config(self.hf_config)
+        except KeyError as error:
+            raise NotCheckedError(f"config.json has no key {error}", "estimate the memory by hand") from error
+
+    @cached_property
+    def linears(self) -> layers.Shapes:
+        """[N, K] of every linear of the trainer's model, including each expert's."""
+        return linear_shapes(self.model)
+
+    @cached_property
+    def quantized(self) -> layers.Shapes:
+        """[N, K] of the linears that the run quantizes."""
+        if not self.scheme.quantized:
+            return {}
+        return layers.select_shapes(self.linears, self.scheme, self.config.quant.ignore)
+
+    @cached_property
+    def kernels(self) -> dict[tuple[int, int], Choice | UserError]:
+        """The trainer's kernel for each [N, K] of a dense layer, or the error if no kernel supports it."""
+        import torch
+
+        choices: dict[tuple[int, int], Choice | UserError] = {}
+        scheme, device = self.scheme, torch.device(self.machine.device)
+        group, kernels = scheme.group_size, self.config.quant.kernels
+        dense = (shape for name, shape in self.quantized.items() if not layers.of_expert(name))
+        for shape in dict.fromkeys(dense) if self.config.quant.align != "off" else ():
+            try:
+                choices[shape] = choose_linear_kernel(scheme.name, device, shape, group_size=group, kernels=kernels)
+            except UserError as error:
+                choices[shape] = error
+        return choices
+
+    @property
+    def kernel_names(self) -> dict[tuple[int, int], str]:
+        return {shape: choice.kernel.name for shape, choice in self.kernels.items() if isinstance(choice, Choice)}
+
+    @cached_property
+    def level(self) -> tuple[str, tuple[str, ...]]:
+        """The alignment level that applies, and the reasons why no higher one does. Kernels are asked only by the
+        doctor; the trainer asks them when it builds the model."""
+        self.model  # noqa: B018  a refused model has no level
+        kernels, machine = set(self.kernel_names.values()) if self.plan else (), self.machine
+        return applied_level(self.config, self.hf_config, machine.device, kernels, machine.capability)
+
+    @cached_property
+    def unconfirmed(self) -> str | None:
+        """Why the applied level promises no mismatch, or None."""
+        eager = self.config.rollout.enforce_eager is True
+        return unconfirmed(self.level[0], self.machine.device, self.hf_config, eager=eager)
+
+    @cached_property
+    def weight_files(self) -> list[Path]:
+        return model_folder.weight_files(self.config.model.path)
+
+    @cached_property
+    def eos_warnings(self) -> list[str]:
+        return eos_warnings(self.config.model.path, self.tokenizer, self.hf_config)
+
+    @cached_property
+    def reward_fn(self) -> RewardFn:
+        return get_reward_fn(self.config.reward.function)
+
+    @cached_property
+    def train_prompts(self) -> PromptDataset:
+        self._need_files(self.config.data.train_files)
+        return load_prompts(self.config.data.train_files, **prompt_options(self.config, self.tokenizer))
+
+    @cached_property
+    def val_prompts(self) -> PromptDataset | list[Any]:
+        self._need_files(self.config.data.val_files)
+        return load_val_prompts(self.config, self.tokenizer)
+
+    @cached_property
+    def sampler(self) -> PromptSampler:
+        config = self.config
+        size = config.data.train_batch_size
+        return PromptSampler(len(self.train_prompts), size, seed=config.seed, shuffle=config.data.shuffle)
+
+    def _need_files(self, files: Sequence[str]) -> None:
+        missing = [file for file in files if not Path(file).is_file()]
+        if missing and not self.machine.here:
+            raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor where they are")
+
+
+Status = Literal["ok", "note", "warning", "error"]
+"""`error`: the run would fail. `warning`: the run would start, but probably give bad results. `note`: a useful fact, or
+a check that was not made."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check says. `what`, `where`, `why` and `fix` are as in `UserError`. `lines`: details."""
+
+    status: Status
+    what: str
+    where: str | None = None
+    why: str | None = None
+    fix: str | None = None
+    lines: tuple[str, ...] = ()
+    topic: str = ""
+
+    @classmethod
+    def of(cls, error: UserError, status: Status = "error") -> Finding:
+        return cls(status, error.what, error.where, error.why, error.fix)
+
+    @property
+    def error(self) -> UserError:
+        return UserError(self.what, where=self.where, why=self.why, fix=self.fix)
+
+
+Findings = Iterator[Finding]
+ok, note, warning, error = (partial(Finding, status) for status in ("ok", "note", "warning", "error"))
+
+
+class Check(NamedTuple):
+    """One check. `name` says what is true if it passes. `make` yields findings, or raises `UserError` if the run would
+    fail; without findings all is well. Its parameters are the `RunInputs` that the check needs.
+
+    `here`: whether it is about the current state of this machine. `backend`, `device`: the only one that it is about.
+    """
+
+    topic: str
+    name: str
+    make: Callable[..., object]
+    here: bool = False
+    backend: str = ""
+    device: str = ""
+
+    def findings(self, run: RunInputs) -> Findings:
+        findings = self.make(**{need: getattr(run, need) for need in inspect.signature(self.make).parameters})
+        return findings if isinstance(findings, Iterator) else iter(())
+
+    def applies(self, run: RunInputs) -> bool:
+        is_about = self.backend in ("", run.config.backend) and self.device in ("", run.machine.device)
+        return is_about and (run.machine.here or not self.here)
+
+
+def examine(run: RunInputs, checks: Sequence[Check]) -> Findings:
+    """Make all checks that apply, and yield their findings. An input that cannot be loaded is one error."""
+    reported: set[str] = set()
+    for check in checks:
+        if not check.applies(run):
+            continue
+        not_checked = f"not checked: {check.name}"
+        try:
+            findings = list(check.findings(run)) or [ok(check.name)]
+        except NotCheckedError as unmade:
+            findings = [note(not_checked, why=str(unmade), fix=unmade.fix)]
+        except UserError as refusal:
+            findings = [Finding.of(refusal)]
+            if str(refusal) in reported:
+                why = f"an input that it needs could not be loaded (see above: {refusal.what})"
+                findings = [note(not_checked, why=why, fix="correct that first, then check again")]
+            reported.add(str(refusal))
+        yield from (replace(finding, topic=check.topic) for finding in findings)

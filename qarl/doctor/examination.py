@@ -1,0 +1,254 @@
+"""Makes every check, topic by topic, and shows the findings as text or as JSON.
+
+Beside the checks of a run (`qarl.checks.registry`) and of its model (`qarl.doctor.model`) these are checks of the
+config's values and of its machine: backend, GPUs, threads, packages and disk.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from packaging.requirements import Requirement
+
+from qarl.checkpoint import storage
+from qarl.checks import registry
+from qarl.checks.check import (
+    Check,
+    Finding,
+    Findings,
+    RunInputs,
+    Status,
+    error,
+    examine,
+    note,
+    ok,
+    warning,
+)
+from qarl.checks.machine import Machine
+from qarl.checks.memory import checkpoint_bytes, readable
+from qarl.checks.memory_terms import ranks
+from qarl.checks.model_size import ModelSize
+from qarl.config import Config
+from qarl.config.checks import unusual_values
+from qarl.console import fit_terminal
+from qarl.doctor import model
+from qarl.errors import UserError
+from qarl.metrics.band_advice import PAPER, bands_in_force, how_to_set, scaled
+from qarl.process import package_versions
+from qarl.trainer.resume import check_free, find_start
+from qarl.verl.checkpoint import find_verl_start
+
+SHORTEST = 1000
+"""The smallest response length (in tokens) for which the paper's narrowest band gives no warning. The paper itself uses
+its bands at 3072 tokens."""
+
+
+def values(config: Config) -> Findings:
+    for value in unusual_values(config):
+        yield Finding.of(value, "warning")
+
+
+def bands(config: Config) -> Findings:
+    """Say whether TBPO's bands are wide enough for the length of the responses (`qarl.metrics.band_advice`)."""
+    actor, length = config.actor, config.data.max_response_length
+    if actor.loss != "tbpo":
+        return
+    widths = {f"actor.{name}": width for name, width in bands_in_force(actor.model_dump()).items()}
+    if actor.band_scaling == "length":
+        widths = {key: scaled(width, length, actor.band_reference_length) for key, width in widths.items()}
+    narrowest, widest, paper = min(widths.values()), max(widths.values()), PAPER.neg_seq_clip_ratio_low
+    limit = scaled(paper, length, SHORTEST) * (1 - 1e-9)
+    if narrowest >= limit:
+        yield ok(f"bands of {narrowest:.1e} to {widest:.1e} suit {length} tokens")
+        return
+    yield warning(
+        f"bands of {narrowest:.1e} are narrow for responses of at most {length} tokens",
+        where=", ".join(key for key, width in widths.items() if width < limit),
+        why="the spread of sequence ratios is proportional to 1/sqrt(tokens); the paper's bands are for up to "
+        "16384 tokens, and responses outside their band have no gradient",
+        fix=how_to_set(actor.model_dump(), scaled(paper, length) / narrowest)
+        + "; watch actor/inside_band_frac_after_first",
+    )
+
+
+def backend(config: Config, machine: Machine) -> Findings:
+    count, engines = ranks(config), ""
+    if config.backend == "verl":
+        from qarl.verl.checks import refuse_unsupported
+        from qarl.verl.run import verl_config
+
+        refuse_unsupported(config)
+        verl_config(config, on_cpu=machine.on_cpu)
+        workers = config.rollout.tensor_model_parallel_size
+        engines = f", {count // workers} rollout engines of {workers}"
+    yield ok(f"backend={config.backend}: {count} trainer process{'es' if count > 1 else ''}{engines}")
+
+
+def gpus(config: Config, machine: Machine) -> Findings:
+    wanted = config.trainer.n_gpus_per_node
+    if machine.gpus is not None and machine.gpus < wanted:
+        yield error(
+            f"this machine has {machine.gpus} GPUs, but trainer.n_gpus_per_node is {wanted}",
+            where="trainer.n_gpus_per_node",
+            fix=f"set trainer.n_gpus_per_node={machine.gpus} or less",
+        )
+
+
+def threads(config: Config, machine: Machine) -> Findings:
+    cores, workers = len(os.sched_getaffinity(0)), config.trainer.n_gpus_per_node
+    share = max(1, cores // workers)
+    count = config.trainer.num_threads or (int(os.environ["OMP_NUM_THREADS"]) if workers == 1 else share)
+    what = f"{count} threads in each of {workers} processes on {cores} cores"
+    if count * workers <= cores or (config.backend == "verl" and not machine.on_cpu):
+        yield ok(what)
+        return
+    why = "more threads than cores wait for each other and make a step tens of times slower"
+    yield warning(what, where="trainer.num_threads", why=why, fix=f"set trainer.num_threads={share}")
+
+
+def supported_versions(config: Config, machine: Machine) -> Findings:
+    for requirement in requirements("cpu" if machine.on_cpu else "gpu"):
+        vllm = requirement.name.startswith("vllm")
+        if requirement.marker is not None and not vllm and config.backend != "verl":
+            continue  # the extras hold vLLM, and packages that only verl needs
+        version = package_versions([requirement.name]).get(requirement.name)
+        if version is not None and not requirement.specifier.contains(version, prereleases=True):
+            supported = f"{requirement.name}{requirement.specifier}"
+            yield warning(
+                f"{requirement.name} {version} is installed, but only {supported} is supported",
+                why="other versions are not tested: names of weights, kernels and settings change between versions",
+                fix=f"pip install '{supported}', or make setup",
+            )
+
+
+def requirements(extra: str) -> list[Requirement]:
+    """Return the requirements of pyproject.toml with this extra."""
+    needed = [Requirement(line) for line in importlib.metadata.requires("qarl") or []]
+    return [r for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})]
+
+
+def writable(config: Config) -> None:
+    run_dir = config.run_dir
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        where, fix = str(run_dir / "config.yaml"), "set output_dir to a folder that can be written to"
+        raise UserError("the config cannot be written", where=where, fix=fix)
+
+
+def start(config: Config) -> Findings:
+    """Say whether the run starts fresh or resumes from a checkpoint."""
+    run_dir = config.run_dir
+    if config.backend == "verl":
+        step, stays = find_verl_start(config)
+        origin = config.trainer.resume_from_path or str(run_dir)
+    else:
+        check_free(run_dir)
+        begin = find_start(config)
+        stays = begin.stays_in(run_dir)
+        step, origin = (begin.checkpoint.step, str(begin.checkpoint.folder)) if begin.checkpoint else (0, "")
+        for folder, problem in begin.damaged:
+            fix = "replace it with a good copy, or let the run continue from the earlier checkpoint"
+            yield warning(f"{problem.what}: it will be renamed", where=str(folder), why=problem.why, fix=fix)
+        for text in begin.notes:
+            yield note(text, fix="nothing to do, if that is what you want")
+    moves = not stays and storage.holds_a_run(run_dir)
+    if step or not moves:
+        yield ok(f"the run resumes from step {step} ({origin})" if step else "the run starts fresh")
+    if moves:
+        yield note(
+            f"{run_dir} contains an earlier run, which will be moved to {run_dir}.1 or the next free number",
+            fix="nothing to do, or choose a different name=...",
+        )
+
+
+def space(config: Config, size: ModelSize) -> Findings:
+    run_dir, trainer = config.run_dir.absolute(), config.trainer
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
+    sizes, free = checkpoint_bytes(size, config), shutil.disk_usage(existing).free
+    saves = trainer.total_training_steps // trainer.save_freq + 1 if trainer.save_freq > 0 else 0
+    if trainer.save_final and config.backend == "verl":
+        saves = max(saves, 1)  # the export is made from a checkpoint
+    if trainer.max_ckpt_to_keep is not None:  # an old checkpoint is deleted only after the new one is complete
+        saves = min(saves, trainer.max_ckpt_to_keep + 1)
+    export = sizes["export"] if trainer.save_final else 0
+    needed = export + saves * sizes["resumable"]
+    what = (
+        f"{readable(free)} free; the run needs {readable(needed)}: export {readable(export)}, and up to {saves} "
+        f"checkpoints of {readable(sizes['resumable'])} each"
+    )
+    fix = "free some space, set output_dir to another disk, or lower trainer.max_ckpt_to_keep"
+    by_time = 2 * sizes["resumable"] if trainer.save_minutes > 0 and trainer.total_training_steps > 2 else 0
+    status: Status = "error" if free < needed else "warning" if free < needed + max(needed, by_time) else "ok"
+    yield Finding(status, what, where=str(existing), fix=fix)
+
+
+MACHINE_CHECKS = (
+    Check("values", "all values are usual", values),
+    Check("backend", "the backend supports the config", backend),
+    Check("machine", "the GPUs suffice", gpus, device="cuda"),
+    Check("machine", "threads have cores", threads, here=True),
+    Check("packages", "all packages have supported versions", supported_versions, here=True),
+    Check("disk", "the run folder can be written to", writable, here=True),
+    Check("disk", "the run can start", start, here=True),
+    Check("disk", "the disk has space", space, here=True),
+    Check("loss", "TBPO's bands suit the responses", bands),
+)
+
+
+TOPICS = (
+    *("values", "backend", "machine", "packages", "model", "weights", "ignore list", "layer sizes", "kernels"),
+    *("published tensors", "memory", "disk", "data", "loss"),
+)
+CHECKS = (*registry.CHECKS, *MACHINE_CHECKS, *model.CHECKS)
+STATUSES: tuple[Status, ...] = get_args(Status)
+_WIDTH = 118
+
+
+def run_checks(config: Config, target: Machine) -> Report:
+    """Make every check for `config` on `target`, without starting an engine, loading weights or writing files."""
+    inputs = RunInputs(config, target, plan=True)
+    findings = sorted(examine(inputs, CHECKS), key=lambda finding: TOPICS.index(finding.topic))
+    return Report(config.name, target.name, tuple(findings))
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, ordered by topic."""
+
+    name: str
+    target: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def counts(self) -> dict[Status, int]:
+        return {status: sum(finding.status == status for finding in self.findings) for status in STATUSES}
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the run would fail, else 0."""
+        return 1 if self.counts["error"] else 0
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}, on {self.target}"]
+        for topic, findings in itertools.groupby(self.findings, key=lambda finding: finding.topic):
+            lines += ["", topic, *map(as_text, findings)]
+        counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
+        verdict = "the run would fail" if self.exit_code else "nothing was found that would stop the run"
+        return "\n".join([*lines, "", f"{verdict}: {counts}"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types: exit code, counts, and one mapping per finding, without empty fields."""
+        findings = [{key: value for key, value in asdict(finding).items() if value} for finding in self.findings]
+        about = {"name": self.name, "target": self.target, "exit_code": self.exit_code}
+        return {**about, "counts": self.counts, "findings": findings}
+
+
+def as_text(finding: Finding) -> str:
+    told = [(label, getattr(finding, label)) for label in ("where", "why", "fix")]
+    lines = [f"  {finding.status:8} {finding.what}", *(f"{'':11}{label}: {text}" for label, text in told if text)]
+    return "\n".join([fit_terminal("\n".join(lines), _WIDTH), *(" " * 11 + line for line in finding.lines)])

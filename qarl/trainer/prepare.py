@@ -1,0 +1,83 @@
+"""Load and check everything that a local run needs before it starts. The cheapest checks come first.
+
+So a wrong path, a prompt that is too long, or a reward function that raises gives one clear error, and not a stack
+trace after the engine has started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qarl.checks.generation import check_sampling
+from qarl.checks.model_folder import cannot_build
+from qarl.checks.registry import check_run
+from qarl.config import Config
+from qarl.console import stage
+from qarl.data.prompts import PromptDataset, PromptSampler
+from qarl.data.rewards import RewardFn
+from qarl.objectives import verl_functions
+from qarl.objectives.settings import objective_settings
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.engine import EngineConfig
+from qarl.trainer.policy import Policy
+
+
+@dataclass
+class RunParts:
+    policy: Policy
+    tokenizer: Any
+    pad_token_id: int
+    train_prompts: PromptDataset
+    val_prompts: PromptDataset | list[Any]
+    sampler: PromptSampler
+    reward_fn: RewardFn
+
+
+def prepare_run(config: Config) -> RunParts:
+    """Run all checks (`qarl.checks.registry`), then load the weights. Raise UserError for the first that fails."""
+    verl_functions.require(objective_settings(config), advantages=config.algorithm.adv_estimator == "rloo")
+    with stage("checking data, model and machine"):
+        run = check_run(config)
+    tokenizer = run.tokenizer
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    try:
+        with stage(f"loading the weights of {config.model.path}"):
+            policy = Policy.load(config)
+    except RuntimeError as error:
+        raise cannot_build(config.model.path, " ".join(str(error).split())[:400]) from error
+    vocabulary = policy.model.get_output_embeddings().weight.shape[0]
+    confirmed = policy.limit_level == policy.align or policy.align == "exact"
+    check_sampling(config, level=policy.align, vocabulary=vocabulary, confirmed=confirmed)
+    return RunParts(
+        policy, tokenizer, pad_token_id or 0, run.train_prompts, run.val_prompts, run.sampler, run.reward_fn
+    )
+
+
+def engine_config(config: Config, *, level: str, routing: bool = False) -> EngineConfig:
+    """Return the engine's config for a run.
+
+    `level`: the alignment level that was applied (`Policy.align`), which may be lower than `quant.align`. `routing`:
+    whether rollouts also return each token's experts."""
+    rollout = config.rollout
+    return EngineConfig(
+        model=config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+        scheme=get_scheme(config.quant.scheme, group_size=config.quant.group_size),
+        ignore=tuple(config.quant.ignore),
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_gib=rollout.cpu_kvcache_space_gib,
+        enforce_eager=rollout.enforce_eager,
+        free_cache_engine=rollout.free_cache_engine,
+        return_routed_experts=routing,
+        delta=config.publish.delta == "auto" and not torch.cuda.is_available(),
+        head_dtype=config.model.head_dtype,
+        dtype=config.model.dtype,
+        aligned=level in ("model", "exact"),
+        kernels=config.quant.kernels,
+    )

@@ -1,0 +1,51 @@
+"""The entry point of group `verl.plugins`: every process imports this module at the end of `import verl`.
+
+Most of those processes train nothing and import no engine, so this module imports nothing heavy. The loss, the engine,
+the trainer and the agent loop register themselves as soon as verl has imported the modules that hold its registries.
+Registering them here directly would import verl's engines into every process.
+
+verl swallows the exceptions of plugins and continues without them. So this module logs its errors. A config that names
+a part of QaRL then fails, because verl does not know that name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any
+
+import wrapt
+
+FOLLOWERS = {
+    "verl.trainer.ppo.core_algos": "qarl.verl.loss",
+    "verl.workers.engine": "qarl.verl.fsdp_engine",
+    "verl.trainer.ppo.v1": "qarl.verl.trainer",
+    "verl.experimental.agent_loop.agent_loop": "qarl.verl.agent_loop_and_reward",
+}
+"""Maps each verl module with a registry to the QaRL module that registers itself there on import."""
+
+_log = logging.getLogger("qarl.verl")
+
+
+def import_quietly(name: str) -> None:
+    """Import a module of the plugin. Log an exception with its traceback instead of raising it."""
+    try:
+        importlib.import_module(name)
+    except Exception:
+        _log.error("QaRL could not register %s with verl; verl runs without it", name, exc_info=True)
+
+
+def register_cpu() -> None:
+    """Register the CPU platform, if it is chosen. A second call has no effect."""
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+        import_quietly("qarl.verl.cpu_platform")
+
+
+def _follow(module: Any) -> None:
+    import_quietly(FOLLOWERS[module.__name__])
+
+
+register_cpu()
+for name in FOLLOWERS:
+    wrapt.register_post_import_hook(_follow, name)  # at once, if verl has imported the module already

@@ -1,0 +1,224 @@
+"""The forward of verl's engine: the rows that attention sees, the experts that routers replay, and its log-probs.
+
+Rows: with `use_remove_padding`, verl packs the rows of a micro-batch into one forward [1, tokens] and passes
+`position_ids`. Attention finds the rows in these (`qarl.align.packed_attention`). Without it, verl pads the rows on the
+right and passes a mask. QaRL replaces the mask with the lengths of the rows. The mask is not needed, because no token
+attends to the padding after it. With a mask, attention would compute differently, and the log-probs would change.
+
+Router replay: the actor's routers use the experts that verl's batch names for each token. The routing is unknown for
+the last sampled token, which vLLM never routes. For such tokens, verl's batch contains zeros
+(verl/experimental/agent_loop/agent_loop.py). If all experts of a token are 0, the actor's own router chooses, as in
+verl's VeOmni engine (verl/workers/engine/veomni/transformer_impl.py).
+
+Log-probs: verl would store all logits of a micro-batch. For Qwen3 and the paper's 22528 tokens, they need 38 GiB in the
+update (12 bytes for each of 22528 x 151936). verl's fused kernels also avoid this, but do not give the engine's numbers
+(`qarl.kernels.log_probs`). FSDP2 gathers lm_head's weight only for lm_head's forward, so `LogProbHead` replaces the
+linear and computes log-probs and entropies there, in blocks of tokens. If `request_log_probs` gave it the tokens before
+the forward, it returns log-probs [1, tokens, 1] instead of logits. Logits are still computed in these cases:
+
+- padded rows
+- models whose logits are scaled or capped
+- gradients of entropies
+- verl's distillation and sums of squared probabilities
+
+Then `log_softmax_of_chosen` computes the log-probs, as the rollout engine and the local backend do. verl itself
+subtracts logsumexp from the chosen logit (verl/utils/torch_functional.py). Its result differs from log_softmax in the
+last bits, by up to 1.2e-6 if everything else is equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from verl.utils import tensordict_utils as tu
+
+from qarl.align.router import RecordedRouting, known_routing, recorded_routing, replayed_routing
+from qarl.align.router import differing_tokens as differing
+from qarl.checks.model import PLAIN_HEADS, no_fp32_head
+from qarl.kernels.log_probs import chosen_log_probs, log_probs_and_entropies
+
+_OTHER_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "use_fused_kernels")
+
+
+@dataclass
+class Request:
+    """A request for the next forward: the log-probs of `tokens` (int64), and `entropies` if `entropy` is true."""
+
+    tokens: torch.Tensor
+    temperature: float
+    entropy: bool
+    entropies: torch.Tensor | None = None
+
+
+class LogProbHead(nn.Linear):
+    """lm_head without bias. `vocabulary`: number of tokens of the tokenizer. Later rows of the weight are ignored."""
+
+    vocabulary: int
+    fp32: bool = False
+    """Whether both operands of the product are cast to FP32, as vLLM does with `head_dtype`."""
+    request: Request | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        request, weight = self.request, self.weight
+        if self.fp32:
+            input, weight = input.float(), weight.float()
+        if request is None:
+            return F.linear(input, weight)
+        compute = log_probs_and_entropies if request.entropy else chosen_log_probs
+        weight = weight[: self.vocabulary]
+        log_probs, second = compute(input[0], weight, request.tokens, temperature=request.temperature)
+        request.entropies = second if request.entropy else None
+        return log_probs[None, :, None]
+
+
+def replace_head(module: Any, vocabulary: int, head_dtype: str = "model") -> LogProbHead | None:
+    """Replace the model's lm_head. Call this before FSDP wraps it. Return the new module, or None if it does not fit.
+
+    Parameters and their names stay the same. `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32
+    and the old one cannot be replaced.
+    """
+    head = module.get_output_embeddings()
+    if module.config.model_type not in PLAIN_HEADS or type(head) is not nn.Linear or head.bias is not None:
+        if head_dtype == "fp32":
+            raise no_fp32_head(module.config.model_type)
+        return None
+    with torch.device("meta"):
+        new = LogProbHead(head.in_features, head.out_features, bias=False)
+    new.weight, new.vocabulary = head.weight, min(vocabulary, head.out_features)
+    new.fp32 = head_dtype == "fp32"
+    module.set_output_embeddings(new)
+    return new
+
+
+def request_log_probs(head: LogProbHead | None, micro_batch: Any, output_args: Any) -> None:
+    """Tell `head` what to compute in the next forward. `output_args`: from verl's `prepare_model_inputs`."""
+    if head is None:
+        return
+    head.request = None
+    temperature = micro_batch.get("temperature", 1.0)
+    number = getattr(temperature, "data", temperature) if not isinstance(temperature, torch.Tensor) else None
+    entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
+    others = any(tu.get_non_tensor_data(data=micro_batch, key=key, default=False) for key in _OTHER_OUTPUTS)
+    packed = "temperature_rmpad" in output_args
+    if number is not None and packed and not others and not (entropy and torch.is_grad_enabled()):
+        head.request = Request(output_args["input_ids_rmpad_rolled"], max(float(number), 1e-8), entropy)
+
+
+def take_log_probs(
+    head: LogProbHead | None, output: Any, micro_batch: Any, output_args: Any, gather: Any
+) -> dict[str, torch.Tensor] | None:
+    """Return the outputs that verl expects, jagged like `input_ids`, or None if the forward computed logits.
+
+    `output`: the model's output. FSDP2's hooks for the backward are on its tensors. `gather`: verl's function that
+    joins the parts of a packed sequence and removes padding.
+    """
+    if head is None or head.request is None:
+        return None
+    request, head.request = head.request, None
+    offsets = micro_batch["input_ids"].offsets()
+    outputs = {"log_probs": output.logits[0, :, 0], "entropy": request.entropies}
+    return {
+        name: torch.nested.nested_tensor_from_jagged(gather(values, output_args["pad_size"]), offsets)
+        for name, values in outputs.items()
+        if values is not None
+    }
+
+
+def log_softmax_of_chosen(
+    logits: torch.Tensor, output_args: Any, micro_batch: Any, gather: Callable[..., Any]
+) -> torch.Tensor:
+    """Return log_softmax(logits / temperature) of the next token at each position, in FP32 and jagged like `input_ids`.
+
+    `logits`: FP32, [1, tokens, V] for packed rows, [B, T, V] for padded rows. `output_args`: from verl's
+    `prepare_model_inputs`. `gather`: verl's function that joins the parts of a packed sequence and removes padding.
+    """
+    offsets, labels = micro_batch["input_ids"].offsets(), output_args["input_ids_rmpad_rolled"]
+    packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
+    if packed:
+        rows, temperature = logits.squeeze(0), output_args["temperature_rmpad"]
+    else:
+        lengths = offsets.diff()
+        places = torch.arange(logits.shape[1], device=logits.device)[None, :] < lengths[:, None]
+        rows, temperature = logits[places], output_args["temperature"].repeat_interleave(lengths)
+    if not output_args.get("temperature_is_one", False):
+        rows = rows / temperature.clamp(min=1e-8)[:, None]
+    chosen = rows.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    if packed:
+        chosen = gather(chosen, output_args["pad_size"])
+    return torch.nested.nested_tensor_from_jagged(chosen, offsets)
+
+
+def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool) -> dict[str, Any]:
+    """Return the changes to `inputs`, the model's keyword arguments from verl's `prepare_model_inputs`.
+
+    `exact`: whether the engine's attention operator is used, which needs the lengths of the prompts.
+    """
+    lengths = micro_batch["input_ids"].offsets().diff()
+    changes: dict[str, Any] = {}
+    rows = lengths.tolist()
+    if inputs.get("attention_mask") is not None:  # padded
+        changes |= {"attention_mask": None, "position_ids": None}
+    elif (filler := inputs["input_ids"].shape[1] - sum(rows)) > 0:  # verl's pad_to_length adds a row
+        rows.append(filler)
+    changes["row_lengths"] = tuple(rows)
+    if exact:
+        prompts = micro_batch["prompts"].offsets().diff()
+        changes["prompt_lengths"] = torch.cat([prompts, lengths.new_tensor(rows[len(lengths) :])])
+    return changes
+
+
+class RouterReplay:
+    """Replays the routing of one forward at a time. A replay stays active until the next forward begins, because
+    gradient checkpointing computes the forward again in the backward."""
+
+    def __init__(self) -> None:
+        self._replay = ExitStack()
+        self._record: RecordedRouting | None = None
+        self._routing: torch.Tensor | None = None
+        self.other = self.known = 0
+        """Numbers of tokens since the last `take`, in passes that compute old log-probs. `known`: tokens whose routing
+        is in the batch. `other`: those of them that the actor's own routers would send to different experts."""
+
+    def begin(self, module: Any, micro_batch: Any, input_ids: torch.Tensor) -> None:
+        """Call before a forward of `input_ids`, [B, T] padded on the right or [1, tokens] packed."""
+        self._replay.close()
+        self._routing = self._record = None
+        routed = micro_batch.get("routed_experts", None)
+        if routed is None:
+            return
+        routing = as_forward(routed, input_ids)
+        self._replay.enter_context(replayed_routing(module, routing))
+        if not torch.is_grad_enabled():
+            self._routing, self._record = routing, self._replay.enter_context(recorded_routing(module))
+
+    def end(self) -> None:
+        """Call after a forward. If it ran without gradients (to compute log-probs), update the counts for `take`."""
+        if self._record is None or self._routing is None:
+            return
+        self.other += int(differing(self._record.experts(), self._routing).sum())
+        self.known += int(known_routing(self._routing).any(-1).sum())
+        self._record = None
+
+    def take(self) -> tuple[int, int]:
+        """Return `other` and `known`, the token counts since the last call, and set both to 0."""
+        counts, self.other, self.known = (self.other, self.known), 0, 0
+        return counts
+
+
+def as_forward(routed: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Flatten verl's nested routing [B, tokens, layers, k] to [positions, layers, k] of the same dtype. The positions
+    are those of the flattened `input_ids`. Positions without a token get -1."""
+    values, lengths = routed.values(), routed.offsets().diff()
+    routing = torch.full((*input_ids.shape, *values.shape[1:]), -1, dtype=values.dtype, device=values.device)
+    if len(input_ids) != len(lengths):  # packed
+        routing[0, : len(values)] = values
+    else:
+        places = torch.arange(input_ids.shape[1], device=lengths.device)[None, :] < lengths[:, None]
+        routing[places.to(routing.device)] = values
+    return routing.flatten(0, 1)

@@ -1,0 +1,356 @@
+"""verl's FSDP engine with a quantized forward and the data that TBPO needs. It replaces verl's own engine.
+
+Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every method but the first only calls verl's:
+
+    _build_module          restores buffers, and swaps linears and blocks before FSDP wraps them; keys stay the same
+    _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
+    _build_optimizer       builds QaRL's optimizer if the config names it, and otherwise verl's
+    prepare_model_inputs, prepare_model_outputs   the rows, routing and log-probs of `qarl.verl.forward`
+    forward_backward_batch   quantizes the shards that have changed
+    infer_batch            remembers that verl has asked for old log-probs
+    train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, collect
+                           statistics, and compare with the engine before the first update (`qarl.verl.training_step`)
+    lr_scheduler_step      does nothing if the step was dropped: its old log-probs turned out not to be the trainer's
+    save_checkpoint, load_checkpoint   also write, and compare the loaded state with, a record of the state
+    get_per_tensor_param   publishes the tensors that the next forward multiplies by, on CPU also of an unquantized
+                           actor, because verl's receiver cannot load weights into vLLM's linears there
+
+verl first looks for an engine that is registered for the device's vendor (verl/workers/engine/base.py). verl itself
+registers no engine for NVIDIA, AMD or `cpu`, so QaRL registers this one for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.fsdp_utils import MixedPrecisionPolicy, apply_fsdp2, fsdp2_load_full_state_dict
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+
+from qarl.align import align_model
+from qarl.align.cpu import uses_engine_attention
+from qarl.align.families import check_rows
+from qarl.align.packed_attention import use_rows_attention
+from qarl.align.router import replays
+from qarl.errors import UserError
+from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, check_mismatch
+from qarl.optim.muon import shard_axis
+from qarl.optim.muon_adamw import MuonAdamW
+from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
+from qarl.quant.meta_model import check_buffers, restore_buffers
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.publish.send import DeltaSender
+from qarl.verl import forward, training_step
+from qarl.verl.ask_servers import Watch, ask_before_publish
+from qarl.verl.checkpoint import check_files, check_record, save_record
+from qarl.verl.config import QuantFSDPEngineConfig, check_engine_config
+from qarl.verl.loss import DIFFERING, MICRO_BATCH, OURS, MicroBatch, loss_mode, refuse_hidden_mismatch
+from qarl.verl.publish import publication, publish_timeout
+
+_log = logging.getLogger("qarl.verl")
+_log.setLevel(logging.INFO)
+
+_NO_LOGIT = -1e30
+"""Replaces logits beyond the tokenizer's vocabulary. -inf would make the entropy NaN, because its probability is 0."""
+BF16_LIMIT = DEFAULT_LIMITS["linears"]
+"""The limit of an actor without `fsdp_config.quant`: both sides use the same BF16 weights."""
+BF16_SOURCE = "that is allowed by default (+qarl=bf16 adds the key quant.mismatch_limit, which sets the limit)"
+OPTIMIZER = {"optimizer_impl": MuonAdamW.__module__, "optimizer": MuonAdamW.__name__}
+"""Values of verl's keys under `actor_rollout_ref.actor.optim` that choose QaRL's optimizer."""
+
+
+class QaRLFSDPEngine(FSDPEngineWithLMHead):
+    """The engine. `quant`: its settings, or None without a section `quant`. `align`: the alignment level in use."""
+
+    quant: Any = None
+    scheme = get_scheme("bf16")
+    ignore: tuple[str, ...] = ()
+    align: str = "off"
+    limit_level: str = "off"
+    """The level whose limit on the mismatch applies."""
+    compared: bool = False
+    """Whether the log-probs have been compared with the actor's rounding noise."""
+    _updated: bool = False
+    """Whether this process has made an update, so that the weights are no longer the loaded ones."""
+    _asked_for_log_probs: bool = False
+    """Whether verl has asked for log-probs since the last training step."""
+    _step: training_step.TrainingStep | None = None
+    """The training step, from its first mini-batch to its last."""
+    _last_dropped: bool = False
+    """Whether the update of the last training step was dropped."""
+    _head: forward.LogProbHead | None = None
+    _outbox: DeltaSender | None = None
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        if isinstance(engine_config, QuantFSDPEngineConfig):
+            self.quant = engine_config.quant
+            self.scheme = get_scheme(self.quant.scheme, group_size=self.quant.group_size)
+            self.ignore = tuple(self.quant.ignore)
+        if self.quant is not None or get_device_name() == "cpu":
+            publish_timeout()  # raises for a bad value before the model is loaded
+            check_engine_config(model_config, engine_config)
+        self.routing = forward.RouterReplay()
+        self._servers = Watch(only_servers=True)
+        self._outbox = DeltaSender() if self.quant is not None and self.quant.publish_delta == "auto" else None
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_module(self) -> Any:
+        module = super()._build_module()
+        restore_buffers(module)  # verl has cast them to the masters' dtype
+        if self.quant is None:
+            if get_device_name() == "cpu":
+                use_rows_attention(module)
+            return module
+        device = torch.device(get_device_name())
+        report: Any = "linears: BF16 in the forward"
+        if self.scheme.quantized and self.quant.align != "off":
+            report = quantize_before_sharding(module, scheme=self.scheme, ignore=self.ignore, device=device)
+        engine: dict[str, Any] = {"workers": self.quant.tensor_model_parallel_size, "eager": self.quant.enforce_eager}
+        aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, **engine)
+        self.align, self.limit_level = aligned.level, aligned.limit_level
+        check_rows(module.config, packed=self.use_remove_padding)
+        self._head = forward.replace_head(module, len(self.model_config.tokenizer), self.quant.head_dtype)
+        if self.rank == 0:
+            _log.info("%s\n%s", report, aligned)
+        return module
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        if self.quant is None and get_device_name() != "cpu":
+            return super()._build_fsdp_module(module)
+        # verl's own, but a quantized actor's block inputs stay FP32. On CPU no memory is pinned and nothing offloaded.
+        from verl.utils.torch_dtypes import PrecisionType
+
+        precision = self.engine_config.mixed_precision or {}
+        param_dtype = PrecisionType.to_dtype(precision.get("param_dtype", "bf16"))
+        reduce_dtype = PrecisionType.to_dtype(precision.get("reduce_dtype", "fp32"))
+        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=self.quant is None)
+        fsdp_kwargs = {"mesh": self.device_mesh, "mp_policy": policy, "offload_policy": None}
+        fsdp_kwargs["reshard_after_forward"] = self.engine_config.reshard_after_forward
+        full_state = module.state_dict()
+        apply_fsdp2(module, fsdp_kwargs, self.engine_config)
+        fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
+        check_buffers(module)
+        # Parameters arrive in BF16, so autocast to BF16 would change only what alignment computes in FP32.
+        self._autocast_dtype = param_dtype if self.quant is None else torch.float32
+        self.scaler = None
+        return module
+
+    def _build_optimizer(self, module: Any) -> Any:
+        if all(getattr(self.optimizer_config, key, None) == value for key, value in OPTIMIZER.items()):
+            return build_optimizer(module, self.optimizer_config)
+        return super()._build_optimizer(module)
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        if self.quant is not None:
+            quantize_shards(self.module, torch.device(get_device_name()))
+        return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self.quant is not None and micro_batch["position_ids"].dim() == 3:
+            what = (
+                "QaRL's quantized actor does not support models for images, whose tokens have several positions (mrope)"
+            )
+            raise UserError(what, where="actor_rollout_ref.model.path", fix="train a text-only model")
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        if self.quant is not None:
+            inputs |= forward.row_inputs(inputs, micro_batch, exact=uses_engine_attention(self.module))
+        forward.request_log_probs(self._head, micro_batch, output_args)
+        if self.quant is not None and replays(self.quant.router_replay, self.align):
+            self.routing.begin(self.module, micro_batch, inputs["input_ids"])
+        return inputs, output_args
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+        self.routing.end()
+        gather = self._gather_and_unpad_packed
+        outputs = forward.take_log_probs(self._head, output, micro_batch, output_args, gather)
+        if outputs is not None:
+            return outputs
+        chosen: dict[str, torch.Tensor] = {}
+        if self.quant is not None:
+            logits = output.logits = output.logits.float()  # verl divides by the temperature in the logits' own dtype
+            # verl masks these logits in the rollout, too (monkey_patch_compute_logits in vllm_rollout/utils.py).
+            logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
+            if not tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
+                chosen["log_probs"] = forward.log_softmax_of_chosen(logits, output_args, micro_batch, gather)
+                micro_batch = micro_batch.copy()
+                tu.assign_non_tensor(micro_batch, distillation_only=True)  # verl then computes no log-probs
+        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func) | chosen
+
+    def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
+        self._asked_for_log_probs = True
+        return super().infer_batch(data, loss_function)
+
+    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        """Update the weights by the mini-batch `data`, and return verl's outputs."""
+        if self.quant is None and loss_mode(loss_function) not in OURS:
+            return super().train_batch(data, loss_function)
+        tu.maybe_fix_3d_position_ids(data)
+        step = self._step = self._step or training_step.TrainingStep.of(data)
+        group = self.get_data_parallel_group()
+        if not step.dropped:
+            step.begin_mini_batch(data, group)
+            all_equal = step.mini_batch.tokens > 0 and step.mini_batch.differing == 0
+            refuse_hidden_mismatch(loss_function, step.relies, all_equal=all_equal, asked=self._asked_for_log_probs)
+            if not self._updated and not step.relies and "rollout_log_probs" in data:
+                self._check_limit(step, step.mini_batch.mismatch, step.mini_batch.response_length)
+            number = step.statistics.begin_mini_batch()
+
+            self.optimizer_zero_grad()
+            outputs = self.forward_backward_batch(data, loss_function)
+            compared = step.close(group)  # may drop the update
+            if compared and not step.dropped and not self._updated:
+                self._check_limit(step, step.compared.mismatch, step.compared.response_length)
+        if step.dropped:  # by this mini-batch or an earlier one
+            self.optimizer_zero_grad()
+            outputs = {"model_output": {}, "loss": [0.0], "metrics": {DIFFERING: [float(step.compared.differing)]}}
+        else:
+            self._updated = True
+            outputs["metrics"]["grad_norm"] = self.optimizer_step()
+            if number == 1 and step.relies != "rollout":  # with `rollout`, nobody knows δ of each token
+                training_step.log_samples(self, data)
+        # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
+        if tu.get(data, key="update_lr_scheduler", default=True):
+            routing = self.routing.take()
+            if not step.dropped:
+                metrics = self._metrics_of(step, routing)
+                outputs["metrics"].update({name: [value] for name, value in metrics.items()})
+                self._asked_for_log_probs = False
+            self._step, self._last_dropped = None, step.dropped
+        return outputs
+
+    def _metrics_of(self, step: training_step.TrainingStep, routing: tuple[int, int]) -> dict[str, float]:
+        """Return the metrics of a whole step. Only the first rank has those over all ranks."""
+        metrics = step.statistics.metrics(self.get_data_parallel_group(), routing)
+        if "mismatch/abs_mean" in metrics:
+            over = self._check_limit(step, metrics["mismatch/abs_mean"], step.statistics.mean_length)
+            metrics["mismatch/over_limit"] = float(over)
+        for group in self.optimizer.param_groups:
+            if group.get("use_muon"):
+                metrics["muon_lr"] = group["lr"]  # in the unit of `qarl.optim.muon`
+        return metrics | (self._outbox.metrics() if self._outbox else {})
+
+    def _check_limit(self, step: training_step.TrainingStep, abs_mean: float, response_length: float) -> bool:
+        """Return whether the mismatch is over its limit, and warn if it is. Before the first update, raise instead.
+
+        `abs_mean`: mean |trainer's - rollout's log-prob| per token."""
+        warning = check_mismatch(
+            abs_mean,
+            limit=BF16_LIMIT if self.quant is None else self.quant.mismatch_limit,
+            level=self.limit_level,
+            before_first_update=not self._updated,
+            response_length=response_length,
+            temperature=step.temperature,
+            source=BF16_SOURCE if self.quant is None else None,
+        )
+        if warning is not None:
+            _log.warning(warning)
+        return warning is not None
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        step = self._step
+        if step is None or forward_only:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        rows = training_step.log_prob_rows(micro_batch)
+        rollout = rows.get("rollout_log_probs", None)
+        if not self._updated:
+            training_step.check_first(self, super().forward_step, micro_batch, rows)
+        mine = MicroBatch(rollout, int(max(step.mini_batch.responses, 1)), int(max(step.mini_batch.tokens, 1)))
+        token = MICRO_BATCH.set(mine)
+        try:
+            loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        finally:
+            MICRO_BATCH.reset(token)
+        if mine.statistics:
+            step.statistics.tbpo[-1].append(mine.statistics)
+        step.statistics.add_text(micro_batch, vocabulary=len(self.model_config.tokenizer))
+        if rollout is not None:
+            step.see(output, rows, micro_batch)
+        return loss, output
+
+    def lr_scheduler_step(self) -> float:
+        return float(self.lr_scheduler.get_last_lr()[0] if self._last_dropped else super().lr_scheduler_step())
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if self.quant is not None:
+            save_record(self, local_path)
+            torch.distributed.barrier()
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        if self.quant is not None:
+            check_files(self, local_path)
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self.quant is not None:
+            _log.info("rank %d: %s", self.rank, check_record(self, local_path))
+
+    def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
+        on_cpu = get_device_name() == "cpu"
+        if self.quant is None and (not on_cpu or self.model_config.lora_rank > 0):
+            return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
+        # The scheduler counts training steps, and a checkpoint restores its count.
+        tensors, version = self._wire_tensors(), self.lr_scheduler.last_epoch
+        if not base_sync_done:  # the servers wait for the first rank's stream already
+            return publication(tensors, version, self._outbox if self.rank == 0 else None), None
+        # verl sets `base_sync_done` only if it publishes itself (checkpoint_engine.backend=naive), on the same devices:
+        # a copy within a GPU is faster than a delta.
+        last = self._outbox.cache.fingerprint if self._outbox else None  # None if nothing was sent through it
+        agreed = ask_before_publish(self._servers, last, is_first=self.rank == 0, seconds=publish_timeout())
+        return publication(tensors, version, self._outbox if on_cpu else None, [agreed]).reserve(), None
+
+    def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        def gather(entry: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                entry = entry.detach().to(get_device_id(), non_blocking=True)
+                if entry.is_floating_point():
+                    entry = entry.to(torch.bfloat16)
+                return entry.full_tensor() if isinstance(entry, DTensor) else entry
+
+        here = torch.device(get_device_name())
+        return sharded_wire_tensors(self.module, gather, scheme=self.scheme, ignore=self.ignore, device=here)
+
+
+def build_optimizer(module: torch.nn.Module, config: Any) -> MuonAdamW:
+    """Return QaRL's optimizer for the parameters of an FSDP2 module. verl would pass them without their names, which
+    decide which parameters Muon updates. verl's own code saves, loads and offloads the state.
+
+    `config`: verl's FSDPOptimizerConfig, with MuonAdamW's other arguments in `override_optimizer_config`. Raise
+    UserError if a parameter is sharded twice.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    for _, parameter in named:
+        shard_axis(parameter)  # raises for placements that the optimizer does not support
+        if parameter.dtype != torch.float32:
+            parameter.register_post_accumulate_grad_hook(_sum_in_fp32)
+    settings = {"lr": config.lr, "betas": tuple(config.betas), "weight_decay": config.weight_decay}
+    return MuonAdamW(named, **settings, **(config.override_optimizer_config or {}))
+
+
+@torch.no_grad()
+def _sum_in_fp32(parameter: torch.Tensor) -> None:
+    """Make FSDP2 add up the gradients of BF16 parameters in FP32, as the local backend does.
+
+    FSDP2 rounds the gradient of each micro-batch to BF16 and would also add them up in BF16. Called after each
+    micro-batch, this converts the first one's gradient to FP32, and FSDP2 adds the others to it in place."""
+    if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+        total = parameter.grad.float()
+        parameter.grad = None
+        parameter.grad_dtype = None  # allows another dtype; moving the model to a device resets this
+        parameter.grad = total
+
+
+def register() -> None:
+    """Register the engine with verl for each device and vendor that has no engine yet."""
+    for place in ({"device": "cpu"}, {"device": "cuda", "vendor": "nvidia"}, {"device": "cuda", "vendor": "amd"}):
+        for backend in ("fsdp", "fsdp2"):
+            try:
+                EngineRegistry.register("language_model", backend, **place)(QaRLFSDPEngine)
+            except AssertionError as error:
+                _log.warning("%s on %s keeps another package's engine, not QaRL's: %s", backend, place, error)
+
+
+register()

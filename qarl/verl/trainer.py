@@ -1,0 +1,280 @@
+"""verl's synchronous trainer and its sampler (replay buffer).
+
+The trainer, `qarl_sync`, also saves by time and can skip the pass that recomputes the old log-probs. QaRL's configs
+choose it by `trainer.v1.trainer_mode`. `qarl.trainer.old_log_probs` explains when the pass is skipped and what is
+checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
+
+    on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.checkpoint.Saving`)
+    _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
+    _update_actor           tells the engine to check the first mini-batch (`qarl.verl.training_step`). If the engine
+                            drops the update, it recomputes old log-probs and advantages, and updates again.
+    _save_checkpoint, _load_checkpoint   also write and read the counts of `auto`. Saving also removes the checkpoint
+                            that the new one replaces.
+
+verl computes `actor/entropy` in the pass. In a step without the pass, it is the entropy of the sampled rows, or is
+missing if no rows were sampled. verl divides a step's rows into equal, contiguous shares, one per rank. Each rank takes
+its mini-batches from its share in order, unless `actor.shuffle` is set.
+
+`trainer.v1.sampler.custom_sampler` chooses the sampler. It differs from verl 0.9.1 in three ways:
+
+- It polls the progress of the rollout more often. verl sleeps two seconds between polls, which is longer than a step of
+  a small model.
+- A group without all its responses is an error, and so is a process that dies. verl would train on the responses that
+  are finished, which are mostly short ones.
+- It counts preemptions. verl adds the metrics that a sampler returns to those of the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.debug import marked_timer
+
+from qarl.checkpoint.storage import write_json
+from qarl.errors import UserError
+from qarl.trainer.old_log_probs import Skipping, differing_tokens, sample_size
+from qarl.verl.ask_servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped
+from qarl.verl.checkpoint import Saving
+from qarl.verl.checks import refuse
+from qarl.verl.loss import DIFFERING, RELIES
+
+COUNTS = "old_log_probs.json"
+"""File in verl's folder of a checkpoint, with the counts of `auto`."""
+POLL_SECONDS = 0.05
+WATCH_SECONDS = 5.0
+
+_log = logging.getLogger("qarl.verl")
+_log.setLevel(logging.INFO)
+
+
+@register_trainer("qarl_sync")
+class QaRLTrainerSync(PPOTrainerSync):
+    """The trainer. Its settings are `old_log_probs` and `old_log_probs_sample` in the actor's section `quant`."""
+
+    def __init__(self, config: Any) -> None:
+        config.trainer.v1.trainer_mode = "sync"  # verl also checks for its own trainer's name
+        super().__init__(config)
+
+    _started = False
+    _relies: str | None = None
+    """The value of `RELIES` for the batch of this step."""
+
+    @property
+    def _quant(self) -> Any:
+        return self.config.actor_rollout_ref.actor.fsdp_config.get("quant") or {}
+
+    @functools.cached_property
+    def _mode(self) -> str:
+        return str(self._quant.get("old_log_probs", "recompute"))
+
+    @functools.cached_property
+    def _skipping(self) -> Skipping:
+        return Skipping()
+
+    @functools.cached_property
+    def _saving(self) -> Saving:
+        return Saving(self.config.trainer)
+
+    def on_train_begin(self) -> None:
+        super().on_train_begin()
+        self._saving.begin()
+
+    def on_step_end(self) -> None:
+        if self._saving.due(self.global_steps, last=self.global_steps >= self.total_training_steps):
+            with marked_timer("save_checkpoint", self.timing_raw):
+                self._save_checkpoint()
+        super().on_step_end()
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self._mode == "recompute":
+            return super()._compute_old_log_prob(batch, metrics)
+        skips = self._started and (self._skipping.skips if self._mode == "auto" else self._mode == "rollout")
+        self._started, self._relies = True, None
+        metrics |= {"old_log_probs/recomputed": float(not skips), "old_log_probs/fallback": 0.0}
+        metrics["old_log_probs/from_rollout"] = float(skips or self._mode == "rollout")
+        metrics["old_log_probs/checked_frac"] = 1.0 if not skips else self._first_rows() / (len(batch) // self._ranks())
+        if not skips:
+            return self._recompute(batch, metrics)
+        if self._mode == "auto" and self._sample_differs(batch, metrics):
+            return self._fall_back(batch, metrics)
+        return self._take_rollouts(batch)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        update_metrics: dict[str, Any] = {}
+        updated = super()._update_actor(self._told(batch), update_metrics)
+        if self._relies == "auto" and update_metrics.get(f"actor/{DIFFERING}", 0):
+            batch = self._compute_advantage(self._fall_back(batch, metrics), metrics)
+            update_metrics = {}
+            updated = super()._update_actor(self._told(batch), update_metrics)
+        metrics |= update_metrics
+        return updated
+
+    def _told(self, batch: Any) -> Any:
+        """Return the batch, with `RELIES` set for the engine."""
+        batch.extra_info.pop(RELIES, None)
+        if self._relies is not None:
+            batch.extra_info[RELIES] = self._relies
+        return batch
+
+    def _fall_back(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Recompute all old log-probs, because a check of this step found a difference."""
+        self._skipping.fell_back()
+        metrics |= dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 1.0)
+        metrics |= {"old_log_probs/checked_frac": 1.0, "old_log_probs/from_rollout": 0.0}
+        what = "step %d: the trainer's log-probs differ from the rollout's, so this and the next %d steps recompute"
+        _log.warning(f"{what} them (actor.old_log_probs=auto)", self.global_steps, self._skipping.patience)
+        self._relies = None
+        return self._recompute(batch, metrics)
+
+    def _recompute(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._compute_old_log_prob(batch, metrics)
+        self._skipping.recomputed(differing_tokens(*self._columns(batch, "old_log_probs")))
+        return self._take_rollouts(batch) if self._mode == "rollout" else batch
+
+    def _take_rollouts(self, batch: Any) -> Any:
+        """Set `old_log_probs` of a batch to its `rollout_log_probs`."""
+        self._relies = self._mode
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rollout_log_probs"])
+        data["old_log_probs"] = data.pop("rollout_log_probs")
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
+        return batch
+
+    def _columns(self, batch: Any, own: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the trainer's log-probs (column `own`), the rollout's, and the mask, each padded to [rows, R]."""
+        from verl.workers.utils.padding import response_from_nested
+
+        names = [own, "rollout_log_probs", "response_mask"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        if own != "old_log_probs":  # the other columns also have values of prompts
+            data[own] = response_from_nested(data[own], data["response_mask"])
+        data = data.select(*names).to_padded_tensor()
+        return data[own].float(), data["rollout_log_probs"].float(), data["response_mask"] != 0
+
+    def _sample_differs(self, batch: Any, metrics: dict[str, Any]) -> bool:
+        """Compute a random sample of the rows outside the first mini-batch. Return whether any token has δ != 0."""
+        others = self._other_rows(batch)
+        ranks = self._ranks()
+        count = sample_size(len(others), float(self._quant.get("old_log_probs_sample", 0.0)))
+        count = min(math.ceil(count / ranks), len(others) // ranks) * ranks  # the same number on each rank
+        if not count:
+            return False
+        generator = torch.Generator().manual_seed((self.config.data.get("seed") or 0) * 1_000_003 + self.global_steps)
+        drawn = torch.randperm(len(others), generator=generator)[:count].sort().values.tolist()
+        sample = batch.select_keys([batch.keys[others[i]] for i in drawn])
+        size = math.gcd(count // ranks, self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu or 1)
+        sample.extra_info |= {"calculate_entropy": True, "compute_loss": False, "micro_batch_size_per_gpu": size}
+        sample.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        self.actor_rollout_wg.compute_log_prob(sample)
+        metrics["actor/entropy"] = self._entropy(sample)
+        metrics["old_log_probs/find_prob"] = count / len(others)
+        metrics["old_log_probs/checked_frac"] += count / len(batch)
+        return differing_tokens(*self._columns(sample, "log_probs")) > 0
+
+    def _entropy(self, sample: Any) -> float:
+        """Return the entropy of sampled rows, averaged as verl averages that of all rows."""
+        actor = self.config.actor_rollout_ref.actor
+        entropies, _, mask = self._columns(sample, "entropy")
+        scale = actor.loss_scale_factor
+        return float(agg_loss(entropies, mask.float(), actor.loss_agg_mode, loss_scale_factor=scale))
+
+    def _save_checkpoint(self) -> None:
+        # verl declares the checkpoint complete at the end of its own method.
+        folder = self._saving.folder(self.global_steps)
+        write_json(folder / COUNTS, self._skipping.state_dict())
+        super()._save_checkpoint()
+        self._saving.saved(folder)
+
+    def _load_checkpoint(self) -> Any:
+        loaded = super()._load_checkpoint()
+        trainer = self.config.trainer
+        folder = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+        path = Path(folder or f"{trainer.default_local_dir}/global_step_{self.global_steps}") / COUNTS
+        if path.is_file():
+            self._skipping.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        return loaded
+
+    def _ranks(self) -> int:
+        """Return the number of data-parallel ranks, which have different rows."""
+        trainer, actor = self.config.trainer, self.config.actor_rollout_ref.actor
+        return max(1, trainer.nnodes * trainer.n_gpus_per_node // actor.get("ulysses_sequence_parallel_size", 1))
+
+    def _other_rows(self, batch: Any) -> list[int]:
+        """Return the rows outside the first mini-batch, without the rows that verl adds to pad a batch.
+
+        With `actor.shuffle`, return all rows, because any row may be in any mini-batch."""
+        first, share = self._first_rows(), len(batch) // self._ranks()
+        shuffled = self.config.actor_rollout_ref.actor.get("shuffle", False)
+        filled = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        return [row for row in filled if shuffled or row % share >= first]
+
+    def _first_rows(self) -> int:
+        """Return the number of rows of the first mini-batch on each rank."""
+        root = self.config.actor_rollout_ref
+        return int(root.actor.ppo_mini_batch_size * root.rollout.n // self._ranks())
+
+
+class PromptReplayBuffer(ReplayBuffer):
+    """The sampler for `trainer.v1.trainer_mode=sync`.
+
+    It does not support `filter_groups` and `sync_refill_failed_groups`, which only verl's own samplers implement. Raise
+    UserError if one of them is set in `trainer.v1.sampler.sampler_kwargs`, or if the trainer mode is not sync.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        asked, mode = kwargs.get("sampler_kwargs") or {}, kwargs.get("trainer_mode", "sync")
+        fix = "it, or null to trainer.v1.sampler.custom_sampler.path and .name, which chooses verl's own sampler"
+        why = "QaRL's sampler would ignore it, and only verl's own samplers implement it"
+        problems = [(mode != "sync", "trainer.v1.trainer_mode", mode, f"sync; {fix}", why)]
+        keys = {"filter_groups": "algorithm.filter_groups.enable"}
+        keys["sync_refill_failed_groups"] = "trainer.v1.sampler.sync_refill_failed_groups"
+        refuse([*problems, *((asked.get(name), key, True, f"False; {fix}", why) for name, key in keys.items())])
+        super().__init__(**{"poll_interval": POLL_SECONDS, **kwargs})
+        self._watch = Watch()
+        self._watched = time.monotonic()
+        self._preemptions = Preemptions()
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Return verl's batch and metrics. For training batches, add `rollout/preemptions` if servers report it."""
+        batch, metrics = super().sample(global_steps, partition_id, batch_size)
+        preemptions = self._preemptions.since_last()  # also in evaluations, so that the next batch counts only its own
+        if partition_id == "val" or preemptions is None:
+            return batch, metrics
+        if preemptions:
+            what = "%d times vLLM interrupted a response and computed it again, because the KV cache is too small"
+            keys = "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU engine_kwargs.vllm.kv_cache_memory_bytes)"
+            _log.warning(f"{what}: raise {keys} or lower max_num_seqs", preemptions)
+        return batch, metrics | {"rollout/preemptions": float(preemptions)}
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        super()._sync_metadata_from_transfer_queue()
+        failed = sorted(uid for uids in self.failure_keys.values() for uid in uids)
+        if failed:
+            self._watch.ask(again=True)
+            if dead := self._watch.dead(ANSWER_SECONDS):
+                what = f"a process that generates has stopped, and {len(failed)} prompts lack responses"
+                raise has_stopped(what, dead)
+            raise UserError(
+                f"responses to {len(failed)} of the prompts could not be generated",
+                where=", ".join(failed[:4]),
+                why="the engine, the agent loop or the reward raised an error (Error in _run_prompt in the log); an "
+                "update from the remaining responses would favour short ones",
+                fix=f"fix the cause and {RESUME}",
+            )
+        if time.monotonic() - self._watched > WATCH_SECONDS:
+            self._watched = time.monotonic()
+            self._watch.ask()
+            if dead := self._watch.dead():
+                what = "a process that generates has stopped, while the sampler waited for its responses"
+                raise has_stopped(what, dead)

@@ -1,0 +1,168 @@
+"""Log-probs in blocks against the path that holds all logits, and both against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from live_bytes import LiveBytes
+from random_models import save_random_model
+from torch import nn
+
+import qarl.checks.memory_terms
+from qarl.kernels import log_probs as kernel
+from qarl.kernels.log_probs import (
+    chosen_log_probs,
+    log_probs_and_entropies,
+    log_probs_of_logits,
+    rows_at_a_time,
+)
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.engine import RolloutBatch
+from qarl.trainer import policy as policy_module
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.policy import Policy
+
+TOKENS, HIDDEN, VOCABULARY = 300, 96, 1000
+
+
+def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16().to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).div(4).bfloat16().to(dtype).requires_grad_()
+    tokens = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    return hidden, weight, tokens, torch.randn(TOKENS, generator=generator)
+
+
+def unfused(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, t: float) -> Any:
+    return log_probs_of_logits(F.linear(hidden, weight), tokens, temperature=t)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rows", [64, 70, 299, 300, 4096])
+def test_same_bits_as_with_all_logits(rows: int, temperature: float) -> None:
+    hidden, weight, tokens, grad = operands()
+    expected, expected_top = unfused(hidden, weight, tokens, temperature)
+    expected.backward(grad)
+    mine = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
+    found, top = chosen_log_probs(*mine, tokens, temperature=temperature, rows=rows)
+    assert found.dtype == torch.float32 and torch.equal(found, expected) and torch.equal(top, expected_top)
+    found.backward(grad)
+    assert torch.equal(mine[0].grad, hidden.grad)
+    assert mine[1].grad.dtype == torch.bfloat16
+    if rows >= TOKENS:
+        assert torch.equal(mine[1].grad, weight.grad)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rows", [64, 300])
+def test_entropies_are_torchs_and_log_probs_the_same_bits(rows: int, temperature: float) -> None:
+    hidden, weight, tokens, _ = operands()
+    found, entropies = log_probs_and_entropies(hidden, weight, tokens, temperature=temperature, rows=rows)
+    assert torch.equal(found, unfused(hidden, weight, tokens, temperature)[0])
+    exact = torch.distributions.Categorical(logits=F.linear(hidden, weight).double() / temperature).entropy()
+    assert float((entropies - exact).abs().max()) < 1e-5
+    assert not found.requires_grad and not entropies.requires_grad
+
+
+def test_weight_gradient_is_as_near_to_float64() -> None:
+    """Against the exact gradient of the rounded logits: one rounding of the sum, however many blocks."""
+    hidden, weight, tokens, grad = operands()
+    unfused(hidden, weight, tokens, 0.7)[0].backward(grad)
+    blocks = weight.detach().clone().requires_grad_()
+    chosen_log_probs(hidden.detach(), blocks, tokens, temperature=0.7, rows=64)[0].backward(grad)
+    logits = F.linear(hidden, weight).detach().requires_grad_()
+    log_probs_of_logits(logits, tokens, temperature=0.7)[0].backward(grad)
+    exact = logits.grad.double().t() @ hidden.detach().double()
+    error, theirs = ((found.double() - exact).norm() / exact.norm() for found in (blocks.grad, weight.grad))
+    assert error <= 1.001 * theirs < 3e-3
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_bytes_for_each_logit_are_those_of_the_memory_estimate(blocks: int) -> None:
+    hidden, weight, tokens, grad = operands()
+    rows = TOKENS // blocks
+    with LiveBytes() as entropies:
+        log_probs_and_entropies(hidden, weight, tokens, temperature=0.7, rows=rows)
+    with LiveBytes() as forward:
+        log_probs, _ = chosen_log_probs(hidden, weight, tokens, temperature=0.7, rows=rows)
+    with LiveBytes() as backward:
+        log_probs.backward(grad)
+    found = [one.peak / (rows * VOCABULARY) for one in (entropies, forward, backward)]
+    assert found[:2] == pytest.approx([8, 10], rel=0.02)
+    if blocks == 1:
+        assert found[2] == pytest.approx(14, rel=0.02)
+    else:
+        assert 16 < found[2] - 4 * HIDDEN / rows < 18
+
+
+def test_blocks_are_whole_tiles_within_the_limit() -> None:
+    assert rows_at_a_time(151936) == 832
+    assert rows_at_a_time(10**9) == 64
+    assert qarl.checks.memory_terms.LOGITS_AT_A_TIME == kernel.LOGITS_AT_A_TIME
+
+
+def response_batch() -> Batch:
+    rollout = RolloutBatch(
+        prompt_token_ids=[list(range(3, 9)), [10, 11], [12, 13, 14]],
+        response_token_ids=[list(range(20, 50)), list(range(5, 25)), [40]],
+        rollout_log_probs=[[-1.0] * 30, [-1.0] * 20, [-1.0]],
+        finish_reasons=["stop"] * 3,
+        weight_version=0,
+    )
+    return make_batch(rollout, torch.zeros(3), torch.zeros(3), pad_token_id=2)
+
+
+class OtherLinear(nn.Linear):
+    """A head with its own forward, as one from an adapter library."""
+
+
+HEADS = [
+    *((family, nn.Linear(8, 1000, bias=False), True) for family in ("llama", "qwen2", "qwen3", "qwen3_moe")),
+    *((family, nn.Linear(8, 1000, bias=False), False) for family in ("gemma2", "cohere", "granite", "phi")),
+    ("qwen3", nn.Linear(8, 1000, bias=True), False),
+    ("qwen3", OtherLinear(8, 1000, bias=False), False),
+]
+
+
+@pytest.mark.parametrize(("family", "head", "plain"), HEADS)
+def test_only_a_plain_head_is_split(monkeypatch: pytest.MonkeyPatch, family: str, head: nn.Linear, plain: bool) -> None:
+    """In blocks the logits are hidden states times the head's weight: a cap, a scale or a bias would be lost."""
+    monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", 5000)
+    config = SimpleNamespace(model_type=family)
+    model = SimpleNamespace(config=config, get_output_embeddings=lambda: head)
+    policy: Any = object.__new__(Policy)
+    policy.model = policy.called = model
+    policy.fp32_head = False
+    found = [policy.logits_in_blocks(positions) for positions in (1, 5, 6, 10**6)]
+    assert found == [False, False, plain, plain]
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("align", ["linears", "model"])
+def test_the_policy_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, align: str, tie: bool) -> None:
+    """Past the limit the policy goes in blocks: log-probs, top tokens and gradients of the body keep their bits."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_random_model(tmp_path / "model", tie=tie)
+    results = []
+    for limit in (kernel.LOGITS_AT_A_TIME, 100):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        policy = Policy(model, get_scheme("w4a16", 32), ("lm_head",), align=align)
+        monkeypatch.setattr(kernel, "LOGITS_AT_A_TIME", limit)
+        monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", limit)
+        assert policy.logits_in_blocks(3 * 40) == (limit == 100)
+        log_probs, top = policy.response_log_probs_and_top(response_batch(), slice(0, 3), temperature=0.7)
+        log_probs.sum().backward()
+        results.append((log_probs, top, {name: p.grad for name, p in model.named_parameters()}))
+    (whole, top, grads), (blocks, blocks_top, blocks_grads) = results
+    assert torch.equal(whole, blocks) and torch.equal(top, blocks_top)
+    for name, grad in grads.items():
+        if "embed_tokens" in name or "lm_head" in name:
+            torch.testing.assert_close(blocks_grads[name], grad, rtol=2**-7, atol=1e-4)
+        else:
+            assert torch.equal(blocks_grads[name], grad), name

@@ -66,7 +66,7 @@ def shaped(name: str, steps: int, values: Mapping[str, object], config: str = "q
     return f"config={config} " + " ".join((
         arguments(output_dir="{folder}", name="run", model__path=f"{folder}/model"),
         arguments(data__train_files=f"{folder}/prompts.jsonl", data__val_files="[]", data__max_prompt_length=64),
-        arguments(reward__function="scripts/random_model.py:reward", publish__delta="off", **values),
+        arguments(reward__function="scripts/random_model.py:reward", **values),
         arguments(trainer__save_freq=-1, trainer__save_final="false"), ending(steps),
     ))  # fmt: skip
 

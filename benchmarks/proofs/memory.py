@@ -153,7 +153,7 @@ def measure_rank(folder: str) -> dict[str, int]:
         return norm
 
     engine.optimizer_step = optimizer_step
-    for _ in engine._outbox.stream(engine._wire_tensors(), version=0, held=[None]):
+    for _ in engine._outbox.stream(engine._wire_tensors(), version=0, receivers=[None]):
         pass
     phases.end("publish")
     rank = torch.distributed.get_rank()

@@ -28,7 +28,7 @@ from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import DeltaSender, publish_weights
+from qarl.rollout.publish.wire import DeltaSender
 from qarl.trainer.loop import train
 from qarl.trainer.master_optimizer import MasterOptimizer
 from qarl.trainer.policy import Policy
@@ -191,28 +191,29 @@ def _deltas(config_name: str, scheme: str, lr: float, publishes: int, parent: Pa
         second, outbox = WeightReceiver.of_runner(runner, engine.expected), DeltaSender()
         tensors = list(policy.quantize())
         full = engine.publish(tensors, version=0)
-        list(outbox.stream(tensors, version=0, held=[None]))
+        engine.receiver.feed(outbox.stream(tensors, version=0, receivers=[None]))
         for version in range(1, publishes + 1):
             _update(policy, optimizer, generator)
             tensors, start = list(policy.quantize()), time.perf_counter()
-            stream = list(outbox.stream(tensors, version=version, held=[outbox.cache.fingerprint]))
+            stream = list(outbox.stream(tensors, version=version, receivers=[engine.receiver.fingerprint]))
             encoded = time.perf_counter()
-            report = engine.publish(tensors, version=version)
-            sent, changed, kept = time.perf_counter(), copied(engine.model()), engine.receiver.cache
-            wrong += kept is None or differ(dict(tensors), kept.tensors) or differ(dict(tensors), outbox.cache.tensors)
+            engine.receiver.feed(stream)
+            sent, changed, cached = time.perf_counter(), copied(engine.model()), engine.receiver.cache
+            wrong += cached is None or differ(dict(tensors), cached.tensors)
+            wrong += differ(dict(tensors), outbox.cache.tensors)
             answers = _greedy(engine, prompts, 12) if version % 100 == 0 else None
             again = time.perf_counter()
-            publish_weights(engine, second, tensors, version=version)
+            second.write_all(tensors, version=version)
             row = {"full_seconds": time.perf_counter() - again, "delta_seconds": sent - encoded}
             wrong += differ(changed, copied(engine.model()))
             others += answers is not None and _greedy(engine, prompts, 12) != answers
             row |= {
                 "encode_seconds": encoded - start,
-                "deltas": float(report.is_delta),
-                "delta_bytes": report.sent_bytes,
+                "deltas": float(outbox.tally.known),
+                "delta_bytes": outbox.tally.bytes,
             }
             row["delta_payload_bytes"] = sum(t.nbytes for name, t in stream if not name.startswith("qarl."))
-            row |= {name.removeprefix("publish/"): value for name, value in report.changed.items()}
+            row |= {name.removeprefix("publish/"): value for name, value in outbox.tally.metrics().items()}
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)
     return {
@@ -221,7 +222,7 @@ def _deltas(config_name: str, scheme: str, lr: float, publishes: int, parent: Pa
         "tensors_that_differ": wrong,
         "different_answers": others,
         "without_changed_codes": sum(not value for value in columns.get("changed_codes_frac", ())),
-        "full_bytes": full.sent_bytes,
+        "full_bytes": full.bytes,
         "bf16_bytes": 2 * sum(parameter.numel() for parameter in policy.model.parameters()),
         "delta_bytes_max": max(columns["delta_bytes"]),
     } | {f"{name}_median": statistics.median(values) for name, values in columns.items()}

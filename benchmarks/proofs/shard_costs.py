@@ -30,7 +30,7 @@ from qarl.quant.quantize import quantize_unchecked
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.weight_shard import WeightShard
 from qarl.rollout.publish.experts import by_parameter, copy_stacks, in_marlins_layout
-from qarl.rollout.publish.wire import TensorSpec
+from qarl.rollout.publish.manifest import TensorSpec
 
 ENGINE_KERNELS: dict[str, Any] = {"w4a16": VllmMarlinExperts, "w8a8": VllmTritonExperts, "fp8": VllmCutlassExperts}
 """QaRL's kernels for experts on a GPU of capability 9.0."""
@@ -175,7 +175,7 @@ def _muon(shapes: Sequence[tuple[int, ...]]) -> Counting:
 
 def publish_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
     """Count the sender's part of a layer: names, checksums, NaN and Inf, and records."""
-    from qarl.rollout.publish.send import encode_publish
+    from qarl.rollout.publish.wire import encode_publish
 
     tensors = _published(size, scheme_name, group_size)
     for version in (1, 2):  # the tables for tensors of these sizes, which the first makes, stay
@@ -190,7 +190,7 @@ def receive_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
     The dense weights, which vLLM's reload writes, are not counted as written. `least`: all tensors are read once, and
     experts are also read and written."""
     from qarl.rollout.publish.receive import WeightReceiver
-    from qarl.rollout.publish.send import encode_publish
+    from qarl.rollout.publish.wire import encode_publish
 
     tensors, plan = _published(size, scheme_name, group_size), _ExpertsPlan(scheme_name)
     receiver = WeightReceiver(torch.nn.Module(), None, {}, kv_caches=list)

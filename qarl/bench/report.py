@@ -30,7 +30,7 @@ Samples = Sequence[Sequence[float]]
 PHASES = {
     "steps": ("rollout", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish", "step"),
     "trainer": ("old_log_prob", "forward", "backward", "optimizer", "quantize", "step"),
-    "publish": ("publish.quantize", "publish.pack", "publish.prepare", "publish.validate", "publish.transfer",
+    "publish": ("publish.quantize", "publish.pack", "publish.prepare", "publish.validate",
                 "publish.apply", "quantize", "publish"),
 }  # fmt: skip
 RATIOS = {

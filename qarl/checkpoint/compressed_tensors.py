@@ -4,7 +4,7 @@ vLLM can load these folders. transformers can load all but those with quantized 
 compressed-tensors (5.10) has no module for them, so w4a16 experts are initialized at random, with a report, and w8a8
 and fp8 experts lack their scales and fail in the forward. Only one shard at a time is in memory. A model that fits into
 one shard is written to `model.safetensors`, otherwise to `model-00001-of-0000N.safetensors` etc. with an index. The
-low-bit tensors come from the live model (`qarl.quant.convert.packed_state_dict`) or from stored BF16 weights
+low-bit tensors come from the live model (`qarl.quant.state_dict.packed_state_dict`) or from stored BF16 weights
 (`packed`). Both use the quantizer of a publish, so the bytes are those that were published.
 """
 

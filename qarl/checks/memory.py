@@ -57,12 +57,12 @@ class MemoryEstimate:
     @property
     def host_total(self) -> int:
         """Bytes of `host` on one machine."""
-        return sum(part.bytes * (1 if part.once else self.processes) for part in self.host)
+        return self.processes * sum(part.bytes for part in self.host)
 
     def host_lines(self) -> list[str]:
         """Return one line for each part in host memory, and one for their sum on one machine. Without parts, return
         []."""
-        lines = [f"{p.name}: {readable(p.bytes)} {'once' if p.once else 'for each GPU'}" for p in self.host]
+        lines = [f"{p.name}: {readable(p.bytes)} for each GPU" for p in self.host]
         many = f", {self.processes} GPUs" if self.processes > 1 else ""
         return [*lines, f"together on one machine{many}: {readable(self.host_total)}"] if lines else []
 
@@ -129,12 +129,10 @@ def estimate(
         *terms.expert_rows(size, config, align),
         *terms.logits(size, config),
         *engine,
-        *(terms.delta_copies(size, config, device) if device == "cpu" else ()),
         Part("libraries and runtime (allowance)", RUNTIME_BYTES),
     ]
     host = [
         *terms.on_host(size, config, offload),
-        *terms.delta_copies(size, config, device),
         *(reference if on_host else []),
     ]
     return MemoryEstimate(

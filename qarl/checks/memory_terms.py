@@ -73,14 +73,11 @@ ENGINE_KERNELS = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the memory: `name` takes `bytes` on one GPU during `phases`.
-
-    `once`: whether only one process of a machine has this part."""
+    """A part of the memory: `name` takes `bytes` on one GPU during `phases`."""
 
     name: str
     bytes: int
     phases: tuple[str, ...] = PHASES
-    once: bool = False
 
 
 def ranks(config: Config) -> int:
@@ -256,19 +253,6 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
         Part("logits, log-probs", each * min(forward, LOGITS_AT_A_TIME), ("old_log_prob",)),
         Part("logits, update", update, ("update",)),
     ]
-
-
-def delta_copies(size: ModelSize, config: Config, device: str) -> list[Part]:
-    """Return the published tensors that trainer and engine keep for delta publishes.
-
-    The local trainer keeps no tensors, because it compares with the tensors that the engine keeps."""
-    # The section `verl` may publish to rollout workers on other GPUs.
-    separate = config.verl.get("actor_rollout_ref.rollout.checkpoint_engine.backend") == "qarl"
-    if config.publish.delta == "off" or (device == "cuda" and not separate):
-        return []
-    copied = sum(published(size, config).values())
-    ours = [Part("kept for delta publishes: trainer", copied, once=separate)] if config.backend == "verl" else []
-    return [*ours, Part("kept for delta publishes: engine", copied)]
 
 
 def on_host(size: ModelSize, config: Config, offload: bool) -> list[Part]:

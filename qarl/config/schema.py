@@ -163,16 +163,6 @@ class RolloutConfig(Section):
     """If vLLM fails or dies, start a new engine and continue. Only for backend=local."""
 
 
-class PublishConfig(Section):
-    """How new weights reach the rollout engine (docs/publish.md)."""
-
-    delta: Literal["auto", "off"] = "auto"
-    """`auto`: send only the weights and scales that changed since the last complete publish, if this is smaller. The
-    engine keeps a copy of the published tensors in host memory for this. With backend=verl, each trainer process keeps
-    one, too. Where trainer and engine share a GPU, all tensors are sent, because a copy within the GPU is faster.
-    `off`: always send all tensors, and do not count changes."""
-
-
 class AlgorithmConfig(Section):
     """How rewards become advantages."""
 
@@ -279,7 +269,6 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig
     quant: QuantConfig = QuantConfig()
-    publish: PublishConfig = PublishConfig()
     actor: ActorConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

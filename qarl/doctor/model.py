@@ -26,7 +26,7 @@ from qarl.kernels.registry import Choice, choose_experts_kernel
 from qarl.process import vllm_unusable
 from qarl.quant.scheme import Scheme
 from qarl.rollout import vllm_choices
-from qarl.rollout.publish.wire import expected_manifest, quantized_layers
+from qarl.rollout.publish.manifest import expected_manifest, quantized_layers
 
 TIGHT = 0.9
 """An estimate above this share of the memory gives a warning, because estimates do not count fragmentation."""
@@ -243,7 +243,7 @@ def host_memory(plan: MemoryEstimate, limit: int | None) -> Finding:
 
     `limit`: the free bytes, or None if the run is for a different machine, whose memory is not known."""
     what = f"host memory of one machine: {readable(plan.host_total)} for tensors beside the GPUs"
-    fix = "turn off verl's offloading, its KL term, or publish.delta"
+    fix = "turn off verl's offloading or its KL term"
     if limit is None:
         return note(what, fix=f"if the other machine has less, {fix}", lines=tuple(plan.host_lines()))
     what += f", of {readable(limit)} that are free"

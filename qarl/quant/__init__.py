@@ -3,11 +3,12 @@
 from qarl.quant import get_scheme, quantize, quantize_model, packed_state_dict
 """
 
-from qarl.quant.convert import QuantReport, invalidate_quantized, packed_state_dict, quantize_model
+from qarl.quant.convert import QuantReport, invalidate_quantized, quantize_model
 from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.quant.scheme import Scheme, get_scheme
+from qarl.quant.state_dict import packed_state_dict
 
 __all__ = [
     "QuantExperts",

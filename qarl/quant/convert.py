@@ -1,8 +1,8 @@
-"""Convert a model to quantized layers, and make the tensors that are sent to the engine.
+"""Convert a model to quantized layers.
 
-`quantize_model` replaces `nn.Linear` with `QuantLinear`, and the experts of a layer with `QuantExperts`, in place.
-`packed_state_dict` yields the tensors that a rollout engine loads and a checkpoint stores, under compressed-tensors
-names. Both call `select_linears`, so they always agree on which linears are quantized.
+`quantize_model` replaces `nn.Linear` with `QuantLinear`, and the experts of a layer with `QuantExperts`, in place. It
+and `packed_state_dict` (`qarl.quant.state_dict`) call `select_linears`, so they always agree on which linears are
+quantized.
 
 Each expert's gate_proj, up_proj and down_proj counts as a linear, under its checkpoint name. Routers and the gates of
 shared experts are never quantized.
@@ -21,9 +21,8 @@ from torch import nn
 
 from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.quant.experts import STACKS, QuantExperts, is_stack, matrices, quantize_stack, stacked_experts, unstacked
+from qarl.quant.experts import STACKS, QuantExperts, matrices, stacked_experts
 from qarl.quant.linear import QuantLinear, watch_optimizers
-from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
 
 DEFAULT_IGNORE = ("lm_head",)
@@ -208,61 +207,6 @@ def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     return {
         name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
     }
-
-
-def packed_state_dict(
-    model: nn.Module, *, scheme: Scheme | None = None, ignore: Sequence[str] = DEFAULT_IGNORE, stacks: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the model under its checkpoint name, in layer order.
-
-    A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. In a model without any
-    (`quant.align=off`), the linears that `scheme` and `ignore` select are quantized here. A tied `lm_head.weight` is
-    left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints. `stacks`: leave them whole
-    (`qarl.quant.experts`). An engine takes both, but whole stacks are published faster.
-
-    Tensors are not copied, so clone any that must outlive the next optimizer step.
-    """
-    layers: dict[str, nn.Module] = {
-        name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
-    }
-    if not layers and scheme is not None and scheme.quantized:
-        layers = owners(select_linears(model, scheme, ignore)[0])
-    tied = tied_names(model)
-    for name, tensor in model.state_dict().items():
-        owner, _, leaf = name.rpartition(".")
-        layer = layers.get(owner)
-        if name in tied:
-            continue
-        if layer is None or leaf not in ("weight", *STACKS):
-            yield from named_tensors(name, tensor, stacks=stacks)
-        elif isinstance(layer, QuantLinear):
-            yield from layer.quantized().named(owner)
-        elif isinstance(layer, QuantExperts):
-            stack = layer.quantized()[leaf]
-            yield from stack.stacked() if stacks else stack.named()
-        else:
-            assert scheme is not None
-            yield from packed_tensor(name, tensor, scheme, stacks=stacks)
-
-
-def named_tensors(name: str, tensor: torch.Tensor, *, stacks: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield an unquantized tensor of a state dict as `packed_state_dict` does."""
-    if stacks and is_stack(name, tensor.shape):
-        yield f"{name}.weight", tensor
-    else:
-        yield from unstacked([(name, tensor)])
-
-
-@torch.no_grad()
-def packed_tensor(
-    name: str, tensor: torch.Tensor, scheme: Scheme, *, stacks: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Quantize `tensor`, the weight of a linear or of a stack of experts, and yield the wire tensors."""
-    if is_stack(name, tensor.shape):
-        stack = quantize_stack(tensor.detach(), scheme, name=name)
-        yield from stack.stacked() if stacks else stack.named()
-    else:
-        yield from quantize(tensor.detach(), scheme, name=name).named(name.rpartition(".")[0])
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:

@@ -32,6 +32,7 @@ from qarl.quant.experts import STACKS, QuantExperts, QuantizedStack
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import QuantizedTensor, phase
 from qarl.quant.scheme import Scheme
+from qarl.quant.state_dict import named_tensors
 from qarl.quant.weight_shard import GatheredWeight, WeightShard
 
 
@@ -240,7 +241,7 @@ def sharded_wire_tensors(
             continue
         owner, _, leaf = name.rpartition(".")
         if owner not in selected or leaf not in ("weight", *STACKS):
-            yield from convert.named_tensors(name, gather(entry), stacks=True)
+            yield from named_tensors(name, gather(entry), stacks=True)
             continue
         layer = layers[owner]
         shard = layer.shards[leaf] if isinstance(layer, _Sharded) else _shard_of(name, entry, scheme, device)

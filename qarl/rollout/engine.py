@@ -15,9 +15,9 @@ import atexit
 import gc
 import math
 import os
-import sys
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -27,14 +27,20 @@ import torch
 
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
+from qarl.quant.experts import stacked
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, vllm_plugin
 from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager, kernel_request, own_kernels
-from qarl.rollout.publish import wire
+from qarl.rollout.publish.manifest import (
+    Manifest,
+    NamedTensor,
+    PublishReport,
+    check_complete,
+    check_same_layers,
+    expected_manifest,
+)
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import publish_weights
-from qarl.rollout.publish.wire import NamedTensor, PublishReport, TransferFailed
-from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
+from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.response_fingerprint import fingerprint
 from qarl.vllm_versions import check_head_dtype, check_release, is_refusal, loaded_model, release_memory_pools
 
@@ -106,14 +112,14 @@ class RolloutEngine:
             raise
 
     def _prepare_publish(self) -> None:
-        self.expected: wire.Manifest = wire.expected_manifest(
+        self.expected: Manifest = expected_manifest(
             self.hf_config,
             self.config.scheme,
             self.config.ignore,
             trust_remote_code=self.config.trust_remote_code,
             dtype=TORCH_DTYPES[self.config.dtype],
         )
-        wire.check_same_layers(self.model(), self.expected)
+        check_same_layers(self.model(), self.expected)
         if self.config.kernels != "engine":
             from qarl.rollout.vllm_plugin.linears import check_in_use
 
@@ -216,14 +222,14 @@ class RolloutEngine:
         return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
     def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
-        """Replace all of the engine's weights with `tensors` (checkpoint names, in layer order).
+        """Replace all of the engine's weights with `tensors` (checkpoint names, in layer order), as `version`.
 
-        After any exception the engine is stale, unless `tensors` is a mapping. Exceptions from iterating over `tensors`
-        are passed on.
+        All tensors are compared with the manifest, and with NaN and Inf, before the first one is written. After any
+        exception the engine is stale, unless `tensors` is a mapping. Exceptions from iterating over `tensors` are
+        passed on.
 
         Raises:
             UserError: the tensors do not fit the engine's model. A later publish can succeed.
-            TransferFailed: the tensors were damaged on the way. A later publish can succeed.
             ReloadFailed, EngineFailed: vLLM failed in this publish or earlier. Call `rebuild` first.
         """
         if self.receiver is None:
@@ -232,7 +238,21 @@ class RolloutEngine:
             why = "publish takes pairs of names and tensors"
             raise UserError("the tensors are a mapping", why=why, fix="write publish(packed_state_dict(model), ...)")
         self.wake_up()
-        return publish_weights(self, self.receiver, tensors, version=version, delta=self.config.delta)
+        start = time.perf_counter()
+        try:
+            published = list(tensors)
+            check_complete(published, self.expected)
+            published = list(stacked(published))
+            seconds = {"validate": time.perf_counter() - start}
+            self.receiver.write_all(published, version=version)
+            if not self.reset_prefix_cache():
+                raise RuntimeError("vLLM could not reset its prefix cache: requests are still running")
+        except BaseException as error:
+            if not self.receiver.broken or not self.stale:
+                reason = " ".join(str(error).split())[:300]
+                self.mark_stale(f"the publish of version {version} did not complete: {type(error).__name__}: {reason}")
+            raise
+        return PublishReport.of(published, self.expected, version, seconds | self.receiver.seconds)
 
     def _run(self, call: Callable[[], Any]) -> Any:
         """Return `call()`, which uses vLLM. Turn exceptions into EngineFailed, except vLLM's refusal of a request."""
@@ -246,10 +266,6 @@ class RolloutEngine:
             if self.receiver:
                 self.receiver.broken = True
             raise EngineFailed("the rollout engine is lost", why=reason) from error
-
-    def transport(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
-        """Return what the engine receives if `stream` is sent: `stream` itself, because both are in one process."""
-        return stream
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._run(self.llm.reset_prefix_cache))
@@ -297,70 +313,6 @@ def _check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | Non
         )
 
 
-class EngineRecovery:
-    """Publish and sample in spite of failures: send again, and replace a lost engine (`rollout.rebuild_on_failure`).
-
-    The local trainer asks this class, so that its steps contain no error handling. `rebuilds`: number of engines that
-    were started to replace a lost one."""
-
-    def __init__(self, engine: RolloutEngine, *, rebuild_on_failure: bool) -> None:
-        self.engine, self.rebuild_on_failure = engine, rebuild_on_failure
-        self.rebuilds = 0
-
-    def publish(self, tensors: Sequence[tuple[str, torch.Tensor]], *, version: int) -> PublishReport:
-        """Call `RolloutEngine.publish`. If the tensors are damaged on the way, send them once more. If the engine is
-        lost, replace it once, unless a new engine would have the same fault. If that fails too, raise the latest error.
-        """
-        resends = rebuilds = 1
-        while True:
-            try:
-                return self.engine.publish(tensors, version=version)
-            except (TransferFailed, OSError):
-                if not resends:
-                    raise
-                resends -= 1
-            except ReloadFailed as error:
-                if not rebuilds or isinstance(error, TensorsMoved):
-                    raise
-                self._rebuild(error)
-                resends, rebuilds = 1, rebuilds - 1
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: SamplingConfig,
-        seeds: list[int] | None,
-        *,
-        publish: Callable[[], object],
-    ) -> RolloutBatch:
-        """Call `RolloutEngine.generate`. If the engine is lost, replace it, call `publish` and try once more."""
-        try:
-            return self.engine.generate(prompts, sampling, seeds)
-        except EngineFailed as error:
-            self._rebuild(error)
-            publish()
-            return self.engine.generate(prompts, sampling, seeds)
-
-    def sleep(self) -> None:
-        """Call `RolloutEngine.sleep`. If that breaks an engine that may be replaced, only warn. The next publish then
-        starts a new engine."""
-        try:
-            self.engine.sleep()
-        except EngineFailed as error:
-            if not self.rebuild_on_failure:
-                raise
-            print(f"warning: {error}\n  the next publish restarts the rollout engine", file=sys.stderr)
-
-    def _rebuild(self, error: Exception) -> None:
-        """Replace a lost engine with a new one. Raise `error` if it may not be replaced."""
-        if not self.rebuild_on_failure:
-            raise error
-        print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)
-        engine_config.drop_frames(error)
-        self.engine.rebuild()
-        self.rebuilds += 1
-
-
 _OPEN: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()
 
 
@@ -381,9 +333,9 @@ def _close_all() -> None:
     gc.collect()
 
 
-def _make_receiver(worker: Any, expected: wire.Manifest, direct: bool) -> WeightReceiver:
+def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
     """Make the receiver. vLLM calls this in its worker, which is in this process."""
-    return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
+    return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct)
 
 
 def _sampled_log_probs(completion: Any) -> list[float]:

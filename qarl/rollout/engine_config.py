@@ -71,9 +71,8 @@ class EngineConfig:
     """`model`: folder with config and tokenizer. `max_model_len`: limit on the tokens of prompt and response together.
     `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
-    folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
-    only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
-    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`.
+    folder. `return_routed_experts`: also return the experts that each token was routed to. `head_dtype`: fp32
+    for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`.
     `enforce_eager`: None is true only on a CPU. `free_cache_engine`: on a GPU, `sleep` frees memory. `aligned`: on a
     GPU, run the operators that the trainer follows at `quant.align=model`."""
 
@@ -90,7 +89,6 @@ class EngineConfig:
     direct_writes: bool = True
     trust_remote_code: bool = False
     return_routed_experts: bool = False
-    delta: bool = False
     head_dtype: str = "model"
     dtype: str = "bf16"
     aligned: bool = False

@@ -35,12 +35,11 @@ from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.metrics import update_metrics
 from qarl.objectives.settings import objective_settings
 from qarl.process import keep_freed_memory
-from qarl.quant.convert import packed_state_dict
-from qarl.quant.experts import stacked_experts
 from qarl.quant.quantize import measure_phases
-from qarl.rollout.engine import EngineRecovery, RolloutBatch, RolloutEngine
-from qarl.rollout.engine_config import SamplingConfig
-from qarl.rollout.publish.wire import PublishReport
+from qarl.quant.state_dict import packed_state_dict, requantize
+from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.recovery import EngineRecovery
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches, request_seed
 from qarl.trainer.master_optimizer import MasterOptimizer
@@ -72,8 +71,7 @@ class LocalTrainer:
     def __init__(self, config: Config, parts: RunParts, engine: RolloutEngine | None = None) -> None:
         """`engine`: the engine to sample with. If it is None, start the engine that `config` describes."""
         self.config, self.parts, self.tokenizer = config, parts, parts.tokenizer
-        self.step, self.updated = 0, False
-        self.warnings: list[str] = []
+        self.step, self.updated, self.warnings = 0, False, list[str]()
         if parts.policy.device.type == "cpu":
             keep_freed_memory()
         self.replace_policy(parts.policy)
@@ -82,10 +80,9 @@ class LocalTrainer:
         if self.objective.use_kl_loss:
             # Before the engine, which is awake at first and takes its whole share of the GPU.
             self.reference = Policy.load(config).freeze()
-        routing = bool(stacked_experts(parts.policy.model))
         if engine is None:
             with stage("starting the rollout engine (vLLM)"):
-                engine = RolloutEngine(engine_config(config, level=self.policy.align, routing=routing))
+                engine = RolloutEngine(engine_config(config, level=self.policy.align, routing=self.policy.has_experts))
         self.engine = engine
         self.recovery = EngineRecovery(engine, rebuild_on_failure=config.rollout.rebuild_on_failure)
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
@@ -236,7 +233,7 @@ class LocalTrainer:
             norm = self.optimizer.clip_and_step(self.config.actor.grad_clip)
         if math.isfinite(norm):
             with self.timer.phase("quantize"):
-                self.policy.requantize()
+                requantize(self.policy.model)
         return norm
 
     def publish(self) -> PublishReport:

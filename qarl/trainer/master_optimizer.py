@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qarl.optim.muon_adamw import MuonAdamW, write
+from qarl.optim.muon_adamw import MuonAdamW
+from qarl.optim.rounding import copy_where_different
 
 if TYPE_CHECKING:
     from qarl.config import OptimConfig
@@ -230,7 +231,7 @@ class MasterOptimizer:
 
     def _write_back(self, name: str) -> None:
         parameter = self._parameters[name]
-        write(parameter, self._updated[name].detach().to(parameter.dtype))
+        copy_where_different(parameter, self._updated[name].detach().to(parameter.dtype))
 
     def zero_grad(self) -> None:
         """Drop all gradients: the FP32 sums and every `.grad`."""

@@ -24,11 +24,11 @@ from qarl.checks.model import PLAIN_HEADS, no_fp32_head
 from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
 from qarl.errors import UserError
 from qarl.kernels.log_probs import LOGITS_AT_A_TIME, LogitsInBlocks, Truncation, WholeLogits
-from qarl.quant.convert import packed_state_dict, quantize_model
-from qarl.quant.experts import QuantExperts
-from qarl.quant.linear import QuantLinear
+from qarl.quant.convert import quantize_model
+from qarl.quant.experts import stacked_experts
 from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
+from qarl.quant.state_dict import packed_state_dict
 from qarl.trainer.batch import FEWEST_TOKENS, Batch, Layout, Rows, lay_out, micro_batches
 
 if TYPE_CHECKING:
@@ -149,6 +149,11 @@ class Policy:
         )
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a layer of the model is a mixture of experts."""
+        return bool(stacked_experts(self.model))
+
+    @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
@@ -266,16 +271,6 @@ class Policy:
 
     def packed_state_dict(self, *, stacks: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         return packed_state_dict(self.model, scheme=self.scheme, ignore=self.ignore, stacks=stacks)
-
-    def requantize(self) -> None:
-        """Quantize every layer whose weight has changed since it was last quantized."""
-        for layer in self.quantized_layers().values():
-            layer.quantized()
-
-    def quantized_layers(self) -> dict[str, QuantLinear | QuantExperts]:
-        """Return the quantized linears and the modules of quantized experts, by name."""
-        kinds = (QuantLinear, QuantExperts)
-        return {name: module for name, module in self.model.named_modules() if isinstance(module, kinds)}
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
         """Write the model, in compressed-tensors format unless the scheme is bf16, with its config and tokenizer."""

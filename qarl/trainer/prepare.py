@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from qarl.checks.generation import check_sampling
 from qarl.checks.model_folder import cannot_build
 from qarl.checks.registry import check_run
@@ -75,7 +73,6 @@ def engine_config(config: Config, *, level: str, routing: bool = False) -> Engin
         enforce_eager=rollout.enforce_eager,
         free_cache_engine=rollout.free_cache_engine,
         return_routed_experts=routing,
-        delta=config.publish.delta == "auto" and not torch.cuda.is_available(),
         head_dtype=config.model.head_dtype,
         dtype=config.model.dtype,
         aligned=level in ("model", "exact"),

@@ -35,7 +35,6 @@ RUN_KEYS = {
     **{f"rollout.{name}": f"vllm_{name}" for name in ENGINE_KEYS},
     "rollout.free_cache_engine": "vllm_enable_sleep_mode",
     **{f"quant.{name}": f"quant_{name}" for name in QUANT_KEYS},
-    "publish.delta": "publish_delta",
     "optim.lr": "learning_rate",
     "optim.weight_decay": "weight_decay",
     "optim.master_dtype": "master_dtype",
@@ -71,7 +70,6 @@ class QaRLConfig(_OwnKeys):
     loss_type: str = field(default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."})
     bf16: bool = field(default=False, metadata={"help": "Must be False: the model is BF16 without autocast."})
     vllm_enable_sleep_mode: bool = field(default=True, metadata={"help": "On a GPU, free memory between rollouts."})
-    publish_delta: str = field(default="off", metadata={"help": "auto or off; trainer and engine share a process."})
 
     def tbpo(self) -> TBPOConfig:
         return TBPOConfig.of(self)

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from qarl.config import Config
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
 from qarl.metrics.step_metrics import mismatch_metrics
-from qarl.rollout.publish.wire import PublishReport
+from qarl.rollout.publish.manifest import PublishReport
 from qarl.tbpo import reduce_metrics
 from qarl.trainer.mismatch_watch import PROBE_RESPONSES, compare_with_noise
 from qarl.trainer.policy import Policy
@@ -96,7 +96,7 @@ class StepMetrics:
             if warning and self.accelerator.is_main_process:
                 warnings.warn(warning, stacklevel=2)
         if report is not None:
-            metrics |= {"publish/mbytes": report.sent_bytes / 1e6, "publish/delta": float(report.is_delta)}
+            metrics["publish/mbytes"] = report.bytes / 1e6
             metrics |= {f"publish/{phase}_s": seconds for phase, seconds in report.seconds.items()}
         return metrics
 

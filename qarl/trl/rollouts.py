@@ -24,7 +24,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from qarl.errors import UserError
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
-from qarl.rollout.publish.wire import PublishReport
+from qarl.rollout.publish.manifest import PublishReport
 from qarl.trainer.local import request_seed
 from qarl.trainer.policy import Policy
 from qarl.trl.config import QaRLConfig

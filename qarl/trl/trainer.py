@@ -27,7 +27,8 @@ from qarl.checks.registry import make_checks
 from qarl.config import Config
 from qarl.console import note
 from qarl.errors import UserError
-from qarl.optim.muon_adamw import MuonAdamW, write
+from qarl.optim.muon_adamw import MuonAdamW
+from qarl.optim.rounding import copy_where_different
 from qarl.process import keep_freed_memory
 from qarl.quant.experts import stacked_experts
 from qarl.quant.scheme import get_scheme
@@ -313,4 +314,4 @@ class MasterAdamW(MuonAdamW):
             state["master"] = parameter.detach().float()
         master: torch.Tensor = state["master"]
         master.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-        write(parameter, master.to(parameter.dtype))
+        copy_where_different(parameter, master.to(parameter.dtype))

@@ -1,5 +1,5 @@
-"""Asks verl's processes, by the names that verl gives their Ray actors: whether they are alive, which tensors the
-engines have, and how often vLLM preempted a response.
+"""Asks verl's processes, by the names that verl gives their Ray actors: whether they are alive, and how often vLLM
+preempted a response.
 
 If an engine or server dies, verl treats the responses of the other processes as the whole batch. To prevent this, the
 sampler asks while it waits for responses, and the actor's first rank asks before a publish.
@@ -81,44 +81,24 @@ def engine_servers() -> dict[str, Any]:
     return {name: ray.get_actor(name) for name in ray.util.list_named_actors() if _has_engine(name)}
 
 
-def all_have(fingerprint: str, seconds: float) -> bool:
-    """Return whether every engine confirms within `seconds` that it has the tensors of `fingerprint`.
+def refuse_dead_servers(watch: Watch, *, is_first: bool, seconds: float) -> None:
+    """Raise UserError on all ranks if a rollout server is dead, because verl would wait for it forever.
 
-    verl's servers do not return the results of a worker's method (`collective_rpc` in vllm_async_server.py). So the
-    worker compares the fingerprint itself, and raises an error if its own is different."""
-    import ray
-
-    try:
-        servers = engine_servers().values()
-        answers = [server.collective_rpc.remote("qarl_compare", args=(fingerprint,)) for server in servers]
-        ray.get(answers, timeout=seconds)
-    except Exception:  # in doubt, all tensors are published, and that publish reports what is wrong
-        return False
-    return bool(servers)
-
-
-def ask_before_publish(watch: Watch, fingerprint: str | None, *, is_first: bool, seconds: float) -> str | None:
-    """Return `fingerprint`, that of the tensors that the first rank sent last, or None if any engine does not have
-    them. Raise UserError on all ranks if a rollout server is dead, because verl would wait for it forever.
-
-    Only the first rank (`is_first`) asks the servers, and the others wait for the result. If one published early, it
+    Only the first rank (`is_first`) asks the servers, and the others wait for the result. If a rank published early, it
     would wait for the first rank, because all ranks gather each tensor together, and the first rank for that rank's
     engine, which waits for tensors and does not answer.
     """
     import torch
 
-    answer: list[Any] = [{}, None]
+    answer: list[dict[str, str]] = [{}]
     if is_first:
         watch.ask()
-        dead = watch.dead(seconds)
-        answer = [dead, fingerprint if fingerprint and not dead and all_have(fingerprint, seconds) else None]
+        answer = [watch.dead(seconds)]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(answer, src=0)
-    dead, agreed = answer
-    if dead:
+    if dead := answer[0]:
         names = ", ".join(sorted(dead)[:8])
         raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", dead)
-    return None if agreed is None else str(agreed)
 
 
 def has_stopped(what: str, dead: dict[str, str]) -> UserError:

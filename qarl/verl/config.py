@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
@@ -69,10 +69,13 @@ _QuantKeys: Any = create_model("_QuantKeys", __base__=Section, **engine_fields()
 
 
 class QuantSettings(_QuantKeys):
-    """The keys of QaRL's config that the actor needs (`qarl.verl.keys`).
+    """The keys of QaRL's config that the actor needs (`qarl.verl.keys`), and a key of verl's own command line.
 
     `old_log_probs*` require `trainer.v1.trainer_mode=qarl_sync`. The engine's `hf_overrides` must have the same value
     of `head_dtype`."""
+
+    publish_delta: Literal["auto", "off"] = "auto"
+    """`auto`: send separate rollout workers only the words that changed since the last publish. `off`: all tensors."""
 
 
 @dataclass

@@ -44,9 +44,9 @@ from qarl.optim.muon_adamw import MuonAdamW
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.meta_model import check_buffers, restore_buffers
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.publish.send import DeltaSender
+from qarl.rollout.publish.wire import DeltaSender
 from qarl.verl import forward, training_step
-from qarl.verl.ask_servers import Watch, ask_before_publish
+from qarl.verl.ask_servers import Watch, refuse_dead_servers
 from qarl.verl.checkpoint import check_files, check_record, save_record
 from qarl.verl.config import QuantFSDPEngineConfig, check_engine_config
 from qarl.verl.loss import DIFFERING, MICRO_BATCH, OURS, MicroBatch, loss_mode, refuse_hidden_mismatch
@@ -289,18 +289,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             _log.info("rank %d: %s", self.rank, check_record(self, local_path))
 
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
-        on_cpu = get_device_name() == "cpu"
-        if self.quant is None and (not on_cpu or self.model_config.lora_rank > 0):
+        if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
         # The scheduler counts training steps, and a checkpoint restores its count.
         tensors, version = self._wire_tensors(), self.lr_scheduler.last_epoch
         if not base_sync_done:  # the servers wait for the first rank's stream already
             return publication(tensors, version, self._outbox if self.rank == 0 else None), None
-        # verl sets `base_sync_done` only if it publishes itself (checkpoint_engine.backend=naive), on the same devices:
-        # a copy within a GPU is faster than a delta.
-        last = self._outbox.cache.fingerprint if self._outbox else None  # None if nothing was sent through it
-        agreed = ask_before_publish(self._servers, last, is_first=self.rank == 0, seconds=publish_timeout())
-        return publication(tensors, version, self._outbox if on_cpu else None, [agreed]).reserve(), None
+        # verl sets `base_sync_done` only if it publishes itself (checkpoint_engine.backend=naive), on the same devices.
+        refuse_dead_servers(self._servers, is_first=self.rank == 0, seconds=publish_timeout())
+        return publication(tensors, version).reserve(), None
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         def gather(entry: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,6 @@ Keys = dict[str, Any]
 _ENGINE = {
     **dict.fromkeys(("scheme", "group_size", "ignore", "align", "mismatch_limit"), "quant"),
     **dict.fromkeys(("router_replay", "tensor_model_parallel_size", "enforce_eager"), "rollout"),
-    "publish_delta": "publish",
     "head_dtype": "model",
     **dict.fromkeys(("old_log_probs", "old_log_probs_sample"), "actor"),
 }
@@ -42,7 +41,7 @@ _ENGINE = {
 
 def engine_fields() -> Keys:
     """Return the type and the default of each setting of `_ENGINE`, as `pydantic.create_model` takes them."""
-    known = {name: sections()[section].model_fields[name.removeprefix("publish_")] for name, section in _ENGINE.items()}
+    known = {name: sections()[section].model_fields[name] for name, section in _ENGINE.items()}
     fields: Keys = {name: (info.annotation, info) for name, info in known.items()}
     return fields | {"enforce_eager": (bool, False)}  # null is resolved before it gets there
 
@@ -50,7 +49,7 @@ def engine_fields() -> Keys:
 def engine_settings(config: Config) -> Keys:
     """Return the settings of `_ENGINE`, for `actor_rollout_ref.actor.fsdp_config.quant`."""
     values = config.model_dump()
-    settings = {name: values[section][name.removeprefix("publish_")] for name, section in _ENGINE.items()}
+    settings = {name: values[section][name] for name, section in _ENGINE.items()}
     return settings | {"enforce_eager": bool(config.rollout.enforce_eager)}
 
 

@@ -56,9 +56,18 @@ import zmq
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from qarl.errors import UserError
-from qarl.rollout.publish.send import DeltaSender, encode_publish
+from qarl.rollout.publish.manifest import NamedTensor
 from qarl.rollout.publish.sockets import Address, WeightClient, WeightServer, own_address
-from qarl.rollout.publish.wire import BEGIN, COMMIT, NamedTensor, TransferFailed, is_record, read_record, record
+from qarl.rollout.publish.wire import (
+    BEGIN,
+    COMMIT,
+    DeltaSender,
+    TransferFailed,
+    encode_publish,
+    is_record,
+    read_record,
+    record,
+)
 
 TIMEOUT_VARIABLE = "QARL_PUBLISH_TIMEOUT"
 DEFAULT_TIMEOUT = "120"
@@ -173,16 +182,13 @@ class Publication:
     when nothing refers to the stream any more. verl's sender has then cleaned up, whether it read the whole stream, a
     part of it or nothing.
 
-    `receivers`: the list that the stream reads when it begins, with the fingerprint that each receiver has."""
+    `receivers`: the fingerprint that each receiver has (see `DeltaSender.stream`), if they are known before the first
+    tensor is read."""
 
     def __init__(self, stream: Iterator[NamedTensor], receivers: list[str | None] | None = None) -> None:
-        self._stream, self._receivers = stream, [] if receivers is None else receivers
+        self._stream, self.receivers = stream, [] if receivers is None else receivers
         self._reserved = ExitStack()
         weakref.finalize(self, self._reserved.close)
-
-    def tell(self, fingerprints: Sequence[str | None]) -> None:
-        """Say what each receiver has (see `DeltaSender.stream`), before the first tensor is read."""
-        self._receivers[:] = fingerprints
 
     def reserve(self) -> Publication:
         """Take this host's turn, and set the time limits of the sockets. Return the publication.
@@ -202,18 +208,14 @@ class Publication:
         return next(self._stream)
 
 
-def publication(
-    tensors: Iterable[NamedTensor],
-    version: int,
-    outbox: DeltaSender | None = None,
-    receivers: list[str | None] | None = None,
-) -> Publication:
+def publication(tensors: Iterable[NamedTensor], version: int, outbox: DeltaSender | None = None) -> Publication:
     """Return the publish of `tensors` as `version` by this run. With an `outbox`, only changes are sent, if all
-    `receivers` have what it sent last: their fingerprints, which `Publication.tell` may also say later."""
-    known: list[str | None] = [] if receivers is None else receivers
+    `receivers` of the publication have what it sent last."""
+    receivers: list[str | None] = []
     options: dict[str, Any] = {"version": version, "run": run_identity()}
-    stream = outbox.stream(tensors, held=known, **options) if outbox else encode_publish(tensors, **options)
-    return Publication(numbered(stream), known)
+    if outbox is None:
+        return Publication(numbered(encode_publish(tensors, **options)))
+    return Publication(numbered(outbox.stream(tensors, receivers=receivers, **options)), receivers)
 
 
 def numbered(stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -299,7 +301,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
             if self.server is not None:
 
                 def stream(known: Sequence[str | None]) -> Iterator[NamedTensor]:
-                    weights.tell(known)
+                    weights.receivers[:] = known
                     return iter(weights)
 
                 self.server.publish(stream)
@@ -320,7 +322,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
     def _received(self) -> Iterator[NamedTensor]:
         fingerprint, self._fingerprint, self._arrived = self._fingerprint, None, None
-        with WeightClient(self.address, self.token, held=fingerprint, seconds=publish_timeout()) as client:
+        with WeightClient(self.address, self.token, fingerprint=fingerprint, seconds=publish_timeout()) as client:
             for name, tensor in client.stream():
                 plain = name.partition("#")[0]
                 if plain == BEGIN:
@@ -328,7 +330,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
                     continue
                 if plain == COMMIT:
                     fingerprint = read_record(COMMIT, tensor).get("fingerprint")
-                    client.answer(held=fingerprint)
+                    client.answer(fingerprint=fingerprint)
                     self._arrived = fingerprint
                 yield name, tensor
 

@@ -23,8 +23,8 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from qarl.errors import UserError
 from qarl.process import allow_matrix_tiles
+from qarl.rollout.publish.manifest import NamedTensor, engines_manifest
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import NamedTensor, engines_manifest
 from qarl.verl.ask_servers import RESUME
 from qarl.verl.publish import TIMEOUT_VARIABLE, decode, publish_timeout, run_identity, socket_timeouts
 from qarl.vllm_versions import check_release
@@ -35,23 +35,10 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
     model_runner: Any
     device: Any
-    parallel_config: Any
-    rank: int
 
     def __new__(cls, **kwargs: Any) -> Any:
         allow_matrix_tiles()  # before vLLM loads and warms up the model
         return super().__new__(cls, **kwargs)
-
-    def qarl_compare(self, fingerprint: str) -> None:
-        """Raise RuntimeError if this worker does not have the tensors of `fingerprint` (`servers.all_have`).
-
-        Only the last worker of an engine raises. This is sufficient, because all workers receive the same tensors. If
-        several raised, vLLM's executor would read only the first error, and mistake the others for later replies.
-        """
-        mine = self._qarl_receiver.held if hasattr(self, "_qarl_receiver") else None
-        workers = self.parallel_config.world_size
-        if mine != fingerprint and self.rank % workers == workers - 1:
-            raise RuntimeError(f"this worker's fingerprint is {mine}, so the trainer sends all tensors")
 
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qarl.rollout.publish.checksum import _has_kernel, check_unit, checksums
-from qarl.rollout.publish.wire import not_finite
+from qarl.rollout.publish.manifest import not_finite
 
 pytestmark = pytest.mark.gpu
 

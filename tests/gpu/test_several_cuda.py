@@ -14,8 +14,8 @@ from checkout import ROOT
 from publish_streams import engine_model, receiver
 
 from qarl.quant import packed_state_dict
-from qarl.rollout.publish.send import DeltaSender
 from qarl.rollout.publish.sockets import WeightClient, WeightServer
+from qarl.rollout.publish.wire import DeltaSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -44,7 +44,7 @@ def test_a_publish_between_two_gpus() -> None:
 
     def receive() -> None:
         for _ in range(2):
-            with WeightClient(server.address, "of this run", held=held.held, seconds=60) as client:
+            with WeightClient(server.address, "of this run", fingerprint=held.fingerprint, seconds=60) as client:
                 client.feed(held)
 
     thread = threading.Thread(target=receive)
@@ -53,7 +53,7 @@ def test_a_publish_between_two_gpus() -> None:
         for version in (1, 2):
             tensors = list(packed_state_dict(source, scheme=None, ignore=()))
             server.publish(lambda known, tensors=tensors, version=version: outbox.stream(
-                tensors, version=version, held=known
+                tensors, version=version, receivers=known
             ))  # fmt: skip
             assert outbox.metrics()["publish/delta"] == (version == 2)
             with torch.no_grad():

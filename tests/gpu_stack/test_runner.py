@@ -24,9 +24,9 @@ from random_moe import IGNORE, wire_tensors
 
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish import writers
+from qarl.rollout.publish.manifest import expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import encode_publish
-from qarl.rollout.publish.wire import expected_manifest
+from qarl.rollout.publish.wire import encode_publish
 
 required()
 

@@ -70,7 +70,9 @@ def test_the_arguments_are_taken(use: Use) -> None:
 
 
 PLUGIN = ROOT / "qarl" / "verl"
-PLUGINS = sorted(path.stem for path in PLUGIN.glob("*.py") if path.stem not in ("__init__", "cpu_platform", "entry_point"))
+PLUGINS = sorted(
+    path.stem for path in PLUGIN.glob("*.py") if path.stem not in ("__init__", "cpu_platform", "entry_point")
+)
 
 
 @pytest.mark.parametrize("module", PLUGINS)

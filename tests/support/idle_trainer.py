@@ -10,7 +10,7 @@ from typing import Any
 from qarl.checkpoint.storage import StorageError
 from qarl.metrics.step_metrics import PhaseTimer
 from qarl.metrics.tracker import Tracker
-from qarl.rollout.publish.wire import PublishReport
+from qarl.rollout.publish.manifest import PublishReport
 
 
 class Trainer:

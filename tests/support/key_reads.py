@@ -15,7 +15,7 @@ from qarl.config import Config, describe_keys
 from qarl.config.schema import sections
 from qarl.config.types import Section
 from qarl.rollout.engine import EngineFailed, RolloutBatch
-from qarl.rollout.publish.wire import PublishReport
+from qarl.rollout.publish.manifest import PublishReport
 
 PACKAGE = f"{ROOT / 'qarl'}/"
 KINDS = sections() | {"": Config}

@@ -11,9 +11,10 @@ import transformers
 from torch import nn
 
 from qarl.quant import get_scheme, packed_state_dict
+from qarl.rollout.publish.delta import Tally
+from qarl.rollout.publish.manifest import expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import publish_weights
-from qarl.rollout.publish.wire import UNIT, expected_manifest
+from qarl.rollout.publish.wire import UNIT, DeltaSender, TransferFailed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -71,25 +72,20 @@ def weights(family: str, *, tie: bool = False, seed: int = 2) -> list[tuple[str,
 
 
 class Engine:
-    """A receiver, and what `publish_weights` needs besides."""
+    """A receiver, its sender, and the transport between them."""
 
     def __init__(self, **options: Any) -> None:
         self.model = engine_model("llama")
-        self.receiver = receiver(self.model, **options)
-        self.expected = self.receiver.expected
+        self.receiver, self.sender = receiver(self.model, **options), DeltaSender()
         self.transport: Any = iter
-        self.resets, self.cache_free = 0, True
 
-    def reset_prefix_cache(self) -> bool:
-        self.resets += 1
-        return self.cache_free
-
-    def mark_stale(self, reason: str) -> None:
-        self.receiver.mark_stale(reason)
-
-    def publish(self, tensors: Any, version: int, delta: bool = True) -> Any:
-        engine: Any = self
-        return publish_weights(engine, self.receiver, tensors, version=version, delta=delta)
+    def publish(self, tensors: Any, version: int) -> Tally:
+        """Return the sender's counts."""
+        stream = self.sender.stream(tensors, version=version, receivers=[self.receiver.fingerprint])
+        self.receiver.feed(self.transport(stream))
+        if self.receiver.version != version:
+            raise TransferFailed("the publish ended before its last record")
+        return self.sender.tally
 
     def has(self, tensors: Any) -> bool:
         state = self.model.state_dict()

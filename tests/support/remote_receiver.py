@@ -31,8 +31,8 @@ def dying(name: str, tensor: Any) -> None:
 found._take = dying  # type: ignore[method-assign]  # it dies in the middle of a publish
 for _ in range(int(publishes)):
     try:
-        with WeightClient((host, int(port)), token, held=found.held, seconds=20) as client:
+        with WeightClient((host, int(port)), token, fingerprint=found.fingerprint, seconds=20) as client:
             client.feed(found)
     except UserError as error:
         print(f"error {error}", file=sys.stderr, flush=True)
-    print(found.version, found.stale, found.held, flush=True)
+    print(found.version, found.stale, found.fingerprint, flush=True)

@@ -26,9 +26,9 @@ PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(8)]
 def publish(worker: Any, folder: str, scheme_name: str, version: int) -> tuple[list[str], bool]:
     """Runs in each worker, with a sender beside it. Odd versions are of the second checkpoint. Returns the modules that
     vLLM's layerwise reload wrote, and whether it was a delta."""
+    from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
     from qarl.rollout.publish.receive import WeightReceiver
-    from qarl.rollout.publish.send import DeltaSender
-    from qarl.rollout.publish.wire import check_same_layers, expected_manifest
+    from qarl.rollout.publish.wire import DeltaSender
 
     scheme, model = get_scheme(scheme_name, 32), worker.get_model()
     if version == 1:
@@ -38,7 +38,7 @@ def publish(worker: Any, folder: str, scheme_name: str, version: int) -> tuple[l
         worker.sender = DeltaSender()
     tensors = both(Path(folder), scheme)[version % 2]
     held = worker.receiver.cache.fingerprint if worker.receiver.cache else None
-    worker.receiver.feed(worker.sender.stream(tensors.items(), version=version, held=[held]))
+    worker.receiver.feed(worker.sender.stream(tensors.items(), version=version, receivers=[held]))
     assert worker.receiver.version == version
     reloaded = [target.name for target in worker.receiver.plan.by_owner.values() if target.writer is None]
     return reloaded, worker.sender.tally.known

@@ -22,7 +22,7 @@ import verl  # noqa: F401  registers its platform
 from publish_streams import engine_model, feed_in_buckets, runner_of, weights
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-from qarl.rollout.publish.send import DeltaSender, encode_publish
+from qarl.rollout.publish.wire import DeltaSender, encode_publish
 from qarl.verl import worker_extension
 from qarl.verl.publish import publication
 
@@ -94,24 +94,11 @@ def changes_through_buckets() -> dict[str, Any]:
     """Three publishes of one worker through verl's sender: all tensors, changes, and all tensors after a loss."""
     model, tensors, outbox = engine_model("llama"), weights("llama"), DeltaSender()
     receiver = MAKE(runner_of(model))
-    worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
-    worker.parallel_config, worker.rank = SimpleNamespace(world_size=2), 1  # the last of two workers answers
-    answers: list[str | None] = []
     result: list[dict[str, Any]] = []
-
-    def ask(fingerprint: str | None) -> None:
-        try:
-            worker.qarl_compare(fingerprint)
-            answers.append(fingerprint)
-        except RuntimeError:
-            answers.append(None)
-
-    ask("0")
     for version in (1, 2, 3, 4):
-        if version > 1:
-            worker._qarl_receiver = receiver
-            ask(outbox.cache.fingerprint)
-        stream = list(publication(tensors, version, outbox, answers[-1:]))
+        sent = publication(tensors, version, outbox)
+        sent.receivers[:] = [receiver.fingerprint]
+        stream = list(sent)
         if version == 3:  # nothing of it arrives
             tensors = [(name, tensor + 1) for name, tensor in tensors]
             continue
@@ -120,7 +107,7 @@ def changes_through_buckets() -> dict[str, Any]:
         equal = all(torch.equal(state[name], tensor) for name, tensor in tensors)
         result.append({"raised": found["raised"], "equal": equal, "version": receiver.version, **outbox.metrics()})
         tensors = [(name, tensor + (name == "model.norm.weight")) for name, tensor in tensors]
-    return {"publishes": result, "answers": [answer is not None for answer in answers]}
+    return {"publishes": result}
 
 
 results = {

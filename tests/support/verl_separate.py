@@ -49,8 +49,7 @@ class Server:
 
         job = ray.get_runtime_context().get_job_id()
         worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
-        worker.device, worker.model_runner, worker.rank = torch.device("cpu"), runner_of(engine_model("llama")), 0
-        worker.parallel_config = SimpleNamespace(world_size=1)
+        worker.device, worker.model_runner = torch.device("cpu"), runner_of(engine_model("llama"))
         worker.check_health = lambda: None
         worker._get_zmq_handle = lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{REPLICA}-rank-0.sock"
         self.worker = worker
@@ -74,14 +73,14 @@ class Server:
 
     def state(self) -> tuple[Any, Any]:
         receiver = self.worker._qarl_receiver
-        return receiver.version, receiver.held
+        return receiver.version, receiver.fingerprint
 
 
 class Actor(ActorRolloutRefWorker):
     """verl's worker with QaRL's engine, whose tensors are given instead of gathered from FSDP2."""
 
     def __init__(self) -> None:
-        from qarl.rollout.publish.send import DeltaSender
+        from qarl.rollout.publish.wire import DeltaSender
         from qarl.verl.ask_servers import Watch
         from qarl.verl.config import QuantSettings
         from qarl.verl.fsdp_engine import QaRLFSDPEngine

@@ -1,7 +1,7 @@
 """Delta publishes: both sides keep the last published tensors, and only the words that changed are sent.
 
 Each sender and each receiver keeps one copy of all published tensors in host memory, in the published format
-(`PublishedCache`). If sender and receiver are in one process, they share a copy. vLLM stores weights in a different
+(`PublishedCache`). vLLM stores weights in a different
 layout, in which parts of one published word may be in several places. So the receiver first changes words of its cached
 tensors, and then writes whole tensors into vLLM.
 
@@ -32,21 +32,19 @@ engine (verl/checkpoint_engine/delta_sync) sends four bytes per position.
 Values are absolute, so applying a payload twice does no harm. A payload does not say which tensor it is for. So the
 receiver then compares the checksum of the whole tensor (`qarl.rollout.publish.receive`).
 
-`send_changes` and `receive_changes` are the two ends of a unit.
+`qarl.rollout.publish.wire` sends changes (`send_changes`) and applies them (`receive_changes`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from qarl.rollout.publish import wire
-from qarl.rollout.publish.wire import NamedTensor
+from qarl.rollout.publish.manifest import NamedTensor
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEADER = 16
@@ -295,61 +293,3 @@ class Tally:
 
 
 _LOW_BIT = (torch.int32, torch.int8, torch.float8_e4m3fn)
-
-
-def send_changes(
-    unit: str,
-    members: list[NamedTensor],
-    results: torch.Tensor,
-    base: PublishedCache,
-    cache: PublishedCache | None,
-    tally: Tally,
-) -> Iterator[NamedTensor]:
-    """Yield the changed tensors of a unit, and its record, which `receive_changes` takes at the other end.
-
-    `results`: those of `check_unit` for `members`. Other arguments are as in `encode_publish`."""
-    names = [name for name, _ in members]
-    compared = [base.compare(name, tensor) for name, tensor in members]
-    none = results.new_zeros(())
-    counts = [none if pair is None else pair.count.to(results.device, non_blocking=True) for pair in compared]
-    sums, bad, differing = torch.cat((results, torch.stack(counts)[None])).tolist()  # the host waits once
-    wire.refuse_nonfinite(names, bad)
-    digests: dict[str, int] = {}
-    deltas: list[str] = []
-    for (name, tensor), comparison, digest, count in zip(members, compared, sums, differing, strict=True):
-        if comparison is not None:
-            changed, payload = find_changes(comparison, count)
-            tally.add(name, tensor, changed)
-            if not changed:
-                continue
-            if payload is not None:
-                tensor = payload
-                deltas.append(name)
-        digests[name] = digest
-        if cache is not None:
-            cache.take(name, tensor, digest, is_delta=name in deltas)
-        yield name, tensor
-    yield wire.record(wire.UNIT, {"unit": unit, "digests": digests, "deltas": deltas})
-
-
-def receive_changes(
-    record: Mapping[str, Any], sent: list[NamedTensor], members: Collection[str], cache: PublishedCache
-) -> None:
-    """Apply to `cache` the tensors that `send_changes` has yielded for a unit before its `record`.
-
-    `members`: names of all tensors of the unit. The caller then compares the checksums of all of them, because a
-    payload does not say which tensor it is for.
-
-    Raises:
-        TransferFailed: a tensor was lost or added on the way, or a payload is damaged.
-    """
-    names, digests = [name for name, _ in sent], record["digests"]
-    if names != list(digests):
-        raise wire.not_as_sent(record["unit"], names, list(digests))
-    for name, tensor in sent:
-        try:
-            if name not in members:
-                raise ValueError(f"it is not a tensor of {record['unit']}")
-            cache.take(name, tensor, digests[name], is_delta=name in record["deltas"])
-        except ValueError as error:
-            raise wire.TransferFailed(f"the changes of {name} cannot be applied", why=str(error)) from error

@@ -1,23 +1,27 @@
 """The engine's side of a publish, inside vLLM's worker. It checks and then writes the tensors, one unit at a time.
 
-A publish is a transaction. From its first record (`qarl.begin`) to its last (`qarl.commit`) the receiver is `stale`. If
-the publish fails, for example because a tensor is missing or damaged, or because vLLM refuses it, the receiver stays
-stale. A stale engine must not generate, because it may have weights of two versions. The next complete publish repairs
-it. After `ReloadFailed` the receiver is `broken`, and the engine must be replaced.
+A publish is a transaction. From its begin to its end the receiver is `stale`. If the publish fails, for example because
+a tensor is missing or damaged, or because vLLM refuses it, the receiver stays stale. A stale engine must not generate,
+because it may have weights of two versions. The next complete publish repairs it. After `ReloadFailed` the receiver is
+`broken`, and the engine must be replaced.
 
-The receiver holds the tensors of only one unit (a decoder layer) in memory, and writes them before it knows whether
-their checksums are right: it compares all of them at the end, so that no unit waits for the device. Set `clone=True` if
-the tensors of one `feed` are views of a buffer that the transport reuses for the next one, as in verl. If the sender
-requests it, the receiver also keeps a copy of all tensors for delta publishes (`qarl.rollout.publish.delta`).
+A trainer in the same process calls `write_all` with all tensors, which it has checked. Nothing travels, so there is
+nothing to damage. A trainer in another process sends a stream (`qarl.rollout.publish.wire`), which `feed` takes in any
+number of parts, from the record `qarl.begin` to `qarl.commit`.
 
-After a delta, the receiver also writes unchanged tensors, because an engine that slept may have lost them. Set
-`skip_unchanged=True` if only publishes change the engine's weights. Then unchanged modules are skipped.
+Of a stream, the receiver holds the tensors of only one unit (a decoder layer) in memory, and writes them before it
+knows whether their checksums are right: it compares all of them at the end, so that no unit waits for the device. Set
+`clone=True` if the tensors of one `feed` are views of a buffer that the transport reuses for the next one, as in verl.
+If the sender requests it, the receiver also keeps a copy of all tensors for delta publishes
+(`qarl.rollout.publish.delta`). After a delta, the receiver also writes unchanged tensors, because an engine that slept
+may have lost them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,8 +29,8 @@ from torch import nn
 
 from qarl.rollout.publish import graph_addresses, wire
 from qarl.rollout.publish.checksum import check_unit
-from qarl.rollout.publish.delta import PublishedCache, receive_changes
-from qarl.rollout.publish.wire import Manifest, TensorSpec, check_specs
+from qarl.rollout.publish.delta import PublishedCache
+from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_specs
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
 from qarl.vllm_versions import kv_cache_tensors
 
@@ -49,7 +53,6 @@ class WeightReceiver:
         kv_caches: Callable[[], Iterable[torch.Tensor]],
         clone: bool = False,
         direct: bool = True,
-        skip_unchanged: bool = False,
     ) -> None:
         """`expected`: the manifest, built from the engine's own config. `kv_caches`: a function that returns vLLM's KV
         caches. They are set to zero if the engine has returned NaN. `direct`: write directly into vLLM's storage if
@@ -62,7 +65,6 @@ class WeightReceiver:
         self.broken = False
         self.kv_cache_spoilt = False
         self.seconds = {"transfer": 0.0, "apply": 0.0}
-        self.skip_unchanged = skip_unchanged
         self.cache: PublishedCache | None = None
         self._is_delta = False
         self._units: dict[str, list[str]] = {}
@@ -73,7 +75,7 @@ class WeightReceiver:
         self._checks_addresses = graph_addresses.graphs_captured(vllm_config)
         self._places: dict[str, graph_addresses.Place] = {}
         self._seen: set[str] = set()
-        self._unit: list[wire.NamedTensor] = []
+        self._unit: list[NamedTensor] = []
         self._compare: list[tuple[list[str], torch.Tensor]] = []
         """Names of tensors, and their checksums here and at the sender: int64 [2, names]."""
 
@@ -93,7 +95,7 @@ class WeightReceiver:
         return self.version is None
 
     @property
-    def held(self) -> str | None:
+    def fingerprint(self) -> str | None:
         """The fingerprint of the cached tensors, or None. A delta publish must contain this fingerprint."""
         return self.cache.fingerprint if self.cache else None
 
@@ -105,7 +107,24 @@ class WeightReceiver:
         if doubt:
             self.cache = None
 
-    def feed(self, weights: Iterable[wire.NamedTensor]) -> None:
+    def write_all(self, tensors: Sequence[NamedTensor], *, version: int) -> None:
+        """Write all tensors of the manifest, in layer order and with experts as stacks, as `version`.
+
+        After any exception the engine is stale. Raise ReloadFailed if vLLM failed, now or earlier."""
+        start = time.perf_counter()
+        try:
+            self._open_version(version)
+            self.cache = None
+            for _, unit in groupby(tensors, key=lambda item: wire.unit_of(item[0])):
+                self.plan.write(dict(unit))
+            self._finish()
+        except BaseException as error:
+            self._fail("while its tensors were written", error)
+            raise
+        finally:
+            self.seconds = {"apply": time.perf_counter() - start}
+
+    def feed(self, weights: Iterable[NamedTensor]) -> None:
         """Take the next tensors and records of a publish. The transport may split a publish into any number of calls.
 
         After any exception the publish is over and the engine is stale.
@@ -124,9 +143,7 @@ class WeightReceiver:
             if self.clone:
                 self._unit = [(name, tensor.clone()) for name, tensor in self._unit]
         except BaseException as error:
-            if not self.broken:
-                self.abort(f"at {last}: {getattr(error, 'what', error)}")
-                self.broken = isinstance(error, ReloadFailed)
+            self._fail(f"at {last}", error)
             raise
         finally:
             self.seconds["apply"] += self._applied - applied
@@ -137,6 +154,11 @@ class WeightReceiver:
         version = "a publish" if self._open is None else f"the publish of version {self._open}"
         self.mark_stale(f"{version} did not complete: {reason}")
         self._open, self._unit, self._seen, self._compare = None, [], set(), []
+
+    def _fail(self, where: str, error: BaseException) -> None:
+        if not self.broken:
+            self.abort(f"{where}: {getattr(error, 'what', error)}")
+            self.broken = isinstance(error, ReloadFailed)
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         if name == wire.BEGIN:
@@ -155,18 +177,23 @@ class WeightReceiver:
         else:
             self._unit.append((name, tensor))
 
-    def _begin(self, record: dict[str, Any]) -> None:
+    def _open_version(self, version: int) -> None:
         if self.broken:
             raise ReloadFailed("this engine is broken and takes no more publishes", why=self.stale_because)
-        base, held = record.get("base"), self.held
-        self._open, self._seen, self._unit, self._compare = int(record["version"]), set(), [], []
+        self._open, self._seen, self._unit, self._compare = version, set(), [], []
         self.seconds = {"transfer": 0.0, "apply": 0.0}
-        self.mark_stale(f"the publish of version {self._open} did not complete", doubt=False)
+        self.mark_stale(f"the publish of version {version} did not complete", doubt=False)
+        if self._checks_addresses and not self._places:  # else a publish was aborted: its moves count too
+            self._places = graph_addresses.places({"model": self.model})
+
+    def _begin(self, record: dict[str, Any]) -> None:
+        base = record.get("base")
+        self._open_version(int(record["version"]))
         self._is_delta = base is not None
-        if self._is_delta and base != held:
+        if self._is_delta and base != self.fingerprint:
             raise wire.TransferFailed(
                 f"the changes of version {self._open} do not apply to the tensors that the engine has kept",
-                where=f"the changes are for {base}, but the engine has {held}",
+                where=f"the changes are for {base}, but the engine has {self.fingerprint}",
                 why="the engine was restarted, or an earlier publish was lost",
             )
         if record.get("keep"):
@@ -174,8 +201,6 @@ class WeightReceiver:
             self.cache.begin(changes=self._is_delta)
         else:
             self.cache = None
-        if self._checks_addresses and not self._places:  # else a publish was aborted: its moves count too
-            self._places = graph_addresses.places({"model": self.model})
 
     def _end_unit(self, digests: torch.Tensor) -> None:
         """Write a unit. `digests`: its checksums, which `_commit` compares with those computed here."""
@@ -196,18 +221,17 @@ class WeightReceiver:
         """Apply the changes of a unit, and write it."""
         assert self.cache is not None
         members = self._units.get(record["unit"], [])
-        receive_changes(record, self._unit, members, self.cache)
+        wire.receive_changes(record, self._unit, members, self.cache)
         device = next(self.model.parameters()).device
         whole = [(name, self.cache.tensors[name].to(device, non_blocking=True)) for name in members]
         self._check_new(whole)
         computed = check_unit([tensor for _, tensor in whole])[0].tolist() if whole else []
         for (name, _), digest in zip(whole, computed, strict=True):
             _check_digest(name, digest, self.cache.digests[name])
-        chosen = self.plan.whole_modules(record["digests"]) if self.skip_unchanged else None
-        self._write({name: t for name, t in whole if chosen is None or name.rpartition(".")[0] in chosen})
+        self._write(dict(whole))
         self._unit = []
 
-    def _check_new(self, whole: list[wire.NamedTensor]) -> None:
+    def _check_new(self, whole: list[NamedTensor]) -> None:
         """Raise if a tensor of a unit has come before, or does not fit the engine."""
         if doubled := [name for name, _ in whole if name in self._seen]:
             raise wire.TransferFailed(
@@ -241,6 +265,11 @@ class WeightReceiver:
                 why="a tensor that was not sent has different checksums on the two sides",
             )
         start = time.perf_counter()
+        self._finish()
+        self._applied += time.perf_counter() - start
+
+    def _finish(self) -> None:
+        """Finish a complete publish."""
         refresh_tied_layers(self.model)
         self._check_addresses()
         if self.kv_cache_spoilt:
@@ -248,7 +277,6 @@ class WeightReceiver:
             for cache in self.kv_caches():
                 cache.zero_()
             self.kv_cache_spoilt = False
-        self._applied += time.perf_counter() - start
         self.version, self._open = self._open, None
 
     def _compare_digests(self) -> dict[str, int]:

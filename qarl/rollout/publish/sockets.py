@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
-from qarl.rollout.publish.wire import COMMIT, RETRY, NamedTensor, TensorSpec, TransferFailed
+from qarl.rollout.publish.manifest import NamedTensor, TensorSpec
+from qarl.rollout.publish.wire import COMMIT, RETRY, TransferFailed
 
 DEFAULT_SECONDS = 120.0
 _HELLO_SECONDS = 10.0
@@ -106,8 +107,8 @@ class WeightServer:
             TransferFailed: a receiver refused the publish. The message contains the receiver's error.
         """
         with ExitStack() as open_sockets:
-            peers, held = self._accept(open_sockets)
-            for name, tensor in make_stream(held):
+            peers, fingerprints = self._accept(open_sockets)
+            for name, tensor in make_stream(fingerprints):
                 header, data = {"name": name, "spec": str(TensorSpec.of(tensor))}, _bytes_of(tensor)
                 with _lost("a receiver", self.seconds):
                     for peer in peers:
@@ -121,11 +122,11 @@ class WeightServer:
         if errors:
             what = f"{len(errors)} of {len(answers)} workers of the engines refused the publish"
             raise TransferFailed(what, why=errors[0])
-        return [answer["held"] for answer in answers]
+        return [answer["fingerprint"] for answer in answers]
 
     def _accept(self, open_sockets: ExitStack) -> tuple[list[socket.socket], list[str | None]]:
         peers: list[socket.socket] = []
-        held: list[str | None] = []
+        fingerprints: list[str | None] = []
         end = time.monotonic() + self.seconds
         while len(peers) < self.receivers:
             self._socket.settimeout(max(end - time.monotonic(), 1e-3))
@@ -133,13 +134,13 @@ class WeightServer:
                 peer, _ = self._socket.accept()
             open_sockets.callback(peer.close)
             try:
-                held.append(self._welcome(peer)["held"])
+                fingerprints.append(self._welcome(peer)["fingerprint"])
             except (OSError, KeyError, TransferFailed):  # not a receiver, or a lost one; others may still connect
                 peer.close()
                 continue
             peer.settimeout(self.seconds)
             peers.append(peer)
-        return peers, held
+        return peers, fingerprints
 
     def _welcome(self, peer: socket.socket) -> dict[str, Any]:
         """Exchange proofs with a new connection, and return its hello."""
@@ -172,7 +173,7 @@ class WeightClient:
         address: Address,
         token: str,
         *,
-        held: str | None = None,
+        fingerprint: str | None = None,
         seconds: float = DEFAULT_SECONDS,
         limit: int = DEFAULT_LIMIT,
     ) -> None:
@@ -182,16 +183,19 @@ class WeightClient:
             self._socket = socket.create_connection((address[0], address[1]), timeout=seconds)
         try:
             with _lost(f"the trainer at {where}", seconds):
-                self._introduce(token, held, where)
+                self._introduce(token, fingerprint, where)
         except BaseException:
             self._socket.close()
             raise
 
-    def _introduce(self, token: str, held: str | None, where: str) -> None:
+    def _introduce(self, token: str, fingerprint: str | None, where: str) -> None:
         """Exchange proofs with the sender."""
         mine = secrets.token_hex(16)
         challenges = str(_receive_header(self._socket).get("challenge")), mine
-        _send(self._socket, {"challenge": mine, "proof": _proof(token, "receiver", *challenges), "held": held})
+        _send(
+            self._socket,
+            {"challenge": mine, "proof": _proof(token, "receiver", *challenges), "fingerprint": fingerprint},
+        )
         if not _proves(_receive_header(self._socket), _proof(token, "sender", *challenges)):
             raise TransferFailed(
                 "the program that sends weights is not the trainer of this run",
@@ -216,7 +220,7 @@ class WeightClient:
                 name, tensor = header["name"], _receive_tensor(self._socket, header, self.limit)
             yield name, tensor
 
-    def answer(self, *, held: str | None = None) -> None:
+    def answer(self, *, fingerprint: str | None = None) -> None:
         """Tell the sender that this receiver has the publish, and wait until all receivers have answered.
 
         Raises:
@@ -224,7 +228,7 @@ class WeightClient:
             TransferFailed: a different receiver does not have the publish. The caller must not use its weights either.
         """
         with _lost("the trainer", self.seconds):
-            _send(self._socket, {"held": held})
+            _send(self._socket, {"fingerprint": fingerprint})
             verdict = _receive_header(self._socket)
         if not verdict["complete"]:
             raise TransferFailed(
@@ -255,7 +259,7 @@ class WeightClient:
                     _send(self._socket, {"error": f"{type(error).__name__}: {error}"[:4000]})
             raise
         try:
-            self.answer(held=receiver.held)
+            self.answer(fingerprint=receiver.fingerprint)
         except TransferFailed as error:
             receiver.mark_stale(f"{error.what}: {error.why}")
             raise

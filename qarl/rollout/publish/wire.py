@@ -1,4 +1,4 @@
-"""The wire format of one publish, from trainer to engine: tensors in layer order, with records between them.
+"""The wire format of a publish to engines in other processes: tensors in layer order, with records between them.
 
     qarl.begin    the version
     tensors       the tensors of one unit: a decoder layer, or a module outside the decoder layers
@@ -7,42 +7,37 @@
     qarl.commit   the version again; only now is the publish complete
 
 Records are tensors too (all but `qarl.unit` are JSON in uint8). So any transport that keeps the order of named tensors
-can carry them, for example verl's buckets or a list in one process. `qarl.rollout.publish.send` makes the stream, and
-`qarl.rollout.publish.receive` reads it. Both sides hold one unit in memory at a time. A unit contains all parts of a
-layer that the engine fuses (q/k/v, gate/up), and its experts as stacks (`qarl.quant.experts`).
+can carry them, for example verl's buckets. `encode_publish` makes the stream, and `qarl.rollout.publish.receive` reads
+it. Both sides hold one unit in memory at a time. A unit contains all parts of a layer that the engine fuses (q/k/v,
+gate/up), and its experts as stacks (`qarl.quant.experts`). Between the first record and the last, neither side waits
+for its device: both read checksums, and whether there is NaN or Inf, before the last record.
 
 A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.delta`). `qarl.begin` then contains
-the fingerprint of that publish, `base`. A unit contains only changed tensors. `qarl.unit` is
-JSON then, with the checksums by name. It lists under `deltas` the tensors that are sent as payloads. Checksums are
-always of whole tensors.
+the fingerprint of that publish, `base`. A unit contains only changed tensors. `qarl.unit` is JSON then, with the
+checksums by name. It lists under `deltas` the tensors that are sent as payloads. Checksums are always of whole tensors.
+Both sides then read results once for each unit, and again for each tensor that has changed.
 
-The manifest has name, dtype and shape of every tensor on the wire. The expected manifest is built from the engine's own
-model config. Comparing it with the trainer's tensors finds a layer that is missing on one side. vLLM itself accepts a
-missing scale and then returns NaN, and after a wrong shape even the next correct reload fails. So everything is
-compared here, before the engine is touched.
+`DeltaSender` keeps the tensors that it sent last, as the receivers do, but does not assume that they arrived. Before
+each publish it gets the fingerprints of all receivers. If they all equal its own, it sends only changes. Otherwise it
+sends all tensors.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from qarl.errors import UserError
-from qarl.quant.convert import select_linears, tied_names
-from qarl.quant.experts import is_of_expert, is_stack, matrices
-from qarl.quant.meta_model import meta_model
-from qarl.quant.scheme import Scheme, get_scheme
-from qarl.rollout.publish.checksum import nonfinite
-from qarl.rollout.publish.experts import quantized_experts
+from qarl.quant.experts import stacked
+from qarl.rollout.publish.checksum import check_unit
+from qarl.rollout.publish.delta import PublishedCache, Tally, find_changes
+from qarl.rollout.publish.manifest import NamedTensor
 
-NamedTensor = tuple[str, torch.Tensor]
 PREFIX = "qarl."
 BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
 
@@ -89,216 +84,6 @@ def record(name: str, content: Mapping[str, Any]) -> NamedTensor:
     return name, torch.frombuffer(data, dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        return cls(tensor.dtype, tuple(tensor.shape))
-
-    @classmethod
-    def parse(cls, text: str) -> TensorSpec:
-        """Return the spec that `text` describes. `text` is the result of `str(spec)`."""
-        dtype, _, shape = text.partition(" ")
-        return cls(getattr(torch, dtype), tuple(json.loads(shape)))
-
-
-Manifest = dict[str, TensorSpec]
-
-
-@dataclass(frozen=True)
-class PublishReport:
-    """Sizes and times of one publish.
-
-    `bytes`: size of all published tensors. `quantized_bytes`: that of quantized layers. `quantized_bf16_bytes`: the
-    size of the same layers in BF16. `seconds`: duration of each phase. `sent_bytes`: bytes on the wire, records
-    included; a delta publish sends fewer than `bytes`. `is_delta`: whether it sent only changes. `changed`: metrics of
-    the changed words, if they are known."""
-
-    version: int
-    tensors: int
-    bytes: int
-    quantized_bytes: int
-    quantized_bf16_bytes: int
-    seconds: dict[str, float]
-    sent_bytes: int = 0
-    is_delta: bool = False
-    changed: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def quantized_ratio(self) -> float:
-        """Bytes of the quantized layers as a share of their BF16 bytes (1 if nothing is quantized)."""
-        return self.quantized_bytes / self.quantized_bf16_bytes if self.quantized_bf16_bytes else 1.0
-
-    def metrics(self, quantizing: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics `publish/*`: bytes, the ratio of bytes to BF16 in the quantized layers, changed words, and
-        seconds by phase.
-
-        `quantizing`: seconds of the quantizer by phase, summed over all optimizer steps of the training step."""
-        sizes = {
-            "publish/mbytes": self.sent_bytes / 1e6,
-            "publish/quantized_ratio": self.quantized_ratio,
-            "publish/delta": float(self.is_delta),
-        }
-        seconds = {f"publish/{phase}_s": value for phase, value in {**quantizing, **self.seconds}.items()}
-        return sizes | self.changed | seconds
-
-
-def expected_manifest(
-    hf_config: Any,
-    scheme: Scheme,
-    ignore: Sequence[str],
-    *,
-    trust_remote_code: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Manifest:
-    """Return name, dtype and shape of each tensor of a publish, for a model with this Hugging Face config in which all
-    linear layers except those in `ignore` are quantized with `scheme`. `dtype`: that of all other tensors."""
-    config = copy.deepcopy(hf_config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = meta_model(config, trust_remote_code=trust_remote_code, dtype=dtype)
-    linears = select_linears(model, scheme, ignore)[0] if scheme.quantized else {}
-    tied = tied_names(model)
-    manifest: Manifest = {}
-    for name, tensor in model.state_dict().items():
-        owner, _, leaf = name.rpartition(".")
-        if name in tied:
-            continue
-        if is_stack(name, tensor.shape):
-            matrix = next(matrices(name, tuple(tensor.shape))).name
-            plain = {"weight": (tensor.dtype, tuple(tensor.shape[1:]))}
-            wire = scheme.wire_tensors(*tensor.shape[1:]) if matrix in linears else plain
-            specs = {leaf: TensorSpec(dtype, (len(tensor), *shape)) for leaf, (dtype, shape) in wire.items()}
-            manifest |= {f"{name}.{leaf}": spec for leaf, spec in specs.items() if leaf != "weight_shape"}
-        elif owner in linears and leaf == "weight":
-            for suffix, (dtype, shape) in scheme.wire_tensors(*tensor.shape).items():
-                manifest[f"{owner}.{suffix}"] = TensorSpec(dtype, shape)
-        else:
-            manifest[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
-    return manifest
-
-
-def of_matrices(manifest: Manifest) -> Manifest:
-    """Return the manifest of the same tensors with each expert's matrices by themselves, as in a checkpoint."""
-    matrix_specs: Manifest = {}
-    for name, spec in manifest.items():
-        stack, _, leaf = name.rpartition(".")
-        if not is_stack(stack, spec.shape):
-            matrix_specs[name] = spec
-            continue
-        for matrix in matrices(stack, (spec.shape[0], spec.shape[1], spec.shape[2])):
-            rows = matrix.rows.stop - matrix.rows.start
-            matrix_specs[f"{matrix.name}.{leaf}"] = TensorSpec(spec.dtype, (rows, spec.shape[2]))
-            if leaf == "weight_packed":
-                matrix_specs[f"{matrix.name}.weight_shape"] = TensorSpec(torch.int64, (2,))
-    return matrix_specs
-
-
-def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
-    """Return the manifest that a vLLM engine expects, read from its own quantization config.
-
-    Raises:
-        UserError: trainer and engine would quantize different layers.
-    """
-    quantization: Any = getattr(hf_config, "quantization_config", None)
-    scheme, ignore = get_scheme("bf16"), []
-    if quantization is not None:
-        scheme, ignore = Scheme.from_quantization_config(quantization), list(quantization.get("ignore") or [])
-    expected = expected_manifest(hf_config, scheme, ignore)
-    check_same_layers(vllm_model, expected)
-    return expected
-
-
-def quantized_layers(manifest: Manifest) -> set[str]:
-    """Return the names of the quantized layers. In every scheme these are the layers that have scales."""
-    return {name.removesuffix(".weight_scale") for name in manifest if name.endswith(".weight_scale")}
-
-
-def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
-    """Raise UserError unless vLLM has quantized the same layers as the manifest. The two sides may read the ignore list
-    differently. A layer fused by vLLM counts as its parts. The message names layers that only one side quantizes."""
-    fused: dict[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", {})
-    engine = quantized_experts(vllm_model)
-    for name, module in vllm_model.named_modules():
-        if getattr(module, "scheme", None) is None or not hasattr(module, "quant_method"):
-            continue
-        parent, _, leaf = name.rpartition(".")
-        engine.update(f"{parent}.{part}" for part in fused.get(leaf, [leaf]))
-    ours = quantized_layers(expected)
-    if engine != ours:
-        only_ours, only_engine = sorted(ours - engine)[:4], sorted(engine - ours)[:4]
-        raise UserError(
-            "trainer and rollout engine would quantize different layers",
-            where=f"only the trainer: {only_ours}; only the engine: {only_engine}",
-            why="they read an entry of quant.ignore differently, or it covers only a part of a fused layer",
-            fix='in quant.ignore, name all parts of a fused layer (q/k/v, gate/up), and "re:.*mlp[.]gate$" for routers',
-        )
-
-
-def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manifest) -> None:
-    """Raise UserError if a tensor is missing, unexpected or sent twice, has the wrong dtype or shape, or holds NaN or
-    Inf. The message names the first eight such tensors. The experts may be in stacks or, as in a checkpoint, one by
-    one."""
-    named = list(tensors)
-    if any(is_of_expert(name) for name, _ in named):
-        expected = of_matrices(expected)
-    bad = set(not_finite((name, tensor) for name, tensor in named if name in expected))
-    check_specs([(name, TensorSpec.of(tensor)) for name, tensor in named], expected, not_finite=bad)
-
-
-def check_specs(
-    specs: Iterable[tuple[str, TensorSpec]], expected: Manifest, *, not_finite: Collection[str] = ()
-) -> None:
-    """Make the checks of `check_complete` without the tensors, from names, dtypes and shapes. `not_finite`: names of
-    tensors that hold NaN or Inf."""
-    problems: list[str] = []
-    seen: set[str] = set()
-    for name, sent in specs:
-        spec = expected.get(name)
-        if name in seen:
-            problems.append(f"{name}: sent twice")
-        elif spec is None:
-            problems.append(f"{name}: not a tensor of this model")
-        elif sent != spec:
-            problems.append(f"{name}: is {sent}, the engine expects {spec}")
-        elif name in not_finite:
-            problems.append(f"{name}: holds NaN or Inf")
-        seen.add(name)
-    problems += [f"{name}: missing" for name in expected if name not in seen]
-    if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise UserError(
-            f"the weights cannot be published: {len(problems)} tensors do not fit the engine",
-            where=shown,
-            why="vLLM would accept some of these tensors without an error, and then return NaN or wrong outputs",
-            fix="publish the tensors of packed_state_dict(model), with the engine's scheme, group_size and ignore",
-        )
-
-
-def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names of the tensors that contain NaN or Inf. This waits for each device only once."""
-    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel():
-            by_device.setdefault(tensor.device, []).append((name, tensor.detach()))
-    return [
-        name
-        for members in by_device.values()
-        for (name, _), bad in zip(members, nonfinite([tensor for _, tensor in members]).tolist(), strict=True)
-        if bad
-    ]
-
-
 def refuse_nonfinite(names: Sequence[str], flags: Sequence[int]) -> None:
     """Raise UserError if a flag of `qarl.rollout.publish.checksum.check_unit` says NaN or Inf."""
     bad = [name for name, flag in zip(names, flags, strict=False) if flag]
@@ -320,3 +105,137 @@ def not_as_sent(unit: str, names: list[str], sent: list[str]) -> TransferFailed:
         where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
         why="the transport dropped, added or reordered tensors",
     )
+
+
+def encode_publish(
+    tensors: Iterable[NamedTensor],
+    *,
+    version: int,
+    run: str | None = None,
+    cache: PublishedCache | None = None,
+    is_delta: bool = False,
+    tally: Tally | None = None,
+) -> Iterator[NamedTensor]:
+    """Yield `tensors` (checkpoint names, in layer order) with the records of a publish between them.
+
+    Args:
+        run: the name of the run that owns the weights, for transports that two runs could share by mistake.
+        cache: the tensors of the last publish, which follow the stream. The receivers cache the tensors too, so that
+            the next publish can be a delta.
+        is_delta: whether the receivers have what is in `cache`, so that only changes are sent.
+        tally: counts the changed words of a delta.
+
+    Raises:
+        UserError: a tensor contains NaN or Inf. The message names the tensor.
+    """
+    begin: dict[str, Any] = {"version": version}
+    if run is not None:
+        begin["run"] = run
+    tally, units = tally or Tally(), list[tuple[list[str], torch.Tensor]]()
+    tally.known = is_delta
+    if cache is not None:
+        begin |= {"keep": True, "base": cache.fingerprint if is_delta else None}
+        cache.begin(changes=is_delta)
+    yield record(BEGIN, begin)
+    for unit, group in groupby(stacked(tensors), key=lambda item: unit_of(item[0])):
+        members = list(group)
+        results = check_unit([tensor for _, tensor in members], finite=True)
+        units.append(([name for name, _ in members], results))
+        if cache is not None and is_delta:
+            yield from send_changes(unit, members, results, cache, tally)
+            continue
+        yield from members
+        if cache is not None:
+            for name, tensor in members:
+                cache.put(name, tensor)
+        yield UNIT, results[0]
+    names = [name for names, _ in units for name in names]
+    sums, bad = torch.cat([results for _, results in units], 1).tolist() if units else ([], [])
+    refuse_nonfinite(names, bad)
+    commit: dict[str, Any] = {"version": version}
+    if cache is not None:
+        commit["fingerprint"] = cache.commit(version, dict(zip(names, sums, strict=True)))
+    yield record(COMMIT, commit)
+
+
+def send_changes(
+    unit: str,
+    members: list[NamedTensor],
+    results: torch.Tensor,
+    cache: PublishedCache,
+    tally: Tally,
+) -> Iterator[NamedTensor]:
+    """Yield the changed tensors of a unit, and its record, which `receive_changes` takes at the other end.
+
+    `results`: those of `check_unit` for `members`. Other arguments are as in `encode_publish`."""
+    names = [name for name, _ in members]
+    compared = [cache.compare(name, tensor) for name, tensor in members]
+    none = results.new_zeros(())
+    counts = [none if pair is None else pair.count.to(results.device, non_blocking=True) for pair in compared]
+    sums, bad, differing = torch.cat((results, torch.stack(counts)[None])).tolist()  # the host waits once
+    refuse_nonfinite(names, bad)
+    digests: dict[str, int] = {}
+    deltas: list[str] = []
+    for (name, tensor), comparison, digest, count in zip(members, compared, sums, differing, strict=True):
+        if comparison is not None:
+            changed, payload = find_changes(comparison, count)
+            tally.add(name, tensor, changed)
+            if not changed:
+                continue
+            if payload is not None:
+                tensor = payload
+                deltas.append(name)
+        digests[name] = digest
+        cache.take(name, tensor, digest, is_delta=name in deltas)
+        yield name, tensor
+    yield record(UNIT, {"unit": unit, "digests": digests, "deltas": deltas})
+
+
+def receive_changes(
+    unit: Mapping[str, Any], sent: list[NamedTensor], members: Collection[str], cache: PublishedCache
+) -> None:
+    """Apply to `cache` the tensors that `send_changes` has yielded for a unit before its record, `unit`.
+
+    `members`: names of all tensors of the unit. The caller then compares the checksums of all of them, because a
+    payload does not say which tensor it is for.
+
+    Raises:
+        TransferFailed: a tensor was lost or added on the way, or a payload is damaged.
+    """
+    names, digests = [name for name, _ in sent], unit["digests"]
+    if names != list(digests):
+        raise not_as_sent(unit["unit"], names, list(digests))
+    for name, tensor in sent:
+        try:
+            if name not in members:
+                raise ValueError(f"it is not a tensor of {unit['unit']}")
+            cache.take(name, tensor, digests[name], is_delta=name in unit["deltas"])
+        except ValueError as error:
+            raise TransferFailed(f"the changes of {name} cannot be applied", why=str(error)) from error
+
+
+class DeltaSender:
+    """The last publish of one sender. `cache`: its tensors. `tally`: counts of bytes and changed words."""
+
+    def __init__(self) -> None:
+        self.cache = PublishedCache()
+        self.tally = Tally()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last publish: `publish/delta`, `publish/mbytes`, and counts of changed words."""
+        if not self.tally.bytes:
+            return {}
+        sent = {"publish/delta": float(self.tally.known), "publish/mbytes": self.tally.bytes / 1e6}
+        return sent | self.tally.metrics()
+
+    def stream(
+        self, tensors: Iterable[NamedTensor], *, version: int, receivers: Collection[str | None], **options: Any
+    ) -> Iterator[NamedTensor]:
+        """Yield the stream of a publish, as `encode_publish` does with `options`.
+
+        `receivers`: the fingerprint of each receiver, or None for a receiver without a fingerprint."""
+        mine = self.cache.fingerprint
+        same = mine is not None and bool(receivers) and all(theirs == mine for theirs in receivers)
+        self.tally = Tally()
+        encoded = encode_publish(tensors, version=version, cache=self.cache, is_delta=same, tally=self.tally, **options)
+        yield from self.tally.count(encoded)

@@ -18,7 +18,7 @@ Under tensor parallelism each worker of an engine gets whole tensors and writes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,8 @@ from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
 from qarl.rollout.publish import experts, graph_addresses
 from qarl.rollout.publish.experts import Writer, holds_experts
+from qarl.rollout.publish.manifest import Manifest
 from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_split
-from qarl.rollout.publish.wire import Manifest
 
 
 class ReloadFailed(UserError):
@@ -176,10 +176,6 @@ class WritePlan:
                 target.write(whole)
         if reloaded:
             self._reload(reloaded, parts)
-
-    def whole_modules(self, names: Iterable[str]) -> set[str]:
-        """Return the checkpoint modules that must be written together if the tensors `names` change."""
-        return {part for name in names for part in self.by_owner[name.rpartition(".")[0]].parts}
 
     def _reload(self, targets: list[Target], parts: Mapping[str, Part]) -> None:
         """Load `targets` with vLLM's layerwise reload. Stacks of experts do not pass through the model's loader, which

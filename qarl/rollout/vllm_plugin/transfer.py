@@ -58,10 +58,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from qarl.errors import UserError
+from qarl.rollout.publish.manifest import NamedTensor, engines_manifest
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import DeltaSender, encode_publish
 from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer, own_address
-from qarl.rollout.publish.wire import NamedTensor, engines_manifest
+from qarl.rollout.publish.wire import DeltaSender, encode_publish
 from qarl.vllm_versions import check_release, kv_cache_tensors
 
 _log = logging.getLogger("qarl.rollout.vllm_plugin")
@@ -125,7 +125,8 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         self.failed = True
         largest = max(spec.nbytes for spec in receiver.expected.values())
         address = info.host, info.port
-        with WeightClient(address, info.token, held=receiver.held, seconds=info.seconds, limit=largest) as client:
+        options: dict[str, Any] = {"seconds": info.seconds, "limit": largest}
+        with WeightClient(address, info.token, fingerprint=receiver.fingerprint, **options) as client:
             client.feed(receiver)
         self.failed, self.published = False, True
 
@@ -279,7 +280,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
         thread = threading.Thread(target=receive, daemon=True)
         thread.start()
         try:
-            self.server.publish(lambda held: self._stream(source, held))
+            self.server.publish(lambda receivers: self._stream(source, receivers))
         except BaseException as error:
             thread.join(self.info.seconds)
             if failures:
@@ -293,9 +294,9 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
             raise failures[0]
         self.client.finish_weight_update(str(self.version))
 
-    def _stream(self, source: Iterator[NamedTensor], held: Any) -> Iterator[NamedTensor]:
+    def _stream(self, source: Iterator[NamedTensor], receivers: Any) -> Iterator[NamedTensor]:
         if self.info.delta:
-            return self.sender.stream(source, version=self.version, held=held)
+            return self.sender.stream(source, version=self.version, receivers=receivers)
         return encode_publish(source, version=self.version)
 
     def shutdown(self) -> None:

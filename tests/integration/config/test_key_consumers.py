@@ -115,7 +115,6 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "quant.ignore": (["lm_head", "re:.*down_proj"], f"{QUANT}.ignore"),
     "quant.align": ("off", f"{QUANT}.align"),
     "quant.mismatch_limit": (0.25, f"{QUANT}.mismatch_limit"),
-    "publish.delta": ("off", f"{QUANT}.publish_delta"),
     "actor.loss": ("grpo", f"{LOSS}.objective"),
     "actor.loss_agg_mode": ("token-mean", f"{ACTOR}.loss_agg_mode", {"actor.loss": "grpo"}),
     "actor.clip_ratio_low": (0.1, f"{ACTOR}.clip_ratio_low", {"actor.loss": "grpo"}),

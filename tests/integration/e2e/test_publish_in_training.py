@@ -13,7 +13,6 @@ from engine_helpers import config
 
 from qarl.errors import UserError
 from qarl.rollout.engine import EngineFailed
-from qarl.rollout.publish.wire import TransferFailed
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import prepare_run
 
@@ -37,34 +36,33 @@ def state_digest(trainer: LocalTrainer) -> str:
     return sha.hexdigest()
 
 
-def damage(trainer: LocalTrainer, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """The next transfers damage one tensor each; those after them are sound."""
-    sound, broken = trainer.engine.transport, []
+def fail_to_write(trainer: LocalTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next publish fails half way, and those after it do not."""
+    assert trainer.engine.receiver is not None
+    plan, write = trainer.engine.receiver.plan, trainer.engine.receiver.plan.write
 
-    def transport(stream):
-        for name, tensor in sound(stream):
-            if name.endswith("layers.1.mlp.down_proj.weight_packed") and len(broken) < times:
-                broken.append(name)
-                tensor = tensor ^ 1
-            yield name, tensor
+    def fail(tensors):
+        if any("layers.1" in name for name in tensors):
+            monkeypatch.undo()
+            raise MemoryError("no memory for the tiles")
+        write(tensors)
 
-    monkeypatch.setattr(trainer.engine, "transport", transport)
+    monkeypatch.setattr(plan, "write", fail)
 
 
-def test_training_survives_a_damaged_publish_and_a_lost_engine(tmp_path, monkeypatch):
-    # With delta publishes, a repeated publish of unchanged weights would send nothing that could be damaged.
-    run = config(tmp_path, *OVERRIDES, "trainer.total_training_steps=4", "publish.delta=off")
+def test_training_survives_a_failed_publish_and_a_lost_engine(tmp_path, monkeypatch):
+    run = config(tmp_path, *OVERRIDES, "trainer.total_training_steps=4")
     trainer = LocalTrainer(run, prepare_run(run))
     with trainer.engine:
         trainer.publish()
         metrics = trainer.train_step()
-        parts = ("quantize", "pack", "prepare", "validate", "transfer", "apply")
+        parts = ("quantize", "pack", "prepare", "validate", "apply")
         assert all(metrics[f"publish/{part}_s"] > 0 for part in parts)
         assert metrics["publish/mbytes"] > 0 and metrics["publish/rebuilds"] == 0
 
         before = state_digest(trainer)
-        damage(trainer, monkeypatch, times=2)
-        with pytest.raises(TransferFailed, match="was damaged"):
+        fail_to_write(trainer, monkeypatch)
+        with pytest.raises(MemoryError, match="tiles"):
             trainer.publish()
         with pytest.raises(UserError, match="refuses to generate"):
             trainer.train_step()
@@ -80,15 +78,14 @@ def test_training_survives_a_damaged_publish_and_a_lost_engine(tmp_path, monkeyp
         assert state_digest(trainer) == before and trainer.recovery.rebuilds == 0
 
 
-def test_with_rebuild_on_failure_the_run_goes_on(tmp_path, monkeypatch, capfd):
+def test_with_rebuild_on_failure_the_run_goes_on(tmp_path, capfd):
     exact = ("quant.align=exact", "rollout.rebuild_on_failure=true")  # exact: δ is 0 on every CPU
     run = config(tmp_path, *OVERRIDES, "trainer.total_training_steps=4", *exact)
     trainer = LocalTrainer(run, prepare_run(run))
     with trainer.engine:
         trainer.publish()
-        damage(trainer, monkeypatch, times=1)
         first = trainer.train_step()
-        assert first["publish/rebuilds"] == 0, "sent once more"
+        assert first["publish/rebuilds"] == 0
         trainer.engine.llm.llm_engine.engine_core.shutdown()
         second = trainer.train_step()
         assert second["publish/rebuilds"] == 1

@@ -16,8 +16,9 @@ from qarl.checks.machine import Machine
 from qarl.checks.registry import CHECKS
 from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.engine import EngineConfig, EngineFailed, EngineRecovery, RolloutEngine, SamplingConfig
+from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutEngine, SamplingConfig
 from qarl.rollout.engine_config import check_free_memory, llm_arguments
+from qarl.rollout.recovery import EngineRecovery
 
 
 @pytest.fixture
@@ -81,7 +82,9 @@ def test_an_engine_is_not_started_without_room(memory: Any, monkeypatch: pytest.
 
 
 class SleepingLLM:
-    """In the place of vLLM: while it sleeps, its memory is gone."""
+    """In the place of vLLM: while it sleeps, its memory is gone. `idle`: whether no request is running."""
+
+    idle = True
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -94,12 +97,16 @@ class SleepingLLM:
         self.calls.append("wake")
         self.cache.fill_(float("nan"))  # as memory that another tensor had
 
+    def reset_prefix_cache(self) -> bool:
+        return self.idle
+
 
 class Receiver:
     version, broken, cache, stale_because, kv_cache_spoilt = 1, False, None, "", False
 
     def __init__(self, llm: SleepingLLM) -> None:
-        self.kv_caches = lambda: [llm.cache]
+        self.kv_caches, self.seconds = lambda: [llm.cache], {}
+        self.write_all = lambda tensors, version: llm.calls.append("publish")
 
     def mark_stale(self, reason: str) -> None:
         self.version, self.stale_because = None, reason
@@ -109,7 +116,7 @@ class Receiver:
 def engine(gpu: None) -> Any:
     found: Any = object.__new__(RolloutEngine)
     found.config, found._asleep, found._dynamo_was_disabled = config(), False, None
-    found.llm = SleepingLLM()
+    found.llm, found.expected = SleepingLLM(), {}
     found.receiver = Receiver(found.llm)
     return found
 
@@ -149,10 +156,7 @@ def test_pytorchs_unused_memory_is_free_before_vllm_wakes(
     assert calls[:3] == ["sleep 1", "empty", "wake"]
 
 
-def test_a_publish_and_a_rollout_wake_it_first(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qarl.rollout import engine as module
-
-    monkeypatch.setattr(module, "publish_weights", lambda *given, **more: engine.llm.calls.append("publish"))
+def test_a_publish_and_a_rollout_wake_it_first(engine: Any) -> None:
     engine.sleep()
     engine.publish([], version=2)
     engine.llm.generate = lambda *given, **more: engine.llm.calls.append("generate") or []
@@ -160,6 +164,14 @@ def test_a_publish_and_a_rollout_wake_it_first(engine: Any, monkeypatch: pytest.
     engine.sleep()
     engine.generate([], SamplingConfig(4))
     assert engine.llm.calls == ["sleep 1", "wake", "publish", "sleep 1", "wake", "generate"]
+
+
+def test_a_publish_resets_the_prefix_cache(engine: Any) -> None:
+    engine.publish([], version=2)
+    engine.llm.idle = False
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        engine.publish([], version=3)
+    assert engine.stale and "version 3 did not complete" in engine.receiver.stale_because
 
 
 def test_an_engine_that_cannot_wake_is_lost_and_says_why(engine: Any) -> None:

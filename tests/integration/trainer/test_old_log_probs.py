@@ -15,7 +15,7 @@ from qarl.metrics.step_metrics import PhaseTimer
 from qarl.objectives.settings import objective_settings
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
-from qarl.rollout.publish.wire import PublishReport
+from qarl.rollout.publish.manifest import PublishReport
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.old_log_probs import OldLogProbs, Skipping, differing_tokens

@@ -33,7 +33,6 @@ OTHER: dict[str, Any] = {
     "quant.kernels": "qarl",
     "quant.align": "linears",
     "quant.mismatch_limit": 0.5,
-    "publish.delta": "auto",
     "optim.lr": 1e-3,
     "optim.weight_decay": 0.5,
     "optim.master_dtype": "bf16",
@@ -67,9 +66,9 @@ def test_every_key_reaches_its_consumer(tmp_path: Path) -> None:
 
 def test_its_own_fields_have_qarls_defaults() -> None:
     for key, name in RUN_KEYS.items():
-        if name not in GRPOConfig.__dataclass_fields__ and name != "publish_delta":
+        if name not in GRPOConfig.__dataclass_fields__:
             found = QaRLConfig.__dataclass_fields__[name]
             default = found.default if found.default_factory is MISSING else found.default_factory()
             assert default == default_values()[key], key
-    args = {name: QaRLConfig.__dataclass_fields__[name].default for name in ("publish_delta", "loss_type", "bf16")}
-    assert args == {"publish_delta": "off", "loss_type": "tbpo", "bf16": False}
+    args = {name: QaRLConfig.__dataclass_fields__[name].default for name in ("loss_type", "bf16")}
+    assert args == {"loss_type": "tbpo", "bf16": False}

@@ -16,7 +16,7 @@ PROBE = """
 import json, logging, os, sys
 import verl
 found = {"loaded": "qarl.verl.entry_point" in sys.modules}
-found["early"] = sorted(m for m in sys.modules if m.startswith("verl.workers") or m.startswith("qarl.verl.e"))
+found["early"] = sorted(m for m in sys.modules if m.startswith("verl.workers") or m.startswith("qarl.verl.fsdp"))
 from verl.plugin.platform import PlatformRegistry, get_platform
 found["platforms"] = sorted(PlatformRegistry.registered_names())
 from verl.trainer.ppo.core_algos import get_policy_loss_fn

@@ -15,8 +15,7 @@ import zmq
 from verl_runs import RAYS, run_program
 
 from qarl.errors import UserError
-from qarl.rollout.publish.send import encode_publish
-from qarl.rollout.publish.wire import UNIT, TransferFailed
+from qarl.rollout.publish.wire import UNIT, TransferFailed, encode_publish
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -151,7 +150,6 @@ def test_changes_come_through_verls_buckets_and_a_lost_publish_is_noticed(result
     assert [one["version"] for one in (first, second, last)] == [1, 2, 4]
     assert [one["publish/delta"] for one in (first, second, last)] == [0, 1, 0]
     assert second["publish/changed_words"] == 64 and second["publish/mbytes"] < 0.02 * first["publish/mbytes"]
-    assert results["changes"]["answers"] == [False, True, True, False]
 
 
 def test_every_record_survives_a_bucket_which_is_a_dict_by_name():

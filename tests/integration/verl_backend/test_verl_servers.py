@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import zmq
@@ -25,7 +24,6 @@ import ray
 import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from qarl.verl import ask_servers as servers_module
 from qarl.verl import trainer
 from qarl.verl.ask_servers import RESUME, Watch, preemptions_in
 from qarl.verl.trainer import PromptReplayBuffer
@@ -264,21 +262,3 @@ def test_the_counter_is_that_of_vllm():
 
     assert 'name="vllm:num_preemptions",' in Path(loggers.__file__).read_text()
     assert preemptions_in(counters(3.0, 3.0)) == 6  # as Prometheus writes it
-
-
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [([], False), ([None, None], True), ([None, RuntimeError("other tensors")], False), ([OSError("gone")], False)],
-)
-def test_all_servers_must_say_yes(monkeypatch, answers, expected):
-    def server(answer: Any) -> SimpleNamespace:
-        def remote(method: str, args: Any) -> None:
-            assert (method, args) == ("qarl_compare", ("abc",))
-            if isinstance(answer, Exception):
-                raise answer
-
-        return SimpleNamespace(collective_rpc=SimpleNamespace(remote=remote))
-
-    monkeypatch.setattr("ray.get", lambda questions, timeout: questions)
-    monkeypatch.setattr(servers_module, "engine_servers", lambda: {str(i): server(a) for i, a in enumerate(answers)})
-    assert servers_module.all_have("abc", 7) is expected

@@ -13,7 +13,6 @@ from qarl.config import Config, load_config
 from qarl.doctor.model import host_memory
 
 OFFLOADED = "masters and optimizer state, offloaded"
-TRAINER, ENGINE = "kept for delta publishes: trainer", "kept for delta publishes: engine"
 MODEL = ROOT / "qarl" / "bench" / "models" / "Qwen3-30B-A3B"
 
 
@@ -29,25 +28,6 @@ def planned(config: Config, device: str = "cuda", *, offload: bool = False) -> M
 
 def names(found: MemoryEstimate) -> dict[str, int]:
     return {part.name: part.bytes for part in found.host}
-
-
-def test_no_process_keeps_tensors_where_trainer_and_engine_share_a_gpu():
-    for delta in ("auto", "off"):
-        found = planned(paper(f"publish.delta={delta}"))
-        assert found.host == () and found.host_lines() == []
-    on_cpu = planned(paper(), "cpu")
-    assert on_cpu.host == () and {TRAINER, ENGINE} <= {part.name for part in on_cpu.parts}
-    assert not {TRAINER, ENGINE} & {part.name for part in planned(paper()).parts}
-
-
-def test_separate_rollout_workers_keep_the_published_tensors():
-    """One copy in the trainer's first process, and one in each of eight engines."""
-    separate = "verl.actor_rollout_ref.rollout.checkpoint_engine.backend=qarl"
-    found = planned(paper(separate))
-    published = 29_896_998_912 * (4 + 16 / 128) / 8 + 2 * (30_532_122_624 - 29_896_998_912) + 18_624 * 16
-    assert names(found) == {TRAINER: published, ENGINE: published} and found.host_total == 9 * published
-    assert [line.split()[-1] for line in found.host_lines()[:2]] == ["once", "GPU"]
-    assert planned(paper(separate, "publish.delta=off")).host == ()
 
 
 def test_what_is_offloaded_is_in_host_memory():

@@ -54,12 +54,11 @@ def test_the_local_trainer_by_hand() -> None:
         "vLLM: weights": wire + 2 * 320 + 2 * 12800,
         "vLLM: KV cache": GIB // 2,
         "vLLM: workspace (allowance)": ENGINE_WORKSPACE_BYTES,
-        "kept for delta publishes: engine": wire + 2 * 320 + 2 * 12800,
         "libraries and runtime (allowance)": RUNTIME_BYTES,
     }
     assert wire == 34784
     assert found.kv_tokens == 2**29 // 256
-    rollout = 149120 + 298240 + 596480 + 2 * wire - 224 + 2 * (wire + 26240) + 2**29 + 2**30 + RUNTIME_BYTES
+    rollout = 149120 + 298240 + 596480 + 2 * wire - 224 + (wire + 26240) + 2**29 + 2**30 + RUNTIME_BYTES
     assert found.total("rollout") == rollout
     update = rollout + 298240 + 149120 + 122880 + 227200 + 33600
     assert found.total("update") == update
@@ -90,7 +89,6 @@ OPTIONS = [
     ({"optim__master_dtype": "bf16"}, "update of one parameter", 16 * 6400),  # an embedding
     ({"optim__master_dtype": "bf16"}, "FP32 masters", None),
     ({"optim__name": "muon"}, "muon state, FP32", 4 * 61440 + 8 * (74560 - 61440)),
-    ({"publish__delta": "off"}, "kept for delta publishes: engine", None),
     ({"quant__scheme": "bf16"}, "vLLM: weights", 149120),
     ({"quant__align": "off"}, "low-bit tensors", None),
     ({"quant__align": "off"}, "activations, update", 2 * 20 * 2 * 2200),  # 16 * 64 + 8, 2 * 128, 2 * 64 + 16, 8 * 96

@@ -7,13 +7,12 @@ from contextlib import nullcontext
 
 import pytest
 
-from qarl.rollout.engine import EngineFailed, EngineRecovery
-from qarl.rollout.publish.wire import TransferFailed
+from qarl.rollout.engine import EngineFailed
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
+from qarl.rollout.recovery import EngineRecovery
 
 TENSORS: list[tuple[str, object]] = []
 FAILURES = {
-    "transfer": lambda: TransferFailed("damaged"),
     "disk": lambda: OSError(5, "input/output error"),
     "reload": lambda: ReloadFailed("lost", why="vLLM failed"),
     "engine": lambda: EngineFailed("gone", why="vLLM failed"),
@@ -48,17 +47,15 @@ def publish(recovery: EngineRecovery) -> object:
     ("sequence", "rebuild", "error", "rebuilt"),
     [
         ([], False, None, 0),
-        (["transfer"], False, None, 0),
-        (["transfer", "disk"], True, OSError, 0),
-        (["transfer", "reload"], False, ReloadFailed, 0),
-        (["transfer", "reload"], True, None, 1),
-        (["disk", "engine", "transfer"], True, None, 1),
-        (["reload", "transfer", "disk"], True, OSError, 1),
+        (["disk"], True, OSError, 0),
+        (["reload"], False, ReloadFailed, 0),
+        (["reload"], True, None, 1),
+        (["engine"], True, None, 1),
+        (["reload", "disk"], True, OSError, 1),
         (["reload", "engine"], True, EngineFailed, 1),
-        (["engine", "transfer", "reload"], True, ReloadFailed, 1),
     ],
 )
-def test_a_resend_for_each_engine_and_one_other_engine(sequence, rebuild, error, rebuilt, capsys):
+def test_a_lost_engine_is_replaced_once(sequence, rebuild, error, rebuilt, capsys):
     engine = FakeEngine(*sequence)
     recovery = EngineRecovery(engine, rebuild_on_failure=rebuild)
     with nullcontext() if error is None else pytest.raises(error) as raised:

@@ -13,9 +13,9 @@ from torch import nn
 
 from qarl.rollout.publish import graph_addresses
 from qarl.rollout.publish.graph_addresses import addresses_kept, moved, places
+from qarl.rollout.publish.manifest import TensorSpec
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import encode_publish
-from qarl.rollout.publish.wire import TensorSpec
+from qarl.rollout.publish.wire import encode_publish
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 
 GRAPHS = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")))

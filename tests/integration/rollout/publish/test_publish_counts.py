@@ -23,9 +23,10 @@ from qarl.kernels.int4 import to_tiles
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.quant.experts import stacked
+from qarl.rollout.publish.delta import PublishedCache
+from qarl.rollout.publish.manifest import expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import encode_publish
-from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, expected_manifest, read_record, unit_of
+from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, encode_publish, read_record, unit_of
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 LIMIT = 40
@@ -80,11 +81,11 @@ def counts(
     expected = expected_manifest(config.model_config.hf_config, scheme, IGNORE)
     receiver = WeightReceiver(model, config, expected, kv_caches=list)
     given = list(stacked(tensors.items()))
-    delta = changed is not None
-    receiver.feed(encode_publish(given, version=1, keep=delta))
+    cache = None if changed is None else PublishedCache()
+    receiver.feed(encode_publish(given, version=1, cache=cache))
     if changed is not None:
         given = [(name, other_word(tensor) if name.startswith(changed) else tensor) for name, tensor in given]
-    stream = encode_publish(given, version=2, keep=delta, base=receiver.cache)
+    stream = encode_publish(given, version=2, cache=cache, is_delta=cache is not None)
     bucket, units = list[Any](), 0
     while True:
         with Kernels() as sent, Waits() as waits:

@@ -25,9 +25,9 @@ from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant import Scheme, get_scheme
+from qarl.rollout.publish.manifest import expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.send import DeltaSender, encode_publish
-from qarl.rollout.publish.wire import expected_manifest
+from qarl.rollout.publish.wire import DeltaSender, encode_publish
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 SIZES: dict[str, Any] = {"vocab_size": 70, "intermediate_size": 256}
@@ -98,7 +98,7 @@ def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, ran
         stream = encode_publish(tensors.items(), version=version)
         if version >= 2:
             held = receiver.cache.fingerprint if receiver.cache else None
-            stream = sender.stream(tensors.items(), version=version, held=[held])
+            stream = sender.stream(tensors.items(), version=version, receivers=[held])
         receiver.feed(stream)
         assert sender.tally.known == (version > 2)
         check_equal(multiplied(model), (first, second)[which])

@@ -18,7 +18,7 @@ from qarl.kernels.cpu import torch_linears
 from qarl.kernels.int4 import CODES, SCALES, to_marlin
 from qarl.rollout.publish import experts, writers
 from qarl.rollout.publish.experts import UNCHANGED
-from qarl.rollout.publish.wire import TensorSpec, check_same_layers
+from qarl.rollout.publish.manifest import TensorSpec, check_same_layers
 from qarl.rollout.publish.writers import WritePlan
 
 EXPERTS, HIDDEN, WIDTH = 11, 8, 4

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl.rollout.publish import checksum
 from qarl.rollout.publish.checksum import checksums
-from qarl.rollout.publish.wire import not_finite
+from qarl.rollout.publish.manifest import not_finite
 
 
 def one(tensor: torch.Tensor) -> int:

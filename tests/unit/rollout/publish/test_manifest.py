@@ -14,8 +14,13 @@ from transformers import AutoModelForCausalLM
 from qarl.errors import UserError
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.scheme import SCHEMES
-from qarl.rollout.publish.send import _report
-from qarl.rollout.publish.wire import check_complete, check_same_layers, expected_manifest, not_finite
+from qarl.rollout.publish.manifest import (
+    PublishReport,
+    check_complete,
+    check_same_layers,
+    expected_manifest,
+    not_finite,
+)
 
 LOW_BIT = [name for name in SCHEMES if name != "bf16"]
 
@@ -41,7 +46,7 @@ def test_packed_state_dict_is_complete_for_a_model_with_biases_and_tied_embeddin
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_report_counts_the_bytes_of_quantized_weights_alone(model, name):
-    report = _report(*tensors_and_manifest(model, name), 3, {})
+    report = PublishReport.of(*tensors_and_manifest(model, name), 3, {})
     linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
     bf16 = sum(linear.weight.nbytes for linear in linears)
     scales = sum(linear.out_features * 4 for linear in linears)

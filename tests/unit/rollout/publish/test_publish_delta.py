@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memory_cases import run
 from publish_streams import Engine, feed_in_buckets, flip, lose, twice, weights
 
 from qarl.rollout.publish.delta import Tally
-from qarl.rollout.publish.send import DeltaSender
-from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
-from qarl.trainer.prepare import engine_config
+from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, DeltaSender, TransferFailed, read_record, record
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -20,50 +17,32 @@ V = "model.layers.0.self_attn.v_proj.weight"
 def moved(tensors: list, seed: int = 0, share: float = 0.01) -> list:
     """New tensors with a few other bits."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    changed = []
     for name, tensor in tensors:
         tensor = tensor.detach().clone()
         chosen = torch.rand(tensor.shape, generator=generator) < share
         tensor.view(torch.int16)[chosen] ^= 1
-        found.append((name, tensor))
-    return found
+        changed.append((name, tensor))
+    return changed
 
 
-@pytest.mark.parametrize("skip_unchanged", [False, True])
-def test_deltas_end_where_full_publishes_end(skip_unchanged):
-    engine, tensors = Engine(skip_unchanged=skip_unchanged), weights("llama")
-    first = engine.publish(tensors, 1)
-    assert not first.is_delta and first.sent_bytes > first.bytes and first.changed == {}
+def test_deltas_end_where_full_publishes_end():
+    engine, tensors = Engine(), weights("llama")
+    whole, first = sum(tensor.nbytes for _, tensor in tensors), engine.publish(tensors, 1)
+    assert not first.known and first.bytes > whole and first.metrics() == {}
     for version in range(2, 8):
         before, tensors = tensors, moved(tensors, seed=version)
         report = engine.publish(tensors, version)
         assert engine.has(tensors) and engine.receiver.version == version
-        assert report.is_delta and report.bytes == first.bytes and report.sent_bytes < 0.15 * first.bytes
+        assert report.known and report.bytes < 0.15 * whole
         count = sum(int((a[1] != b[1]).sum()) for a, b in zip(before, tensors, strict=True))
-        assert report.changed["publish/changed_words"] == count > 0
-        assert report.changed["publish/changed_frac"] == count / sum(t.numel() for _, t in tensors)
+        assert report.metrics()["publish/changed_words"] == count > 0
+        assert report.metrics()["publish/changed_frac"] == count / sum(t.numel() for _, t in tensors)
     report = engine.publish(tensors, 8)
-    assert report.is_delta and report.changed["publish/changed_words"] == 0 and engine.receiver.version == 8
+    assert report.known and report.metrics()["publish/changed_words"] == 0 and engine.receiver.version == 8
     everything = [(name, -tensor) for name, tensor in tensors]
     report = engine.publish(everything, 9)
-    assert report.is_delta and report.bytes <= report.sent_bytes < 1.3 * report.bytes and engine.has(everything)
-
-
-@pytest.mark.parametrize("key", ["auto", "off"])
-@pytest.mark.parametrize("gpu", [False, True])
-def test_the_local_trainer_sends_changes_only_on_a_cpu(gpu, key, monkeypatch):
-    """On a GPU it shares the device with its engine. For verl: test_verl_checkpoint_engine.py."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert engine_config(run(publish__delta=key), level="linears").delta == (key == "auto" and not gpu)
-
-
-def test_without_delta_nothing_is_kept():
-    engine, tensors = Engine(), weights("llama")
-    engine.publish(tensors, 1)
-    engine.publish(moved(tensors), 2)
-    assert engine.receiver.cache is not None
-    report = engine.publish(tensors, 3, delta=False)
-    assert engine.receiver.cache is None and not report.is_delta and engine.has(tensors)
+    assert report.known and whole <= report.bytes < 1.3 * whole and engine.has(everything)
 
 
 def test_an_engine_that_lost_its_weights_gets_all_of_them():
@@ -73,18 +52,7 @@ def test_an_engine_that_lost_its_weights_gets_all_of_them():
     with torch.no_grad():
         for parameter in engine.model.parameters():
             parameter.zero_()
-    assert engine.publish(tensors, 2).is_delta and engine.has(tensors)
-
-
-def test_unchanged_modules_are_not_written_again_where_nothing_else_writes():
-    engine, tensors = Engine(skip_unchanged=True), weights("llama")
-    engine.publish(tensors, 1)
-    written: list[str] = []
-    write = engine.receiver.plan.write
-    engine.receiver.plan.write = lambda chosen: (written.extend(chosen), write(chosen))[1]
-    changed = [(name, tensor + (name == Q)) for name, tensor in tensors]
-    engine.publish(changed, 2)
-    assert engine.has(changed) and written == [Q]
+    assert engine.publish(tensors, 2).known and engine.has(tensors)
 
 
 def swap_contents(stream):
@@ -133,34 +101,31 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("skip_unchanged", [False, True])
-def test_a_fault_is_refused_and_the_next_publish_heals_it(fault, skip_unchanged):
-    engine, tensors = Engine(skip_unchanged=skip_unchanged), weights("llama")
+def test_a_fault_is_refused_and_the_next_publish_heals_it(fault):
+    engine, tensors = Engine(), weights("llama")
     engine.publish(tensors, 1)
     now = moved(tensors)
     transport, message = FAULTS[fault]
     engine.transport = transport
     with pytest.raises(Exception, match=message):
         engine.publish(now, 2)
-    assert engine.receiver.stale and engine.receiver.held is None
+    assert engine.receiver.stale and engine.receiver.fingerprint is None
     engine.transport = iter
     report = engine.publish(now, 2)
-    assert not report.is_delta and engine.has(now) and engine.receiver.version == 2
+    assert not report.known and engine.has(now) and engine.receiver.version == 2
     later = moved(now, seed=3)
-    assert engine.publish(later, 3).is_delta and engine.has(later)
+    assert engine.publish(later, 3).known and engine.has(later)
 
 
-def test_damage_of_a_kept_word_that_did_not_change_is_found():
+def test_damage_of_a_cached_word_that_did_not_change_is_noticed():
     """Only the checksum of the whole tensor shows it; the payload arrives as it was sent."""
     engine, tensors = Engine(), weights("llama")
     engine.publish(tensors, 1)
     now = [(name, tensor + (name == Q)) for name, tensor in tensors]
-    sender, held = DeltaSender(), engine.receiver
-    held.feed(sender.stream(tensors, version=1, held=[None]))
-    held.cache.tensors[K].view(torch.uint8).view(-1)[5] ^= 1
+    engine.receiver.cache.tensors[K].view(torch.uint8).view(-1)[5] ^= 1
     with pytest.raises(TransferFailed, match=f"{K} was damaged"):
-        held.feed(sender.stream(now, version=2, held=[held.held]))
-    held.feed(sender.stream(now, version=2, held=[held.held]))
+        engine.publish(now, 2)
+    engine.publish(now, 2)
     assert engine.has(now)
 
 
@@ -168,10 +133,11 @@ class Remote:
     """A sender and its receiver as in two processes: nothing is shared, and buffers are used again."""
 
     def __init__(self) -> None:
-        self.engine, self.sender = Engine(clone=True), DeltaSender()
+        self.engine = Engine(clone=True)
 
     def stream(self, tensors: list, version: int):
-        return list(self.sender.stream(tensors, version=version, held=[self.engine.receiver.held]))
+        fingerprint = self.engine.receiver.fingerprint
+        return list(self.engine.sender.stream(tensors, version=version, receivers=[fingerprint]))
 
     def feed(self, stream: list) -> None:
         feed_in_buckets(self.engine.receiver, stream)
@@ -192,34 +158,34 @@ def test_changes_of_another_version_are_refused():
     assert remote.engine.has(tensors)
 
 
-@pytest.mark.parametrize("held", [[], [None], ["0" * 32], ["same", None], ["same", "0" * 32]])
-def test_one_receiver_in_doubt_means_all_tensors_for_all(held):
+@pytest.mark.parametrize("fingerprints", [[], [None], ["0" * 32], ["same", None], ["same", "0" * 32]])
+def test_one_receiver_in_doubt_means_all_tensors_for_all(fingerprints):
     sender, tensors = DeltaSender(), weights("llama")
-    list(sender.stream(tensors, version=1, held=[None]))
-    answers = [sender.cache.fingerprint if answer == "same" else answer for answer in held]
-    begin = next(iter(sender.stream(tensors, version=2, held=answers)))
+    list(sender.stream(tensors, version=1, receivers=[None]))
+    answers = [sender.cache.fingerprint if answer == "same" else answer for answer in fingerprints]
+    begin = next(iter(sender.stream(tensors, version=2, receivers=answers)))
     assert read_record(*begin)["base"] is None
-    list(sender.stream(tensors, version=2, held=answers))
-    stream = list(sender.stream(tensors, version=3, held=[sender.cache.fingerprint] * 2))
+    list(sender.stream(tensors, version=2, receivers=answers))
+    stream = list(sender.stream(tensors, version=3, receivers=[sender.cache.fingerprint] * 2))
     assert read_record(*stream[0])["base"] is not None
 
 
 def test_a_sender_that_stops_half_way_sends_all_tensors_next():
     sender, tensors = DeltaSender(), weights("llama")
-    list(sender.stream(tensors, version=1, held=[None]))
-    held, now = sender.cache.fingerprint, moved(tensors)
-    stream = sender.stream(now, version=2, held=[held])
+    list(sender.stream(tensors, version=1, receivers=[None]))
+    fingerprint, now = sender.cache.fingerprint, moved(tensors)
+    stream = sender.stream(now, version=2, receivers=[fingerprint])
     next(stream), next(stream)
     assert sender.cache.fingerprint is None
-    assert read_record(*next(iter(sender.stream(now, version=2, held=[held]))))["base"] is None
+    assert read_record(*next(iter(sender.stream(now, version=2, receivers=[fingerprint]))))["base"] is None
 
 
 def test_nan_in_the_engine_and_failed_checks_leave_no_base():
     engine, tensors = Engine(), weights("llama")
-    for spoil in (lambda: engine.mark_stale("NaN"), lambda: engine.receiver.abort("vLLM failed")):
+    for spoil in (lambda: engine.receiver.mark_stale("NaN"), lambda: engine.receiver.abort("vLLM failed")):
         engine.publish(tensors, 1)
         spoil()
-        assert engine.receiver.held is None and not engine.publish(tensors, 2).is_delta
+        assert engine.receiver.fingerprint is None and not engine.publish(tensors, 2).known
 
 
 def test_the_tally_counts_codes_and_scales_apart():

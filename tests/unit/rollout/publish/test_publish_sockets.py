@@ -20,7 +20,8 @@ from publish_streams import engine_model, receiver, weights
 
 from qarl.errors import UserError
 from qarl.rollout.publish import sockets
-from qarl.rollout.publish.send import DeltaSender, encode_publish
+from qarl.rollout.publish.delta import PublishedCache
+from qarl.rollout.publish.manifest import TensorSpec
 from qarl.rollout.publish.sockets import (
     LOOPBACK,
     SMALLEST_LIMIT,
@@ -33,7 +34,7 @@ from qarl.rollout.publish.sockets import (
     _send,
     own_address,
 )
-from qarl.rollout.publish.wire import TensorSpec, TransferFailed
+from qarl.rollout.publish.wire import DeltaSender, TransferFailed, encode_publish
 
 TOKEN = "of this run"
 LATE = "model.layers.1.mlp.down_proj.weight"
@@ -56,8 +57,8 @@ def moved(tensors: list) -> list:
     return [(name, tensor + (name == LATE)) for name, tensor in tensors]
 
 
-def stream_of(sender: DeltaSender, tensors: list, version: int, held: Any) -> Any:
-    return sender.stream(tensors, version=version, held=held)
+def stream_of(sender: DeltaSender, tensors: list, version: int, receivers: Any) -> Any:
+    return sender.stream(tensors, version=version, receivers=receivers)
 
 
 @pytest.mark.long
@@ -65,8 +66,8 @@ def test_another_process_gets_the_same_tensors_and_then_changes(server):
     sender, tensors = DeltaSender(), weights("llama")
     process = start(server, 3)
     for version in (1, 2, 3):
-        held = server.publish(partial(stream_of, sender, tensors, version))
-        assert held == [sender.cache.fingerprint], "of the version and of the checksums of all tensors"
+        fingerprints = server.publish(partial(stream_of, sender, tensors, version))
+        assert fingerprints == [sender.cache.fingerprint], "of the version and of the checksums of all tensors"
         assert sender.metrics()["publish/delta"] == (version > 1)
         tensors = moved(tensors)
     out, err = process.communicate(timeout=60)
@@ -80,9 +81,9 @@ def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(server):
     """It is noticed at once. The next publish sends all tensors."""
     sender, tensors, begun = DeltaSender(), weights("llama"), []
 
-    def stream(held: Any) -> Any:
+    def stream(receivers: Any) -> Any:
         begun.append(time.monotonic())
-        return sender.stream(tensors, version=1, held=held)
+        return sender.stream(tensors, version=1, receivers=receivers)
 
     process = start(server, 1, LATE)
     with pytest.raises(PeerLost, match="the publish lost a receiver"):
@@ -120,7 +121,7 @@ def feeders_of(clients: list[WeightClient], receivers: list[Any]) -> list[thread
 
 
 def client_of(server: WeightServer, found: Any, seconds: float = 10) -> WeightClient:
-    return WeightClient(server.address, TOKEN, held=found.held, seconds=seconds)
+    return WeightClient(server.address, TOKEN, fingerprint=found.fingerprint, seconds=seconds)
 
 
 def test_a_refusal_reaches_both_sides(server):
@@ -128,7 +129,7 @@ def test_a_refusal_reaches_both_sides(server):
     found, tensors = receiver(engine_model("llama")), weights("llama")
     spoilt = [(name, tensor[:1] if name == LATE else tensor) for name, tensor in tensors]
     spoilt[-1] = (spoilt[-1][0], torch.zeros(1 << 24))  # more than the sockets' buffers hold
-    thread, outcome = publish_in_thread(server, lambda held: encode_publish(spoilt, version=1))
+    thread, outcome = publish_in_thread(server, lambda _: encode_publish(spoilt, version=1))
     with client_of(server, found) as client, pytest.raises(Exception, match="the engine expects"):
         client.feed(found)
     thread.join(20)
@@ -157,7 +158,7 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
         if fails:
             assert isinstance(outcome[0], TransferFailed) and "1 of 2 workers" in str(outcome[0])
             assert "no memory" in str(outcome[0])
-            assert [found.held for found in pair] == [None, None] and all(found.stale for found in pair)
+            assert [found.fingerprint for found in pair] == [None, None] and all(found.stale for found in pair)
             assert "another worker did not get the publish" in pair[0].stale_because and "no memory" in str(
                 pair[0].stale_because
             )
@@ -171,10 +172,10 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
 def test_a_sender_that_dies_before_its_verdict(server):
     """The receiver cannot know whether the others have the publish, so it is stale."""
     found = receiver(engine_model("llama"))
-    listener, _ = false_trainer(*encode_publish(weights("llama"), version=1, keep=True), token=TOKEN)
+    listener, _ = false_trainer(*encode_publish(weights("llama"), version=1, cache=PublishedCache()), token=TOKEN)
     with WeightClient(listener.getsockname(), TOKEN, seconds=5) as client, pytest.raises(PeerLost):
         client.feed(found)
-    assert found.stale and found.held is None
+    assert found.stale and found.fingerprint is None
     listener.close()
 
 
@@ -183,7 +184,7 @@ def test_the_sender_fails(server, when):
     """A loss in the trainer: the receiver ends at once, and is stale."""
     found, tensors = receiver(engine_model("llama")), weights("llama")
 
-    def stream(held: Any):
+    def stream(_: Any):
         if when == "middle":
             yield from list(encode_publish(tensors, version=1))[:4]
         raise OSError("the trainer's memory is gone")
@@ -199,7 +200,7 @@ def test_the_sender_fails(server, when):
 def test_nobody_comes_and_nobody_listens():
     server, start = WeightServer(TOKEN, seconds=0.3), time.monotonic()
     with pytest.raises(PeerLost, match=r"1 of 1 receivers did not answer for 0\.3 s"):
-        server.publish(lambda held: iter(()))
+        server.publish(lambda _: iter(()))
     assert time.monotonic() - start < 15
     server.close()
     with pytest.raises(PeerLost, match=r"lost the trainer at 127\.0\.0\.1"):
@@ -276,7 +277,7 @@ def test_a_tensor_beyond_the_limit_is_refused():
 
 HELLOS: dict[str, dict[str, Any]] = {
     "no challenge": {"proof": "a"},
-    "the token itself": {"token": TOKEN, "challenge": "a", "proof": TOKEN, "held": None},
+    "the token itself": {"token": TOKEN, "challenge": "a", "proof": TOKEN, "fingerprint": None},
     "a proof for another challenge": {"challenge": "a", "proof": _proof(TOKEN, "receiver", "earlier", "a")},
 }
 
@@ -287,14 +288,14 @@ def test_a_receiver_comes_after_a_program_that_is_not_of_this_run(server, hello,
     monkeypatch.setattr(sockets, "_HELLO_SECONDS", 1.0)
     tensor = torch.arange(8.0)
     for stays in (False, True):
-        thread, outcome = publish_in_thread(server, lambda held: encode_publish([("a.weight", tensor)], version=1))
+        thread, outcome = publish_in_thread(server, lambda _: encode_publish([("a.weight", tensor)], version=1))
         stranger = socket.create_connection(server.address)
         _send(stranger, hello)
         if not stays:
             stranger.close()
         with WeightClient(server.address, TOKEN, seconds=15) as client:
             assert torch.equal(dict(client.stream())["a.weight"], tensor)
-            client.answer(held="a")
+            client.answer(fingerprint="a")
         thread.join(20)
         assert outcome == [["a"]]
         stranger.close()

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from publish_streams import CONFIGS, Engine, engine_model, receiver, weights
+from publish_streams import CONFIGS, engine_model, receiver, weights
 from torch import nn
 
 from qarl.errors import UserError
 from qarl.rollout.publish import writers
-from qarl.rollout.publish.send import encode_publish
-from qarl.rollout.publish.wire import COMMIT, TensorSpec, TransferFailed
+from qarl.rollout.publish.manifest import TensorSpec
+from qarl.rollout.publish.wire import COMMIT, TransferFailed, encode_publish
 from qarl.rollout.publish.writers import WritePlan, cut_of
 
 
@@ -80,14 +80,30 @@ def test_a_tied_lm_head_multiplies_by_the_published_weight():
     assert torch.equal(model.lm_head.packed, dict(tensors)["model.embed_tokens.weight"])
 
 
-def test_a_publish_resets_the_prefix_cache():
-    engine = Engine()
-    engine.publish(weights("llama"), 1)
-    assert engine.resets == 1 and engine.receiver.version == 1
-    engine.cache_free = False
-    with pytest.raises(RuntimeError, match="prefix cache"):
-        engine.publish(weights("llama"), 2)
-    assert engine.receiver.stale
+def test_all_tensors_are_written_at_once_in_one_process():
+    mine, tensors = receiver(engine_model("llama")), weights("llama")
+    mine.write_all(tensors, version=3)
+    state = mine.model.state_dict()
+    assert mine.version == 3 and all(torch.equal(state[name], tensor) for name, tensor in tensors)
+
+
+def test_a_write_that_fails_leaves_a_stale_engine_that_the_next_one_repairs(monkeypatch):
+    mine, tensors = receiver(engine_model("llama")), weights("llama")
+    mine.write_all(tensors, version=1)
+    write, units = mine.plan.write, []
+
+    def fail_at_the_second(unit):
+        units.append(unit)
+        if len(units) == 2:
+            raise MemoryError("no memory")
+        write(unit)
+
+    monkeypatch.setattr(mine.plan, "write", fail_at_the_second)
+    with pytest.raises(MemoryError):
+        mine.write_all([(name, tensor + 1) for name, tensor in tensors], version=2)
+    assert mine.stale and "version 2 did not complete" in mine.stale_because and not mine.broken
+    mine.write_all(tensors, version=3)
+    assert mine.version == 3 and torch.equal(mine.model.state_dict()[tensors[0][0]], tensors[0][1])
 
 
 def published(version: int = 1):

@@ -1,0 +1,70 @@
+"""Publish and sample in spite of failures, so that the trainer's steps contain no error handling."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from qarl.rollout import engine_config
+from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine
+from qarl.rollout.engine_config import SamplingConfig
+from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
+
+
+class EngineRecovery:
+    """Publishes and samples with `engine`, and replaces it if it is lost (`rollout.rebuild_on_failure`).
+
+    `rebuilds`: number of engines that were started to replace a lost engine."""
+
+    def __init__(self, engine: RolloutEngine, *, rebuild_on_failure: bool) -> None:
+        self.engine, self.rebuild_on_failure = engine, rebuild_on_failure
+        self.rebuilds = 0
+
+    def publish(self, tensors: Sequence[tuple[str, torch.Tensor]], *, version: int) -> PublishReport:
+        """Call `RolloutEngine.publish`. If the engine is lost, replace it once, unless a new engine would have the same
+        fault."""
+        try:
+            return self.engine.publish(tensors, version=version)
+        except TensorsMoved:
+            raise
+        except ReloadFailed as error:
+            self._rebuild(error)
+        return self.engine.publish(tensors, version=version)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingConfig,
+        seeds: list[int] | None,
+        *,
+        publish: Callable[[], object],
+    ) -> RolloutBatch:
+        """Call `RolloutEngine.generate`. If the engine is lost, replace it, call `publish` and try once more."""
+        try:
+            return self.engine.generate(prompts, sampling, seeds)
+        except EngineFailed as error:
+            self._rebuild(error)
+            publish()
+            return self.engine.generate(prompts, sampling, seeds)
+
+    def sleep(self) -> None:
+        """Call `RolloutEngine.sleep`. If that breaks an engine that may be replaced, only warn. The next publish then
+        starts a new engine."""
+        try:
+            self.engine.sleep()
+        except EngineFailed as error:
+            if not self.rebuild_on_failure:
+                raise
+            print(f"warning: {error}\n  the next publish restarts the rollout engine", file=sys.stderr)
+
+    def _rebuild(self, error: Exception) -> None:
+        """Replace a lost engine with a new one. Raise `error` if it may not be replaced."""
+        if not self.rebuild_on_failure:
+            raise error
+        print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)
+        engine_config.drop_frames(error)
+        self.engine.rebuild()
+        self.rebuilds += 1

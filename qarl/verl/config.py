@@ -136,7 +136,7 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
         raise UserError(what, where=where, why=str(error), fix=fix) from error
 
 
-def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
+def actor_settings(actor: Any, loss_agg_mode: str) -> Settings:
     """Return the settings of an objective from verl's actor config. Raise UserError as `tbpo_config` does, and if
     seq-mean-token-sum-norm has no `loss_scale_factor`."""
     policy_loss, where = actor.policy_loss, "actor_rollout_ref.actor"

@@ -22,7 +22,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 
 from qarl.objectives.loss import objective_loss
 from qarl.verl.checks import ACTOR, refuse
-from qarl.verl.config import objective_settings
+from qarl.verl.config import actor_settings
 
 OURS = ("tbpo", "qarl")
 """The values of `loss_mode` that this module registers."""
@@ -114,7 +114,7 @@ def policy_loss(
         rollout.to(log_prob.device),
         advantages,
         response_mask,
-        objective_settings(config, loss_agg_mode),
+        actor_settings(config, loss_agg_mode),
         weight=rollout_is_weights,
         responses=micro_batch.responses,
         tokens=micro_batch.tokens,

@@ -84,7 +84,7 @@ class _ShowsRouting(CPUUnquantizedExperts):
         return weights, ids
 
 
-class LowBitExperts(_ShowsRouting):
+class LowBitFusedExperts(_ShowsRouting):
     """Low-bit experts: vLLM routes the tokens, and QaRL's function computes the outputs."""
 
     prepared: PreparedExperts | None = None
@@ -192,7 +192,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
                 use_monolithic=True,
             )
             assert prepare_finalize is not None
-            self.moe_kernel = FusedMoEKernel(prepare_finalize, LowBitExperts(self.moe, self.moe_quant_config))
+            self.moe_kernel = FusedMoEKernel(prepare_finalize, LowBitFusedExperts(self.moe, self.moe_quant_config))
         experts: Any = self.moe_kernel.fused_experts
         experts.process_weights_after_loading(layer)
         experts.prepared = prepared
@@ -234,13 +234,13 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
             self._add_fused_moe_to_target_scheme_map()
             names = (f"{prefix}.0.{matrix}" for matrix in ("gate_proj", "up_proj", "down_proj"))
             first, *others = (self.get_scheme_dict(layer, name) for name in names)
-            scheme = scheme_of(first) if first is not None and all(other == first for other in others) else None
+            scheme = scheme_of_weights(first) if first is not None and all(other == first for other in others) else None
             if scheme is not None:
                 return LowBitExpertsMethod(layer.moe_config, scheme)
         return super().get_quant_method(layer, prefix)
 
 
-def scheme_of(operand_args: Mapping[str, Any]) -> Scheme | None:
+def scheme_of_weights(operand_args: Mapping[str, Any]) -> Scheme | None:
     """Return the QaRL scheme that a compressed-tensors layer uses, or None for other schemes."""
     try:
         operands = [

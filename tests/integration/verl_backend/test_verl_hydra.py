@@ -20,10 +20,10 @@ from verl.workers.config import PolicyLossConfig
 from qarl.config.actor import LOSSES, RolloutCorrectionConfig
 from qarl.errors import UserError
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
-from qarl.objectives.settings import objective_settings as objective_settings_of_a_run
+from qarl.objectives.settings import objective_settings
 from qarl.quant.scheme import SCHEMES
 from qarl.tbpo import TBPOConfig
-from qarl.verl.config import CheckBeforeRay, objective_settings, tbpo_config
+from qarl.verl.config import CheckBeforeRay, actor_settings, tbpo_config
 from qarl.verl.keys import verl_keys
 from qarl.verl.run import verl_config
 
@@ -106,8 +106,8 @@ def test_the_machine_may_be_named_before_or_after_the_scheme(scheme):
 def test_the_group_of_a_loss_says_what_the_mapping_says(loss):
     group = composed("+qarl=w4a16", f"+qarl_loss={loss}")
     ours = quickstart(**{"actor.loss": loss})
-    found = objective_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
-    wanted = objective_settings_of_a_run(ours)
+    found = actor_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
+    wanted = objective_settings(ours)
     assert group.data.max_response_length > 1
     unused = {"loss_scale_factor": group.data.max_response_length, "tbpo": TBPOConfig()}
     assert found == wanted.model_copy(update=unused)
@@ -119,7 +119,7 @@ def test_a_correction_can_be_set_on_verls_command_line():
     key = "actor_rollout_ref.actor.policy_loss.correction"
     given = [f"{key}.rollout_rs=[seq_sum_k3]", f"{key}.rollout_rs_threshold=[1]"]
     group = composed("+qarl=w4a16", "+qarl_loss=grpo", *given)
-    found = objective_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
+    found = actor_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
     assert found.correction == RolloutCorrectionConfig(rollout_rs=["seq_sum_k3"], rollout_rs_threshold=[1])
 
 
@@ -140,7 +140,7 @@ def test_a_sum_without_its_divisor_is_refused():
     given = "actor_rollout_ref.actor.loss_scale_factor=null"
     actor = omega_conf_to_dataclass(composed("+qarl=w4a16", "+qarl_loss=grpo", given).actor_rollout_ref.actor)
     with pytest.raises(UserError, match="loss_scale_factor"):
-        objective_settings(actor, "seq-mean-token-sum-norm")
+        actor_settings(actor, "seq-mean-token-sum-norm")
 
 
 SECTION = "actor_rollout_ref.actor.fsdp_config.quant"

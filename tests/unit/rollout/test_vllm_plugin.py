@@ -124,7 +124,7 @@ def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatc
 def test_our_schemes_are_known_in_vllms_own_reading_of_them(name: str) -> None:
     scheme = get_scheme(name, 32)
     config = experts.CompressedTensorsConfig.from_config(scheme.quantization_config(["lm_head"]))
-    assert experts.scheme_of(config.target_scheme_map["Linear"]) == scheme
+    assert experts.scheme_of_weights(config.target_scheme_map["Linear"]) == scheme
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_other_schemes_are_left_to_vllm(name: str, part: str, change: dict[str, 
     given = {key: group.get(key) for key in ("weights", "input_activations")}
     given[part] = {**given[part], **change}
     read = {key: None if args is None else QuantizationArgs.model_validate(args) for key, args in given.items()}
-    assert experts.scheme_of(read) is None
+    assert experts.scheme_of_weights(read) is None
 
 
 def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any:

@@ -50,7 +50,7 @@ def test_an_actor_refuses_a_gpu_that_cannot_compute_its_scheme(monkeypatch, sche
 
 def test_logits_are_fp32_and_those_without_a_token_take_no_probability(monkeypatch):
     seen = []
-    monkeypatch.setattr(plugin_engine.log_probs, "log_softmax_of_chosen", lambda *arguments: None)
+    monkeypatch.setattr(plugin_engine.forward, "log_softmax_of_chosen", lambda *arguments: None)
     monkeypatch.setattr(FSDPEngineWithLMHead, "prepare_model_outputs", lambda *rest: seen.append(rest[1].logits) or {})
     engine = quantized_engine()
     engine.model_config = SimpleNamespace(tokenizer=range(6))

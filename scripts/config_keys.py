@@ -1,4 +1,4 @@
-"""Write `qarl/align/config_verdicts.json`: which keys of a model's config vLLM and transformers read.
+"""Write `qarl/align/config_keys_read.json`: which keys of a model's config vLLM and transformers read.
 
 The sources of both packages as installed are parsed, not run: every `config.key`, `getattr(config, "key")` and
 `hasattr(config, "key")`, and for `rope_parameters` every subscript, `get` and member test.

@@ -131,7 +131,7 @@ def measure_rank(folder: str) -> dict[str, int]:
     from verl.workers.utils.losses import ppo_loss
     from vllm import _custom_ops  # noqa: F401  the engine's kernels are vLLM's
 
-    from qarl.verl.config import TBPOPolicyLossConfig
+    from qarl.verl.config_classes import TBPOPolicyLossConfig
 
     settings = engine_settings(folder, run_config())
     wide: Row = {"seq_clip_ratio_high": 10.0, "neg_seq_clip_ratio_low": 1.0, "neg_seq_clip_ratio_high": 10.0}
@@ -172,7 +172,7 @@ def engine_settings(folder: str, config: Config) -> dict[str, Any]:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 
-    from qarl.verl.config import QuantFSDPEngineConfig
+    from qarl.verl.config_classes import QuantFSDPEngineConfig
     from qarl.verl.keys import optim_keys
 
     given = {key.rpartition(".")[2]: value for key, value in optim_keys(config).items()}

@@ -1,7 +1,7 @@
 """Check that trainer and engine treat every key of a model's config in the same way.
 
 If only one side uses a key, the same config describes two different models. scripts/config_keys.py writes the list of
-the keys that vLLM or transformers reads, `config_verdicts.json`. Every key that is read for Llama, Qwen2, Qwen3 or
+the keys that vLLM or transformers reads, `config_keys_read.json`. Every key that is read for Llama, Qwen2, Qwen3 or
 Qwen3-MoE is assigned to one of four groups:
 
     both      both sides use the key
@@ -27,7 +27,7 @@ from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.errors import UserError
 from qarl.process import vllm_unusable
 
-TABLE = Path(__file__).with_name("config_verdicts.json")
+TABLE = Path(__file__).with_name("config_keys_read.json")
 SIZES = frozenset(
     [
         "hidden_size",

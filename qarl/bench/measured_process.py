@@ -38,7 +38,7 @@ from qarl.process import keep_freed_memory
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import measure_phases, quantize
 from qarl.quant.scheme import Scheme
-from qarl.quant.state_dict import quantized_layers, requantize
+from qarl.quant.state_dict import low_bit_layers, requantize
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
@@ -79,7 +79,7 @@ def measure(arguments: Arguments, case: Case, folder: str) -> Answer:
         bench.round()
     check_linears(bench.policy, bench.engine)
     rounds = [bench.round() for _ in range(arguments.rounds)]
-    kernels = sorted({layer.kernel.name for layer in quantized_layers(bench.policy.model).values()})
+    kernels = sorted({layer.kernel.name for layer in low_bit_layers(bench.policy.model).values()})
     on_gpu = torch.cuda.is_available()  # PyTorch's memory, including vLLM's; on a CPU resident memory
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"rounds": rounds, "peak_bytes": peak, "level_applied": bench.policy.align, "kernels": kernels}
@@ -192,7 +192,7 @@ BENCHES: dict[str, type[StepBench | TrainerBench | PublishBench]] = {
 @torch.no_grad()
 def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
     """Raise WrongNumbers for the first linear whose error is too large."""
-    if any(layer.kernel.name == "reference" for layer in quantized_layers(policy.model).values()):
+    if any(layer.kernel.name == "reference" for layer in low_bit_layers(policy.model).values()):
         raise WrongNumbers("the trainer's linears run the reference kernel, because no fast kernel can serve here")
     theirs = {} if engine is None else dict(engine.model().named_modules())
     ours: dict[str, Any] = dict(policy.model.named_modules())

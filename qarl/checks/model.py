@@ -17,7 +17,7 @@ from qarl.checks.layers import FUSED_LAYERS, meta_model
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu, vllm_missing
-from qarl.rollout import vllm_choices
+from qarl.rollout import ask_vllm
 from qarl.vllm_versions import check_head_dtype
 
 _WHERE = "model.path: config.json"
@@ -92,7 +92,7 @@ def check_architecture(hf_config: Any) -> None:
         )
     if hf_config.model_type in FAMILIES or vllm_missing():
         return
-    module = vllm_choices.serving_module(name)
+    module = ask_vllm.serving_module(name)
     if module is None or "transformers" in module.split("."):
         raise UserError(
             f"vLLM has no class of its own for {name}",

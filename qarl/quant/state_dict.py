@@ -14,7 +14,7 @@ from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
 
 
-def quantized_layers(model: nn.Module) -> dict[str, QuantLinear | QuantExperts]:
+def low_bit_layers(model: nn.Module) -> dict[str, QuantLinear | QuantExperts]:
     """Return the quantized linears and the modules of quantized experts, by name."""
     kinds = (QuantLinear, QuantExperts)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
@@ -22,7 +22,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantLinear | QuantExperts]:
 
 def requantize(model: nn.Module) -> None:
     """Quantize every layer whose weight has changed since it was last quantized."""
-    for layer in quantized_layers(model).values():
+    for layer in low_bit_layers(model).values():
         layer.quantized()
 
 

@@ -23,7 +23,7 @@ from qarl.quant.scheme import get_scheme
 from qarl.verl.keys import CORRECTION, PLUGIN
 
 if TYPE_CHECKING:
-    from qarl.verl.config import QuantSettings
+    from qarl.verl.config_classes import QuantSettings
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 QUANT = f"{ACTOR}.fsdp_config.quant"
@@ -187,7 +187,7 @@ def check_composed(composed: Any) -> None:
     Without a quantized actor, only the rollout's log-probs and corrections are checked."""
     from verl.utils.config import omega_conf_to_dataclass
 
-    from qarl.verl.config import check_engine_config
+    from qarl.verl.config_classes import check_engine_config
     from qarl.verl.loss import OURS
 
     actor, trainer = omega_conf_to_dataclass(composed.actor_rollout_ref.actor), composed.trainer

@@ -9,7 +9,8 @@ Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every metho
     forward_backward_batch   quantizes the shards that have changed
     infer_batch            remembers that verl has asked for old log-probs
     train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, collect
-                           statistics, and compare with the engine before the first update (`qarl.verl.training_step`)
+                           statistics, and compare with the rollout engine before the first update
+                           (`qarl.verl.step_measurements`)
     lr_scheduler_step      does nothing if the step was dropped: its old log-probs turned out not to be the trainer's
     save_checkpoint, load_checkpoint   also write, and compare the loaded state with, a record of the state
     get_per_tensor_param   publishes the tensors that the next forward multiplies by, on CPU also of an unquantized
@@ -45,10 +46,10 @@ from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_w
 from qarl.quant.meta_model import check_buffers, restore_buffers
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.wire import DeltaSender
-from qarl.verl import forward, training_step
+from qarl.verl import forward, step_measurements
 from qarl.verl.ask_servers import Watch, refuse_dead_servers
 from qarl.verl.checkpoint import check_files, check_record, save_record
-from qarl.verl.config import QuantFSDPEngineConfig, check_engine_config
+from qarl.verl.config_classes import QuantFSDPEngineConfig, check_engine_config
 from qarl.verl.loss import DIFFERING, MICRO_BATCH, OURS, MicroBatch, loss_mode, refuse_hidden_mismatch
 from qarl.verl.publish import publication, publish_timeout
 
@@ -79,7 +80,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     """Whether this process has made an update, so that the weights are no longer the loaded ones."""
     _asked_for_log_probs: bool = False
     """Whether verl has asked for log-probs since the last training step."""
-    _step: training_step.TrainingStep | None = None
+    _step: step_measurements.TrainingStep | None = None
     """The training step, from its first mini-batch to its last."""
     _last_dropped: bool = False
     """Whether the update of the last training step was dropped."""
@@ -190,7 +191,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is None and loss_mode(loss_function) not in OURS:
             return super().train_batch(data, loss_function)
         tu.maybe_fix_3d_position_ids(data)
-        step = self._step = self._step or training_step.TrainingStep.of(data)
+        step = self._step = self._step or step_measurements.TrainingStep.of(data)
         group = self.get_data_parallel_group()
         if not step.dropped:
             step.begin_mini_batch(data, group)
@@ -212,7 +213,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             self._updated = True
             outputs["metrics"]["grad_norm"] = self.optimizer_step()
             if number == 1 and step.relies != "rollout":  # with `rollout`, nobody knows δ of each token
-                training_step.log_samples(self, data)
+                step_measurements.log_samples(self, data)
         # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
         if tu.get(data, key="update_lr_scheduler", default=True):
             routing = self.routing.take()
@@ -223,7 +224,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             self._step, self._last_dropped = None, step.dropped
         return outputs
 
-    def _metrics_of(self, step: training_step.TrainingStep, routing: tuple[int, int]) -> dict[str, float]:
+    def _metrics_of(self, step: step_measurements.TrainingStep, routing: tuple[int, int]) -> dict[str, float]:
         """Return the metrics of a whole step. Only the first rank has those over all ranks."""
         metrics = step.statistics.metrics(self.get_data_parallel_group(), routing)
         if "mismatch/abs_mean" in metrics:
@@ -234,7 +235,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 metrics["muon_lr"] = group["lr"]  # in the unit of `qarl.optim.muon`
         return metrics | (self._outbox.metrics() if self._outbox else {})
 
-    def _check_limit(self, step: training_step.TrainingStep, abs_mean: float, response_length: float) -> bool:
+    def _check_limit(self, step: step_measurements.TrainingStep, abs_mean: float, response_length: float) -> bool:
         """Return whether the mismatch is over its limit, and warn if it is. Before the first update, raise instead.
 
         `abs_mean`: mean |trainer's - rollout's log-prob| per token."""
@@ -255,10 +256,10 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         step = self._step
         if step is None or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)
-        rows = training_step.log_prob_rows(micro_batch)
+        rows = step_measurements.log_prob_rows(micro_batch)
         rollout = rows.get("rollout_log_probs", None)
         if not self._updated:
-            training_step.check_first(self, super().forward_step, micro_batch, rows)
+            step_measurements.check_first(self, super().forward_step, micro_batch, rows)
         mine = MicroBatch(rollout, int(max(step.mini_batch.responses, 1)), int(max(step.mini_batch.tokens, 1)))
         token = MICRO_BATCH.set(mine)
         try:

@@ -129,7 +129,7 @@ def actor_keys(config: Config) -> Keys:
         **same(root, actor, "use_dynamic_bsz", "grad_clip"),
         **objective_keys(config),
         **{key: limit for key, limit in limits.items() if limit is not None},
-        f"{root}.fsdp_config._target_": f"{PLUGIN}.config.QuantFSDPEngineConfig",
+        f"{root}.fsdp_config._target_": f"{PLUGIN}.config_classes.QuantFSDPEngineConfig",
         f"{root}.fsdp_config.model_dtype": config.optim.master_dtype,
         f"{root}.fsdp_config.seed": config.seed,
         f"{root}.data_loader_seed": config.seed,
@@ -144,7 +144,7 @@ def objective_keys(config: Config) -> Keys:
     ours |= {"objective": settings.loss, "correction": config.rollout_correction.model_dump()}
     keys = {
         f"{root}.loss_agg_mode": settings.loss_agg_mode,
-        f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
+        f"{root}.policy_loss._target_": f"{PLUGIN}.config_classes.TBPOPolicyLossConfig",
         f"{root}.policy_loss.loss_mode": "tbpo" if settings.loss == "tbpo" else "qarl",
         **{f"+{root}.policy_loss.{name}": value for name, value in ours.items()},
         # Used only if the section verl sets use_kl_loss. `+` selects k2's gradient, KL's own; k3's is biased.

@@ -22,7 +22,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 
 from qarl.objectives.loss import objective_loss
 from qarl.verl.checks import ACTOR, refuse
-from qarl.verl.config import actor_settings
+from qarl.verl.config_classes import actor_settings
 
 OURS = ("tbpo", "qarl")
 """The values of `loss_mode` that this module registers."""

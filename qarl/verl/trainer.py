@@ -6,8 +6,8 @@ checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
 
     on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.checkpoint.Saving`)
     _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
-    _update_actor           tells the engine to check the first mini-batch (`qarl.verl.training_step`). If the engine
-                            drops the update, it recomputes old log-probs and advantages, and updates again.
+    _update_actor           tells the engine to check the first mini-batch (`qarl.verl.step_measurements`). If it drops
+                            the update, this recomputes old log-probs and advantages, and updates again.
     _save_checkpoint, _load_checkpoint   also write and read the counts of `auto`. Saving also removes the checkpoint
                             that the new one replaces.
 

@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from qarl.kernels.registry import LINEAR_KERNELS, Choice
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import get_scheme
-from qarl.quant.state_dict import quantized_layers
+from qarl.quant.state_dict import low_bit_layers
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import make_batch
 from qarl.trainer.policy import Policy
@@ -32,7 +32,7 @@ def test_log_probs_and_gradients(scheme: str) -> None:
     policy = Policy(
         Qwen3ForCausalLM(config).to(device, torch.bfloat16), get_scheme(scheme, 64), ("lm_head",), align="model"
     )
-    print(policy.align, sorted({layer.kernel.name for layer in quantized_layers(policy.model).values()}))
+    print(policy.align, sorted({layer.kernel.name for layer in low_bit_layers(policy.model).values()}))
     log_probs = policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
     log_probs.sum().backward()
     assert all(bool(p.grad.isfinite().all()) for p in policy.model.parameters() if p.grad is not None)
@@ -42,5 +42,5 @@ def test_log_probs_and_gradients(scheme: str) -> None:
             module.invalidate()
     with torch.no_grad():
         reference = policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
-    assert {layer.kernel.name for layer in quantized_layers(policy.model).values()} == {"reference"}
+    assert {layer.kernel.name for layer in low_bit_layers(policy.model).values()} == {"reference"}
     assert float((log_probs.detach() - reference).abs().mean()) < 0.05

@@ -39,7 +39,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from qarl.errors import UserError
 from qarl.rollout.publish.wire import BEGIN, read_record
-from qarl.verl.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig
+from qarl.verl.config_classes import QuantFSDPEngineConfig, TBPOPolicyLossConfig
 
 
 def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:

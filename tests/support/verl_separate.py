@@ -82,7 +82,7 @@ class Actor(ActorRolloutRefWorker):
     def __init__(self) -> None:
         from qarl.rollout.publish.wire import DeltaSender
         from qarl.verl.ask_servers import Watch
-        from qarl.verl.config import QuantSettings
+        from qarl.verl.config_classes import QuantSettings
         from qarl.verl.fsdp_engine import QaRLFSDPEngine
 
         Worker.__init__(self)

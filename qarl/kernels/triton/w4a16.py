@@ -11,7 +11,7 @@ Each product has two paths. The tables (`tiles.json`) say up to how many rows M 
 Both multiply the same BF16 operands and sum in FP32. They differ by the order of the sum and one BF16 rounding.
 
 Few rows make few tiles, so several programs share a sum over K (N for dX). Their parts are added in a fixed order
-(`common.py`), so the same inputs give the same bits. With `batch_invariant` there is one tile and no split for every
+(`tiles.py`), so the same inputs give the same bits. With `batch_invariant` there is one tile and no split for every
 M, so the bits of a row do not depend on the number of rows.
 
 An output tile is computed from the packed weight. Dense and grouped kernels (`experts.py`) share it.

@@ -18,7 +18,7 @@ from fresh_vllm import greedy_in_a_fresh_vllm
 from glossary import glossary_metrics
 
 from qarl.quant import linear
-from qarl.quant.state_dict import quantized_layers
+from qarl.quant.state_dict import low_bit_layers
 from qarl.rollout.engine import SamplingConfig
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
@@ -56,7 +56,7 @@ def test_the_weights_moved_and_the_engine_has_exactly_the_trainers_tensors(train
     """After the last publish: the running engine, and a vLLM in a separate process on the saved folder, by token."""
     start = Policy.load(trainer.config)
     moved = []
-    for name, layer in quantized_layers(trainer.policy.model).items():
+    for name, layer in low_bit_layers(trainer.policy.model).items():
         before = start.model.get_submodule(name).quantized().tensors
         if not all(torch.equal(tensor, before[leaf]) for leaf, tensor in layer.quantized().tensors.items()):
             moved.append(name)

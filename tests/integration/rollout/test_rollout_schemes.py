@@ -135,11 +135,11 @@ def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
         pytest.skip("vLLM's own kernels")
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    from qarl.rollout import vllm_choices
+    from qarl.rollout import ask_vllm
     from qarl.rollout.vllm_plugin import linears
 
     scheme = get_scheme("w4a16", group_size=32)
-    assert vllm_choices.chosen_kernel(scheme, (64, 64), (64, 64)) == "CPUWNA16LinearKernel"
+    assert ask_vllm.chosen_kernel(scheme, (64, 64), (64, 64)) == "CPUWNA16LinearKernel"
     with set_current_vllm_config(VllmConfig()):
         assert linears.requested() is None
         assert linears._Own.why_not(("w4a16",), (64, 64)) == "quant.kernels=engine"

@@ -22,7 +22,7 @@ pytest.importorskip("ray")
 
 
 from qarl.verl import publish as publish_module
-from qarl.verl.config import QuantSettings
+from qarl.verl.config_classes import QuantSettings
 from qarl.verl.fsdp_engine import QaRLFSDPEngine
 from qarl.verl.publish import TIMEOUT_VARIABLE, QaRLCheckpointEngine, publication
 

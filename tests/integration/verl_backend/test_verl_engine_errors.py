@@ -19,12 +19,12 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from qarl.errors import UserError
 from qarl.kernels.cuda import layer_ops
 from qarl.kernels.log_probs import log_probs_of_logits
-from qarl.verl import config as plugin_config
+from qarl.verl import config_classes as plugin_config
 from qarl.verl import fsdp_engine as plugin_engine
-from qarl.verl.config import QuantFSDPEngineConfig
+from qarl.verl.config_classes import QuantFSDPEngineConfig
 from qarl.verl.forward import RouterReplay, log_softmax_of_chosen
 from qarl.verl.fsdp_engine import QaRLFSDPEngine, register
-from qarl.verl.training_step import TrainingStep
+from qarl.verl.step_measurements import TrainingStep
 
 MODEL = {"lora_rank": 0, "use_fused_kernels": False, "use_liger": False, "enable_activation_offload": False}
 

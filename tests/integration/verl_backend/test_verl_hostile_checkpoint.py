@@ -18,7 +18,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from qarl.checkpoint.read_weights import load_part
 from qarl.errors import UserError
-from qarl.verl.config import QuantFSDPEngineConfig
+from qarl.verl.config_classes import QuantFSDPEngineConfig
 from qarl.verl.fsdp_engine import FSDPEngineWithLMHead, QaRLFSDPEngine
 
 FILES = (

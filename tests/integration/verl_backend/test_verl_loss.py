@@ -29,10 +29,10 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
 
-from qarl.verl import training_step as plugin
-from qarl.verl.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
+from qarl.verl import step_measurements as plugin
+from qarl.verl.config_classes import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
 from qarl.verl.loss import MICRO_BATCH, MicroBatch
-from qarl.verl.training_step import StepStatistics
+from qarl.verl.step_measurements import StepStatistics
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 

@@ -15,7 +15,7 @@ from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import make_batch
 from qarl.trainer.mismatch_watch import log_samples as log_local_samples
 from qarl.trainer.old_log_probs import Measured
-from qarl.verl.training_step import SAMPLES_IN, log_samples
+from qarl.verl.step_measurements import SAMPLES_IN, log_samples
 
 PROMPTS, RESPONSES = [[7, 8], [9]], [[1, 2, 3], [4]]
 OLD, ROLLOUT = [[-1.0, -2.25, -3.0], [-0.25]], [[-1.0, -2.0, -3.0], [-0.5]]

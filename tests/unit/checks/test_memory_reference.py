@@ -14,7 +14,7 @@ from qarl.checks.memory import estimate
 from qarl.checks.memory_terms import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.quant.linear import QuantLinear
-from qarl.quant.state_dict import quantized_layers
+from qarl.quant.state_dict import low_bit_layers
 from qarl.trainer.policy import Policy
 
 REFERENCE = "reference policy: weights and low-bit tensors"
@@ -29,13 +29,13 @@ def test_a_reference_policy_is_as_large_as_what_it_holds(scheme: str, tmp_path: 
     with torch.no_grad():
         policy.model(input_ids=torch.zeros(1, 20, dtype=torch.long), use_cache=False)
     tensors = list(policy.model.parameters())
-    for layer in quantized_layers(policy.model).values():
+    for layer in low_bit_layers(policy.model).values():
         assert isinstance(layer, QuantLinear)
         prepared = [layer.prepared] if isinstance(layer.prepared, torch.Tensor) else list(layer.prepared)
         tensors += [*layer.quantized().tensors.values(), *prepared]
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     size = ModelSize.from_config(policy.model.config)
-    kernels = {tuple(layer.weight.shape): layer.kernel.name for layer in quantized_layers(policy.model).values()}
+    kernels = {tuple(layer.weight.shape): layer.kernel.name for layer in low_bit_layers(policy.model).values()}
     plain = estimate(size, config.model_copy(update={"actor": run().actor}), device="cpu", kernels=kernels)
     found = estimate(size, config, device="cpu", kernels=kernels)
     assert parts(found).keys() - parts(plain).keys() == {REFERENCE}

@@ -14,7 +14,7 @@ from updating_trainer import through_checkpoint, updating_trainer
 from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.resumable import tensor_digest
 from qarl.quant.experts import unstacked
-from qarl.quant.state_dict import quantized_layers, requantize
+from qarl.quant.state_dict import low_bit_layers, requantize
 from qarl.trainer.checkpoints import differing_tensors, forward_weights
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
@@ -73,7 +73,7 @@ def test_a_resumed_run_has_the_bytes_of_one_that_was_not_interrupted(
 
 def test_the_layers_of_a_policy_are_requantized_with_the_linears(folder: Path, tmp_path: Path) -> None:
     run = make_run(folder, tmp_path, align="model")
-    layers = quantized_layers(run.policy.model)
+    layers = low_bit_layers(run.policy.model)
     assert len(layers) == 2 * (4 + 1) and "model.layers.1.mlp.experts" in layers
     assert "the experts of 2 layers" in run.policy.report and "aligned: 2 routers" in run.policy.report
     requantize(run.policy.model)

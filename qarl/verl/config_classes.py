@@ -2,8 +2,8 @@
 
 verl's own dataclasses refuse unknown keys, so a config with QaRL's keys must set:
 
-actor_rollout_ref.actor.policy_loss._target_=qarl.verl.config.TBPOPolicyLossConfig
-actor_rollout_ref.actor.fsdp_config._target_=qarl.verl.config.QuantFSDPEngineConfig
+actor_rollout_ref.actor.policy_loss._target_=qarl.verl.config_classes.TBPOPolicyLossConfig
+actor_rollout_ref.actor.fsdp_config._target_=qarl.verl.config_classes.QuantFSDPEngineConfig
 """
 
 from __future__ import annotations

@@ -42,14 +42,14 @@ class Fault:
         """Return the module that has the text `old`, and the module's text with the fault; None if it is stale."""
         where = root / self.path
         pattern = re.compile(r"\s+".join(map(re.escape, self.old.split())))
-        found = [
+        matches = [
             (file, text, len(pattern.findall(text)))
             for file in (sorted(where.rglob("*.py")) if where.is_dir() else [where] if where.is_file() else [])
             if pattern.search(text := file.read_text(encoding="utf-8"))
         ]
-        if sum(count for *_, count in found) != 1:
+        if sum(count for *_, count in matches) != 1:
             return None
-        file, text, _ = found[0]
+        file, text, _ = matches[0]
         return file, pattern.sub(lambda _: self.new, text)
 
 

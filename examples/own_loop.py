@@ -38,8 +38,8 @@ def response_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     logits = model(input_ids=batch.input_ids, use_cache=False).logits
     rows, tokens = batch.response_mask.nonzero(as_tuple=True)
     before = batch.prompt_lengths[rows] + tokens - 1  # the logits here predict the token
-    found, _ = log_probs_of_logits(logits[rows, before], batch.responses[rows, tokens], temperature=1.0)
-    return torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, found)
+    log_probs, _ = log_probs_of_logits(logits[rows, before], batch.responses[rows, tokens], temperature=1.0)
+    return torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, log_probs)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -72,8 +72,8 @@ class Suite:
         """Return the arguments of `python -m qarl.train` for a run. `more`: overrides that win."""
         fixed = [f"config={self.config}", f"name={run.name}", f"output_dir={folder}", f"seed={run.seed}"]
         overrides = {"trainer.save_final": False, **self.set, **self.arms[run.arm]}
-        given = (f"{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in overrides.items())
-        return [*fixed, *given, *more]
+        settings = (f"{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in overrides.items())
+        return [*fixed, *settings, *more]
 
 
 def suite_names() -> list[str]:
@@ -90,8 +90,8 @@ def load_suite(name: str, seeds: Sequence[int] | None = None, arms: Sequence[str
     if unknown := {suite.baseline, *(arms or ())} - {None, *suite.arms}:
         what = f"no such arm: {', '.join(map(str, unknown))}"
         raise UserError(what, where=str(path), fix=f"choose from {', '.join(suite.arms)}")
-    kept = {arm: overrides or {} for arm, overrides in suite.arms.items() if not arms or arm in arms}
-    return replace(suite, arms=kept, baseline=suite.baseline if suite.baseline in kept else None)
+    selected = {arm: overrides or {} for arm, overrides in suite.arms.items() if not arms or arm in arms}
+    return replace(suite, arms=selected, baseline=suite.baseline if suite.baseline in selected else None)
 
 
 def finished(folder: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
@@ -127,7 +127,7 @@ class Runner:
         self.suite, self.folder, self.more, self.jobs, self.command = suite, output / suite.name, more, jobs, command
         self.results: Results = []
 
-    def one(self, run: Run) -> dict[str, Any]:
+    def entry(self, run: Run) -> dict[str, Any]:
         """Return the entry of a run, which is made if it is not finished."""
         folder = self.folder / run.name
         arguments = self.suite.arguments(run, self.folder, self.more)
@@ -146,7 +146,7 @@ class Runner:
 
     def all(self) -> None:
         with ThreadPoolExecutor(self.jobs) as pool:
-            for future in as_completed([pool.submit(self.one, run) for run in self.suite.runs()]):
+            for future in as_completed([pool.submit(self.entry, run) for run in self.suite.runs()]):
                 self.results.append(future.result())
                 self.write()
 
@@ -192,8 +192,8 @@ def report(suite: Suite, results: Results, command: str) -> str:
 
 
 def _after(results: Results, arm: str) -> list[float]:
-    found = [entry.get("accuracy_after") for entry in results if entry["arm"] == arm and not entry["failed"]]
-    return [value for value in found if value is not None]
+    accuracies = [entry.get("accuracy_after") for entry in results if entry["arm"] == arm and not entry["failed"]]
+    return [value for value in accuracies if value is not None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

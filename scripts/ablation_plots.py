@@ -23,8 +23,8 @@ WINDOW_SHARE = 1 / 12
 
 def curves_of(history: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
     """Return what the figure shows of one run: for each metric its [step, value] pairs, to six significant digits."""
-    found = {metric: zip(*series(history, metric), strict=True) for metric, _, _ in PANELS}
-    return {metric: [[int(step), float(f"{value:.6g}")] for step, value in pairs] for metric, pairs in found.items()}
+    points = {metric: zip(*series(history, metric), strict=True) for metric, _, _ in PANELS}
+    return {metric: [[int(step), float(f"{value:.6g}")] for step, value in pairs] for metric, pairs in points.items()}
 
 
 def plot_suite(runs: Sequence[Mapping[str, Any]], output: Path) -> None:

@@ -49,8 +49,8 @@ def run_figures(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def values(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     """Return the finite values of a metric."""
-    found = [entry[key] for entry in history if isinstance(entry.get(key), (int, float))]
-    return [float(value) for value in found if math.isfinite(value)]
+    numbers = [entry[key] for entry in history if isinstance(entry.get(key), (int, float))]
+    return [float(value) for value in numbers if math.isfinite(value)]
 
 
 def mean(numbers: Sequence[float]) -> float | None:
@@ -171,8 +171,8 @@ def _figures(runs: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def _mean_cell(runs: Sequence[Mapping[str, Any]], key: str, form: str) -> str:
-    found = mean(_figures(runs, key))
-    return "" if found is None else form.format(found)
+    average = mean(_figures(runs, key))
+    return "" if average is None else form.format(average)
 
 
 def _comparison(mine: Sequence[float], base: Sequence[float]) -> list[str]:

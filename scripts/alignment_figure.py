@@ -28,11 +28,11 @@ FLOOR = 3e-4
 
 def mean_deltas(document: dict[str, Any]) -> dict[tuple[str, str], float]:
     """Mean |δ| in nats over all sampled tokens of a run, by (scheme, level)."""
-    found: dict[tuple[str, str], list[float]] = {}
+    means: dict[tuple[str, str], list[float]] = {}
     for name, run in document["rows"].items():
         scheme, level = name.partition(" | ")[0].split("-", 1)
-        found.setdefault((scheme, level), []).append(run["mismatch_abs_mean"])
-    return {key: sum(values) / len(values) for key, values in found.items()}
+        means.setdefault((scheme, level), []).append(run["mismatch_abs_mean"])
+    return {key: sum(values) / len(values) for key, values in means.items()}
 
 
 def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:

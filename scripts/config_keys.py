@@ -129,13 +129,13 @@ def read_keys(package: str, family: str) -> list[str]:
     relatives = list(SHARED[package]) if family in FAMILIES else []  # else Llama's list has them
     for name in (family, *INHERITED.get(package, {}).get(family, ())):
         relatives += [template.format(family=FILES[package].get(name, name)) for template in FAMILY[package]]
-    found: set[str] = set()
+    keys: set[str] = set()
     for relative in relatives:
         tree = ast.parse((root / relative).read_text())
-        found.update(reads_of(tree))
+        keys.update(reads_of(tree))
         if "configuration_" in relative:
-            found.update(fields_of(tree))
-    return sorted(key for key in found if not key.startswith("_"))
+            keys.update(fields_of(tree))
+    return sorted(key for key in keys if not key.startswith("_"))
 
 
 def versions() -> dict[str, str | None]:

@@ -19,10 +19,10 @@ _LEVELS = ("W4A16 at `off`", "at `linears`", "at `model`", "BF16 at `linears`", 
 
 def by_family() -> dict[str, dict[str, Row]]:
     """Return family -> name of a row -> what was measured."""
-    found: dict[str, dict[str, Row]] = {}
+    cases: dict[str, dict[str, Row]] = {}
     for family, name, row in results():
-        found.setdefault(family, {})[name] = row
-    return found
+        cases.setdefault(family, {})[name] = row
+    return cases
 
 
 def share(row: Row) -> float:
@@ -32,30 +32,30 @@ def share(row: Row) -> float:
 
 def agrees(row: Row) -> bool:
     """Whether a row trained, within the limit of a family."""
-    return "w4a16" in row and not any("stopped" in found for found in row.values()) and share(row) <= LARGEST_SHARE
+    return "w4a16" in row and not any("stopped" in figures for figures in row.values()) and share(row) <= LARGEST_SHARE
 
 
-def key_rows(found: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
+def key_rows(cases: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
     for family in ALL:
         for name in rows(family):
-            row = found.get(family, {}).get(name, {})
+            row = cases.get(family, {}).get(name, {})
             if "w4a16" in row and name != "defaults" and name not in rotary_rows():
                 ignored = row["w4a16"]["ignored"]
                 yield family, f"`{name}`", *_levels(row), ignored if isinstance(ignored, str) else _mean(ignored)
 
 
-def embedding_rows(found: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
+def embedding_rows(cases: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
     for name in rotary_rows():
-        measured = {family: found[family][name] for family in ALL if name in found.get(family, {})}
+        measured = {family: cases[family][name] for family in ALL if name in cases.get(family, {})}
         accepted = [family for family, row in measured.items() if "w4a16" in row]
         worst = f"{max(share(measured[family]) for family in accepted):.3f}" if accepted else ""
         refused = [family for family in measured if family not in accepted]
         yield name.removeprefix("rotary "), _some(accepted, measured), worst, _some(refused, measured)
 
 
-def refused_rows(found: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
+def refused_rows(cases: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
     for family in ALL:
-        names = [name for name, row in found.get(family, {}).items() if "refused" in row and name not in rotary_rows()]
+        names = [name for name, row in cases.get(family, {}).items() if "refused" in row and name not in rotary_rows()]
         yield family, ", ".join(f"`{name}`" for name in names)
 
 
@@ -87,11 +87,11 @@ def _some(chosen: Sequence[str], every: Iterable[str]) -> str:
 
 def page() -> str:
     """The page with its tables as the results say."""
-    found = by_family()
+    cases = by_family()
 
     def table(name: str) -> str:
         heads, made = TABLES[name]
-        return f"{markdown_table(heads, made(found))}\n"
+        return f"{markdown_table(heads, made(cases))}\n"
 
     return replace_tables(PAGE.read_text(encoding="utf-8"), "family_tables", table)
 

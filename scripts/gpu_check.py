@@ -88,8 +88,8 @@ class Session:
         folder.mkdir(parents=True, exist_ok=True)
         self.cpu, self.output, self.scratch = cpu, folder.resolve(), scratch.resolve()
         self.path = folder / f"{'cpu' if cpu else 'gpu'}_check_{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-        found = self.path.with_suffix(".json")
-        self.results: dict[str, Result] = json.loads(found.read_text())["parts"] if found.is_file() else {}
+        file = self.path.with_suffix(".json")
+        self.results: dict[str, Result] = json.loads(file.read_text())["parts"] if file.is_file() else {}
 
     def run(self, parts: Sequence[Part], *, again: bool) -> int:
         """Run the parts in order, those that failed before last; the exit code."""
@@ -150,10 +150,10 @@ class Session:
         if self.cpu and "pytest" in command:
             environment["TRITON_INTERPRET"] = "1"
         places = {"folder": folder, "report": report, "output": self.output, "scratch": self.scratch}
-        given = {name: shlex.quote(str(place)) for name, place in places.items()} | {"gpus": gpus()}
+        fields = {name: shlex.quote(str(place)) for name, place in places.items()} | {"gpus": gpus()}
         python = shlex.quote(sys.executable)
-        made = [f"{python} {makes.format(**given)} && " for named, makes in BEFORE.items() if named in command]
-        line = f"{''.join(made)}exec {python} {command.format(**given)}"
+        made = [f"{python} {makes.format(**fields)} && " for named, makes in BEFORE.items() if named in command]
+        line = f"{''.join(made)}exec {python} {command.format(**fields)}"
 
         def keep(printed: str) -> None:
             output.append(printed)
@@ -211,8 +211,8 @@ def run(command: list[str], environment: dict[str, str], seconds: float, keep: C
 
 def failing(output: list[str]) -> list[str]:
     """Return the names of the tests that failed, each once."""
-    found = (FAILING.fullmatch(line.strip()) for line in output)
-    return list(dict.fromkeys(match[1] or match[2] for match in found if match))
+    matches = (FAILING.fullmatch(line.strip()) for line in output)
+    return list(dict.fromkeys(match[1] or match[2] for match in matches if match))
 
 
 def gpus() -> int:
@@ -232,8 +232,8 @@ def read_report(part: Part, folder: Path, report: Path) -> Any:
     trained = (folder / "run").rename(folder / f"{part.name}_run")  # the next part trains in a folder of that name
     metrics = trained / "metrics.jsonl"
     steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    kept = re.compile(r"mismatch/|publish/|timing|_s$|step$|quant_align")
-    return {"steps": [{key: value for key, value in step.items() if kept.search(key)} for step in steps]}
+    pattern = re.compile(r"mismatch/|publish/|timing|_s$|step$|quant_align")
+    return {"steps": [{key: value for key, value in step.items() if pattern.search(key)} for step in steps]}
 
 
 if __name__ == "__main__":

@@ -71,13 +71,13 @@ def layer_facts() -> dict[str, Any]:
     from qarl.kernels.cuda import layer_ops
 
     capability = torch.cuda.get_device_capability()
-    found = {"operators": layer_ops.unavailable(), "level": layer_ops.attention_unavailable(capability)}
+    facts = {"operators": layer_ops.unavailable(), "level": layer_ops.attention_unavailable(capability)}
     try:
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-        return found | {"flash_attention": get_flash_attn_version()}
+        return facts | {"flash_attention": get_flash_attn_version()}
     except Exception as error:
-        return found | {"flash_attention": f"{type(error).__name__}: {error}"}
+        return facts | {"flash_attention": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":

@@ -18,21 +18,21 @@ def verdict_table(result: Result, *, cpu: bool) -> str:
     if not result.get("report"):
         return "no verdicts: the kernels were not measured"
     said = "On a CPU, to try the table: they mean nothing.\n\n" if cpu else ""
-    return said + markdown_table(["bound", "shape", "found", ""], verdicts(result["report"]["results"]))
+    return said + markdown_table(["bound", "shape", "measured", ""], verdicts(result["report"]["results"]))
 
 
 def markdown(document: dict[str, Any], cpu: bool) -> str:
     """All results, as a page."""
     results = document["parts"]
-    rows = [[name, found["status"], f"{found['seconds']:.0f}", found["commit"], found["why"] or ""]
-            for name, found in results.items()]  # fmt: skip
+    rows = [[name, part["status"], f"{part['seconds']:.0f}", part["commit"], part["why"] or ""]
+            for name, part in results.items()]  # fmt: skip
     lines = [f"`scripts/gpu_check.sh{' --cpu' if cpu else ''}`, {document['date']}", "",
              markdown_table(["part", "status", "seconds", "commit", ""], rows)]  # fmt: skip
     if "bench" in results:
         lines += ["", "## verdicts", "", verdict_table(results["bench"], cpu=cpu)]
-    for name, found in results.items():
-        failing = [f"- `{test}`" for test in found.get("failing", ())]
-        lines += ["", f"## {name}", "", *(["failing:", "", *failing, ""] if failing else []), *tables(name, found)]
+    for name, part in results.items():
+        failing = [f"- `{test}`" for test in part.get("failing", ())]
+        lines += ["", f"## {name}", "", *(["failing:", "", *failing, ""] if failing else []), *tables(name, part)]
     return "\n".join(lines) + "\n"
 
 
@@ -44,9 +44,9 @@ def tables(name: str, result: Result) -> list[str]:
     lines = ["```", *result["output"][-60:], "```"]
     if report and "steps" in report:
         head = ["| step | mean abs δ | largest abs δ |", "|---|---|---|"]
-        found = [
+        deltas = [
             [step.get(f"mismatch/abs_{name}", float("nan")) for name in ("mean", "max")] for step in report["steps"]
         ]
-        rows = [f"| {i} | {mean:.2g} | {largest:.2g} |" for i, (mean, largest) in enumerate(found)]
+        rows = [f"| {i} | {mean:.2g} | {largest:.2g} |" for i, (mean, largest) in enumerate(deltas)]
         return [*head, *rows, "", *lines]
     return lines

@@ -151,17 +151,17 @@ def _rows(source: Source) -> Iterator[tuple[Any, Any]]:
 def _columns(names: Iterable[str], source: Source, where: str) -> tuple[str, str]:
     """The problem's and the answer's column among `names`."""
     names = list(names)
-    found = []
-    for what, given, usual in (
+    columns = []
+    for what, chosen, usual in (
         ("problem", source.problem_column, PROBLEM_COLUMNS),
         ("answer", source.answer_column, ANSWER_COLUMNS),
     ):
-        wanted = (given,) if given else usual
+        wanted = (chosen,) if chosen else usual
         if not (there := [name for name in wanted if name in names]):
             why = f"looked for {', '.join(wanted)}; there are {', '.join(names) or 'none'}"
             raise UserError(f"no column with the {what}", where=where, why=why, fix=f"name it with --{what}-column")
-        found.append(there[0])
-    return found[0], found[1]
+        columns.append(there[0])
+    return columns[0], columns[1]
 
 
 def _parquet_rows(file: Path, source: Source) -> Iterator[tuple[Any, Any]]:
@@ -209,10 +209,10 @@ def local_files(names: Sequence[str]) -> tuple[Path, ...]:
     """
     files: list[Path] = []
     for path in map(Path, names):
-        found = sorted(path.glob("*.parquet")) + sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        if not found or not all(file.is_file() and file.suffix in (".parquet", ".jsonl", ".json") for file in found):
+        paths = sorted(path.glob("*.parquet")) + sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not paths or not all(file.is_file() and file.suffix in (".parquet", ".jsonl", ".json") for file in paths):
             raise UserError("there is no .parquet or .jsonl file", where=str(path), fix="correct the path")
-        files += sorted(found)
+        files += sorted(paths)
     return tuple(files)
 
 

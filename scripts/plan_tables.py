@@ -45,9 +45,9 @@ def speed() -> str:
     heads = ["model", "scheme", "BF16, s", "rollouts alone, s", "x BF16", "paper", "QaRL at `linears`, s", "x BF16"]
     lines: list[list[str]] = []
     for name, changes in MODELS.items():
-        given = {"model": name, "schemes": LOW_BIT, **SPEED, **changes}
-        (base,) = predict(Work(**given | BASELINE.get(name, {}) | {"schemes": ("bf16",)}), assumed_rates(GPU))
-        rows = predict(Work(**given), assumed_rates(GPU))
+        settings = {"model": name, "schemes": LOW_BIT, **SPEED, **changes}
+        (base,) = predict(Work(**settings | BASELINE.get(name, {}) | {"schemes": ("bf16",)}), assumed_rates(GPU))
+        rows = predict(Work(**settings), assumed_rates(GPU))
         for off, linears in zip(rows[::2], rows[1::2], strict=True):
             paper = PAPER.get((name, off["scheme"]), ("", ""))
             cells = [name, off["scheme"], f"{base['step']:.0f}"]

@@ -93,31 +93,31 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def by_set(option: str, values: Sequence[str], chosen: Sequence[str]) -> dict[str, str]:
     """`SET=VALUE` arguments as a dict. Raises `UserError` for another form, or for a set that is not prepared."""
-    found = {}
+    by_name = {}
     for value in values:
         name, equals, rest = value.partition("=")
         if not equals or not rest or name not in chosen:
             why = f"the sets to prepare are {', '.join(chosen)}"
             raise UserError(f"{option} {value}", why=why, fix=f"{option} SET=... with one of them")
-        found[name] = rest
-    return found
+        by_name[name] = rest
+    return by_name
 
 
 def sources(args: argparse.Namespace) -> dict[str, tuple[Source, int]]:
     """Source and samples per problem of every chosen set. Raises `UserError` before anything is read."""
     files = by_set("--file", args.file, args.sets)
     samples = by_set("--samples", args.samples, args.sets)
-    found = {}
+    by_name = {}
     for name in dict.fromkeys(args.sets):
         source, number = SETS[name]
         source = replace(source, problem_column=args.problem_column, answer_column=args.answer_column)
         if name in files:
             source = replace(source, files=local_files([files[name]]))
-        given = samples.get(name, str(number))
-        if not given.isdecimal() or int(given) < 1:
-            raise UserError(f"--samples {name}={given}", why="not a number of responses", fix="1 or more")
-        found[name] = (source, int(given))
-    return found
+        count = samples.get(name, str(number))
+        if not count.isdecimal() or int(count) < 1:
+            raise UserError(f"--samples {name}={count}", why="not a number of responses", fix="1 or more")
+        by_name[name] = (source, int(count))
+    return by_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:

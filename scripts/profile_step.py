@@ -26,8 +26,8 @@ ROWS = 40
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="the file for Perfetto; it is compressed to .gz")
-    args, given = parser.parse_known_args(argv)
-    config = load_config(given)
+    args, overrides = parser.parse_known_args(argv)
+    config = load_config(overrides)
     trainer = LocalTrainer(config, prepare_run(config))
     cuda = torch.cuda.is_available()
     with trainer.engine:
@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for _ in range(config.trainer.total_training_steps - 1):
             trainer.train_step()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        with profile(activities=activities) as found:
+        with profile(activities=activities) as profiler:
             trainer.train_step()
     order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-    print(found.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60))
+    print(profiler.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60))
     args.trace.parent.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(f"{args.trace}.gz")
+    profiler.export_chrome_trace(f"{args.trace}.gz")
     print(f"trace: {args.trace}.gz")
     return 0
 

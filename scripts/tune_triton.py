@@ -87,8 +87,8 @@ def make_call(operation: str, m: int, shape: tuple[int, ...]) -> Call:
 def measure(call: Call, tile: Tile | None, expected: torch.Tensor) -> float:
     """Median milliseconds; infinite if the tile does not fit or its numbers are off."""
     try:
-        found = call(tile)
-        error = (found.float() - expected.float()).norm() / expected.float().norm()
+        product = call(tile)
+        error = (product.float() - expected.float()).norm() / expected.float().norm()
         if not error < 1e-2:
             print(f"  wrong numbers: {tile}, relative error {float(error):.1e}")
             return math.inf
@@ -134,11 +134,11 @@ def rules(operation: str, deadline: float) -> list[dict[str, Any]]:
         print(f"{operation} M <= {m}: {tile} {means[tile] * 1e3:.1f} us{dequantized}, {len(means)} finished")
         if tile is None:
             break
-    found = [{"max_m": m, "tile": list(tile)} for m, tile in winners if tile is not None]
+    table = [{"max_m": m, "tile": list(tile)} for m, tile in winners if tile is not None]
     if winners[-1][1] is not None:
-        found[-1].pop("max_m")
+        table[-1].pop("max_m")
     merged = [
-        rule for rule, following in itertools.zip_longest(found, found[1:])
+        rule for rule, following in itertools.zip_longest(table, table[1:])
         if following is None or rule["tile"] != following["tile"]
     ]  # fmt: skip
     return merged
@@ -149,8 +149,8 @@ def dump(stored: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     blocks = []
     for kind, operations in stored.items():
         lists = [
-            f'  "{name}": [' + ",".join(f"\n   {json.dumps(rule)}" for rule in found) + "]"
-            for name, found in operations.items()
+            f'  "{name}": [' + ",".join(f"\n   {json.dumps(rule)}" for rule in entries) + "]"
+            for name, entries in operations.items()
         ]
         blocks.append(f' "{kind}": {{\n' + ",\n".join(lists) + "\n }")
     return "{\n" + ",\n".join(blocks) + "\n}\n"
@@ -160,7 +160,7 @@ def main() -> None:
     stored = json.loads(tables.PATH.read_text(encoding="utf-8"))
     device = torch.device("cuda")
     kind = tables.architecture(device) if torch.cuda.is_available() else "hopper"
-    operations = [name for name, found in stored[kind].items() if found and not name.endswith("invariant")]
+    operations = [name for name, entries in stored[kind].items() if entries and not name.endswith("invariant")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", nargs="+", choices=operations, default=operations)
     parser.add_argument("--output", type=Path, help="where to write the tables; without it they are printed")

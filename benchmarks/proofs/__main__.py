@@ -27,24 +27,24 @@ from benchmarks.proofs.harness import ROOT, Record, differences, rows_of
 from benchmarks.proofs.registry import RESULTS, Result, proofs
 
 
-def parameters(proof: Result, given: list[str]) -> dict[str, Any]:
+def parameters(proof: Result, settings: list[str]) -> dict[str, Any]:
     """Return the values of `KEY=VALUE`, as the proof's function takes them. A list has commas."""
     known = {n: p.default for n, p in list(inspect.signature(proof.load()).parameters.items())[1:]}
-    found = {}
-    for name, _, text in (one.partition("=") for one in given):
+    values = {}
+    for name, _, text in (setting.partition("=") for setting in settings):
         if name not in known:
             raise SystemExit(f"{proof.name} has no parameter {name}; it has {', '.join(known) or 'none'}")
         many = isinstance(known[name], tuple)
-        found[name] = tuple(yaml.safe_load(one) for one in text.split(",")) if many else yaml.safe_load(text)
-    return found
+        values[name] = tuple(yaml.safe_load(element) for element in text.split(",")) if many else yaml.safe_load(text)
+    return values
 
 
 def check(proof: Result, path: Path) -> int:
     """Print how the rows in `path` differ from the committed ones; return in how many places."""
     committed, fresh = (rows_of(json.loads(file.read_text()), proof.key) for file in (RESULTS / proof.file, path))
-    found = [f"{name}: {line}" for name in fresh for line in differences(committed.get(name), fresh[name])]
-    print(*found, f"{len(fresh)} of {len(committed)} rows compared, {len(found)} differences", sep="\n")
-    return len(found)
+    messages = [f"{name}: {line}" for name in fresh for line in differences(committed.get(name), fresh[name])]
+    print(*messages, f"{len(fresh)} of {len(committed)} rows compared, {len(messages)} differences", sep="\n")
+    return len(messages)
 
 
 def without_amx() -> None:
@@ -58,7 +58,7 @@ def without_amx() -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=[*proofs(), None], metavar="NAME")
-    parser.add_argument("given", nargs="*", metavar="KEY=VALUE", help="parameters of the proof")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="parameters of the proof")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--index", action="store_true", help="write docs/results.md")
     parser.add_argument("--check", action="store_true", help="compare with the committed file")
@@ -72,8 +72,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.list or args.name is None:
         for proof in proofs().values():
-            given = list(inspect.signature(proof.load()).parameters)[1:]
-            print(f"{proof.name:18} {proof.shows}\n{'':18} {proof.file}; {', '.join(given)}")
+            names = list(inspect.signature(proof.load()).parameters)[1:]
+            print(f"{proof.name:18} {proof.shows}\n{'':18} {proof.file}; {', '.join(names)}")
         return 0
     if args.without_amx:
         without_amx()
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     path = args.output or (ROOT / "runs" / "proofs" / proof.file if args.check else RESULTS / proof.file)
     command = shlex.join(["python", "-m", "benchmarks.proofs", *(sys.argv[1:] if argv is None else argv)])
     record = Record(path, command, proof.key, only=args.only, again=args.again or args.check)
-    proof.load()(record, **parameters(proof, args.given))
+    proof.load()(record, **parameters(proof, args.settings))
     differ = check(proof, path) if args.check else 0
     return int(not record.ok or bool(differ))
 

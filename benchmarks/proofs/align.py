@@ -109,9 +109,9 @@ def long_responses(
             for level in LEVELS[:3]:
                 row[level] = {}
                 with timed(row[level]):
-                    found = delta(load(folder, scheme, level), batch, rows=4)
-                row[level] |= {"mean": float(found.mean()), "max": float(found.max())}
-                row[level]["differ"] = float((found > 0).float().mean())
+                    deltas = delta(load(folder, scheme, level), batch, rows=4)
+                row[level] |= {"mean": float(deltas.mean()), "max": float(deltas.max())}
+                row[level]["differ"] = float((deltas > 0).float().mean())
             record.add(scheme, row, ok=row["model"]["max"] == 0)
 
 

@@ -41,12 +41,12 @@ def costs(
 def count(size: ModelSize, scheme: str, tokens: int, gpus: int) -> list[Phase]:
     """Return the phases of one layer. Forward and backward of its experts and of its dense products are apart."""
     group = default_group_size(size)
-    found: list[Phase] = []
+    phases: list[Phase] = []
     if scheme != "bf16":
-        found += passes(size, scheme, group, tokens)
-        found += [phase(size, scheme, group, gpus) for phase in (quantize_phase, gather_phase)]
-    found.append(optimizer_phase(size, gpus)[0])
-    return found + [phase(size, scheme, group) for phase in (publish_phase, receive_phase)]
+        phases += passes(size, scheme, group, tokens)
+        phases += [phase(size, scheme, group, gpus) for phase in (quantize_phase, gather_phase)]
+    phases.append(optimizer_phase(size, gpus)[0])
+    return phases + [phase(size, scheme, group) for phase in (publish_phase, receive_phase)]
 
 
 def table(phases: Sequence[Phase], size: ModelSize) -> str:

@@ -44,8 +44,8 @@ def experts_real_size(record: Record, *, vocabulary: int = 4096, steps: int = 1)
         shape = dict(find_model("Qwen3-30B-A3B").config) | {"num_hidden_layers": 1, "max_window_layers": 1}
         (folder / "shape").mkdir()
         (folder / "shape" / "config.json").write_text(json.dumps(shape | {"vocab_size": vocabulary}))
-        given = ["--model", str(folder / "shape"), "--output", str(folder / "layer")]
-        subprocess.run([sys.executable, str(RANDOM_MODEL), *given], check=True)
+        arguments = ["--model", str(folder / "shape"), "--output", str(folder / "layer")]
+        subprocess.run([sys.executable, str(RANDOM_MODEL), *arguments], check=True)
         row = measure(run_config("qwen3_30b_w4a16.yaml", keys(folder, steps)))
     moved = row["after_training"]["other_tokens_frac"] > 0
     record.add("one layer", row, ok=moved and row["mismatch"]["model"]["abs_max"] < 0.1)
@@ -121,5 +121,5 @@ def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, float]:
     values = log_probs(policy, batch, rows=len(batch))
     metrics = mismatch_metrics(values, batch.rollout_log_probs, batch.response_mask)
     known = known_routing(batch.routed_experts).any(-1)
-    found = {name: metrics[f"mismatch/{name}"] for name in ("abs_mean", "abs_max", "k3")}
-    return found | {"other_experts_frac": float(batch.other_experts[known].float().mean())}
+    statistics = {name: metrics[f"mismatch/{name}"] for name in ("abs_mean", "abs_max", "k3")}
+    return statistics | {"other_experts_frac": float(batch.other_experts[known].float().mean())}

@@ -62,8 +62,8 @@ def optional_keys(family: str) -> list[str]:
 def engine_keys(family: str) -> list[str]:
     """Return the keys without a field in the config class that vLLM or transformers reads all the same."""
     read = read_keys(family)
-    found = [key for key, refusal in REFUSED.items() if family in refusal.families or (family in SHOWN and key in read)]
-    return [key for key in found if key not in optional_keys(family) and key in VALUES["values"]]
+    keys = [key for key, refusal in REFUSED.items() if family in refusal.families or (family in SHOWN and key in read)]
+    return [key for key in keys if key not in optional_keys(family) and key in VALUES["values"]]
 
 
 @cache
@@ -79,21 +79,21 @@ def rows(family: str) -> dict[str, Row]:
             raise KeyError(f"{family}: write another value than {usual!r} for {key} into family_values.yaml")
         changes.append({key: not usual if isinstance(usual, bool) else VALUES["values"][key]})
     changes += VALUES["more"].get(family, [])
-    labelled = {", ".join(f"{key}: {json.dumps(value)}" for key, value in one.items()): one for one in changes}
+    labelled = {", ".join(f"{key}: {json.dumps(value)}" for key, value in change.items()): change for change in changes}
     return {"defaults": {}, "sizes": _settable(default, VALUES["other_sizes"])} | labelled | rotary_rows()
 
 
 @cache
 def rotary_rows() -> dict[str, Row]:
     """Each type of rotary embedding alone, with each paired key, with its own factors, and the default with both."""
-    found: dict[str, Row] = {}
+    cases: dict[str, Row] = {}
     paired = VALUES["paired"]
     for kind, keys in VALUES["types"].items():
-        found |= {f"rotary {kind}": keys} if kind != "default" else {}
+        cases |= {f"rotary {kind}": keys} if kind != "default" else {}
         more = paired | VALUES["scaling"].get(kind, {})
-        found |= {f"rotary {kind}, {name}": keys | change for name, change in more.items()}
-    found["rotary default, both"] = VALUES["types"]["default"] | paired["rope_theta"] | paired["partial_rotary_factor"]
-    return {name: {"rope_parameters": THETA | keys} for name, keys in found.items()}
+        cases |= {f"rotary {kind}, {name}": keys | change for name, change in more.items()}
+    cases["rotary default, both"] = VALUES["types"]["default"] | paired["rope_theta"] | paired["partial_rotary_factor"]
+    return {name: {"rope_parameters": THETA | keys} for name, keys in cases.items()}
 
 
 def content(family: str, changes: Row) -> Row:
@@ -112,8 +112,8 @@ def content(family: str, changes: Row) -> Row:
         sizes["vocab_size"] = 289  # transformers' tokenizer for this family adds <|endoftext|>
     if family == "qwen3_moe":
         sizes["mlp_only_layers"] = [1]
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
-    name = found[0] if isinstance(found, tuple | list) else found
+    class_names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    name = class_names[0] if isinstance(class_names, tuple | list) else class_names
     return {"model_type": family, "architectures": [name], "dtype": "bfloat16", **sizes, **changes}
 
 
@@ -194,12 +194,12 @@ def stays_bf16(hf_config: Any) -> list[str]:
 def dry_run(folder: Path) -> str | None:
     """Return why `qarl train ... dry_run=true` refuses the model, or None."""
     try:
-        given = run_arguments(folder, "w4a16")
+        arguments = run_arguments(folder, "w4a16")
     except UserError as error:
         return " ".join(str(error).split())
     said = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-        code = train([*given, "dry_run=true"])
+        code = train([*arguments, "dry_run=true"])
     return " ".join(said.getvalue().partition("error: ")[2].split()) or f"exit code {code}" if code else None
 
 
@@ -230,33 +230,33 @@ def _step(folder: Path, scheme: str, plain: Path | None) -> Row:
 
     class Observed(LocalTrainer):
         def rollout(self, **options: Any) -> Any:
-            found = super().rollout(**options)
-            batches.append(found[0])
-            return found
+            sampled = super().rollout(**options)
+            batches.append(sampled[0])
+            return sampled
 
     trainer = Observed(config, prepare_run(config))
-    found: Row = {}
+    row: Row = {}
     with trainer.engine:
         trainer.publish()
         try:
             trainer.train_step()
         except MismatchError as error:
-            found["stopped"] = str(error).splitlines()[0]
+            row["stopped"] = str(error).splitlines()[0]
     for level in LEVELS:
         config = load_config(run_arguments(folder, scheme, level))
         if applied_level(config, trainer.policy.model.config)[0] == level:
-            found[level] = _figures(Policy.load(config), batches[-1])
+            row[level] = _figures(Policy.load(config), batches[-1])
     if plain is not None:
         try:
-            found["ignored"] = _figures(Policy.load(load_config(run_arguments(plain, scheme))), batches[-1])
+            row["ignored"] = _figures(Policy.load(load_config(run_arguments(plain, scheme))), batches[-1])
         except (RuntimeError, UserError):
-            found["ignored"] = "other shapes"
-    return found
+            row["ignored"] = "other shapes"
+    return row
 
 
 def _figures(policy: Policy, batch: Any) -> Row:
-    found = delta(policy, batch)
-    return {"mean": float(f"{float(found.mean()):.3g}"), "max": float(found.max())}
+    deltas = delta(policy, batch)
+    return {"mean": float(f"{float(deltas.mean()):.3g}"), "max": float(deltas.max())}
 
 
 def _mean(figures: Any) -> Any:
@@ -271,9 +271,9 @@ def family_keys(
         for name, changes in rows(family).items():
             if record.wants(key := f"{family} | {name}"):
                 record.add(key, {"failed": "the process ended"}, ok=False)  # by a kernel: then this is the finding
-                found = measure(family, changes, schemes)
-                means = {s: {level: _mean(v) for level, v in row.items()} for s, row in found.items() if s in schemes}
-                record.add(key, found | means, ok="failed" not in found)
+                figures = measure(family, changes, schemes)
+                means = {s: {level: _mean(v) for level, v in row.items()} for s, row in figures.items() if s in schemes}
+                record.add(key, figures | means, ok="failed" not in figures)
 
 
 def families(record: Record, *, schemes: tuple[str, ...] = ("w4a16",)) -> None:
@@ -285,8 +285,8 @@ def families(record: Record, *, schemes: tuple[str, ...] = ("w4a16",)) -> None:
             for key, scheme in ((f"{family} {scheme}", scheme) for scheme in schemes):
                 if record.wants(key):
                     record.add(key, {"failed": "the process ended"})
-                    found = measure(family, {}, (scheme,))
-                    record.add(key, found.get(scheme, found))
+                    figures = measure(family, {}, (scheme,))
+                    record.add(key, figures.get(scheme, figures))
 
 
 def results() -> Iterator[tuple[str, str, Row]]:

@@ -133,7 +133,7 @@ def refusals_off(model: Model) -> Iterator[None]:
         "qarl.align.levels.check_config_keys": lambda config: None,
     }
     if "attn_logit_softcapping" in model.changes:
-        off["qarl.align.packed_attention._needs_scores"] = lambda given: False
+        off["qarl.align.packed_attention._needs_scores"] = lambda arguments: False
     if model.family == "llama":  # the trainer has its own rotary embedding, and a publish may leave parameters out
         off["qarl.align.levels.align_rotary"] = lambda model: None
         off["qarl.align.levels.model_unavailable"] = lambda *args, **kwargs: None
@@ -183,7 +183,7 @@ def measure(model: Model, level: str) -> Row:
         changes: Row = {}
         if model.family == "quickstart":
             tiny_copy(folder, max_position_embeddings=2 * LONG if model.length else 512)
-            given = ["config=quickstart.yaml"]
+            base_arguments = ["config=quickstart.yaml"]
             changes |= {"quant.align": level, "quant.scheme": model.scheme}
             changes |= {"output_dir": parent, "model.path": folder}
             changes |= {"data.max_response_length": model.length} if model.length else {}
@@ -192,29 +192,29 @@ def measure(model: Model, level: str) -> Row:
             write_config(folder, model.family, model.changes)
             write_weights(folder)
             _sharpen(folder, model.sharp)
-            given = run_arguments(folder, model.scheme, level, length=model.length or 40)
-        config = load_config([*given, *arguments(changes)])
+            base_arguments = run_arguments(folder, model.scheme, level, length=model.length or 40)
+        config = load_config([*base_arguments, *arguments(changes)])
         if "temperature" in model.sampling:  # which the trainer divides by; vLLM raises one below 0.01
             rollout = config.rollout.model_copy(update={"temperature": model.sampling["temperature"]})
             config = config.model_copy(update={"rollout": rollout})
         trainer = LocalTrainer(config, prepare_run(config))
         with trainer.engine:
             trainer.publish()
-            found = compare(trainer)
+            comparison = compare(trainer)
         try:
-            check(trainer, found)
+            check(trainer, comparison)
             fired = False
         except MismatchError:
             fired = True
-    length = found.tokens / len(found.batch.response_mask)
+    length = comparison.tokens / len(comparison.batch.response_mask)
     temperature = config.rollout.temperature
     return {
-        "level": found.level,
-        "tokens": found.tokens,
-        "abs_mean": found.metrics["mismatch/abs_mean"],
+        "level": comparison.level,
+        "tokens": comparison.tokens,
+        "abs_mean": comparison.metrics["mismatch/abs_mean"],
         "limit": resolve_limit(None, trainer.policy.limit_level, response_length=length, temperature=temperature),
-        "times": found.times,
-        "times_limit": noise_limit(found.level, found.tokens),
+        "times": comparison.times,
+        "times_limit": noise_limit(comparison.level, comparison.tokens),
         "fired": fired,
         "should_fire": model.wrong,
     }

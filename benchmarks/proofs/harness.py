@@ -127,8 +127,8 @@ def local_trainer(config: str = "quickstart.yaml", **settings: Any) -> Iterator[
     from qarl.trainer.prepare import prepare_run
 
     with tempfile.TemporaryDirectory() as folder:
-        given = {name.replace("__", "."): value for name, value in settings.items()}
-        made = run_config(config, {"output_dir": folder} | given)
+        keys = {name.replace("__", "."): value for name, value in settings.items()}
+        made = run_config(config, {"output_dir": folder} | keys)
         trainer = LocalTrainer(made, prepare_run(made))
         with trainer.engine:
             trainer.publish()
@@ -176,9 +176,9 @@ class Run:
             values = yaml.safe_load((ROOT / "configs" / config).read_text()) | {"verl": verl}
             config = str(root / f"{name}.yaml")
             Path(config).write_text(yaml.safe_dump(values))
-        given = arguments({"name": name, "output_dir": root} | settings)
+        overrides = arguments({"name": name, "output_dir": root} | settings)
         with (root / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", "qarl.train", f"config={config}", *given]
+            command = [sys.executable, "-m", "qarl.train", f"config={config}", *overrides]
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         return cls(root / name, root / f"{name}.log", process)
 
@@ -224,8 +224,8 @@ class Run:
 
     @property
     def summary(self) -> Row:
-        found: Row = json.loads((self.folder / "summary.json").read_text())
-        return found
+        contents: Row = json.loads((self.folder / "summary.json").read_text())
+        return contents
 
 
 def in_process(function: Callable[..., Any], *args: Any, launch: Sequence[str] = (), **env: str) -> list[Any]:
@@ -236,10 +236,10 @@ def in_process(function: Callable[..., Any], *args: Any, launch: Sequence[str] =
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *launch, "-m", "benchmarks.proofs.harness", name, json.dumps(args), folder]
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
-        found = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
-    if run.returncode or not found:
+        outputs = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+    if run.returncode or not outputs:
         raise RuntimeError(f"{name} ended with {run.returncode}\n{run.stdout[-1500:]}\n{run.stderr[-3000:]}")
-    return found
+    return outputs
 
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any, backend: str = "cpu:gloo") -> list[Any]:

@@ -43,6 +43,6 @@ def _line(result: Result) -> str:
 def measured(file: Path) -> tuple[str | None, str | None]:
     """Return the date and the commit that a result names; a plot or a table has those of its figures."""
     file = file.with_suffix(".json") if file.suffix in (".png", ".md") else file
-    found: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    found = found if isinstance(found, dict) else {}
-    return found.get("date"), found.get("commit") or found.get("versions", {}).get("git_commit")
+    document: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    document = document if isinstance(document, dict) else {}
+    return document.get("date"), document.get("commit") or document.get("versions", {}).get("git_commit")

@@ -61,8 +61,8 @@ _PRODUCTS = ("_grouped_mm", "mm", "addmm", "bmm", "linear")
 
 def passes(size: ModelSize, scheme_name: str, group_size: int, tokens: int) -> list[Phase]:
     """Count forward and backward of a layer's dense products and of its experts, if it has any."""
-    found = dense_phases(size, scheme_name, group_size, tokens)
-    return found + (expert_phases(size, scheme_name, group_size, tokens) if size.experts else [])
+    phases = dense_phases(size, scheme_name, group_size, tokens)
+    return phases + (expert_phases(size, scheme_name, group_size, tokens) if size.experts else [])
 
 
 def expert_phases(size: ModelSize, scheme_name: str, group_size: int, tokens: int) -> list[Phase]:
@@ -111,14 +111,16 @@ def _engine(scheme_name: str, counter: Counting, size: ModelSize) -> Any:
             cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts
         ) -> torch.Tensor:
             rows, inner = topk_ids.numel(), size.moe_intermediate
-            one = {"ids": topk_ids, "x": x, "wide": on_meta(rows, 2 * inner), "narrow": on_meta(rows, inner),
+            buffers = {"ids": topk_ids, "x": x, "wide": on_meta(rows, 2 * inner), "narrow": on_meta(rows, inner),
                    "out": on_meta(rows, size.hidden), "y": torch.empty_like(x)}  # fmt: skip
-            codes = {f"{name}_codes": torch.empty_like(one[name], dtype=torch.int8) for name in ("x", "narrow")}
-            operands: dict[str, tuple[torch.Tensor, ...]] = {name: (tensor,) for name, tensor in (one | codes).items()}
+            codes = {f"{name}_codes": torch.empty_like(buffers[name], dtype=torch.int8) for name in ("x", "narrow")}
+            operands: dict[str, tuple[torch.Tensor, ...]] = {
+                name: (tensor,) for name, tensor in (buffers | codes).items()
+            }
             operands |= {"gate_up": prepared[::2], "down": prepared[1::2]}
             for name, operated in ENGINE_LAUNCHES[scheme_name]:
                 counter.launched(name, [tensor for key in operated.split() for tensor in operands[key]])
-            return one["y"]
+            return buffers["y"]
 
     return Engine
 

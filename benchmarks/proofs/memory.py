@@ -40,7 +40,7 @@ def memory_plan(record: Record) -> None:
                 write_model(Source(size, config), config["num_hidden_layers"], Path(folder) / "model")
                 every = on_ranks(measure_rank, RANKS, f"{folder}/model")
             row = predict(config)
-            row["measured"] = {phase: max(one[phase] for one in every) for phase in PHASES}
+            row["measured"] = {phase: max(peaks[phase] for peaks in every) for phase in PHASES}
             row["ratios"] = {phase: row["measured"][phase] / value for phase, value in row["predicted"].items()}
             row["ratio"] = max(row["measured"].values()) / max(row["predicted"].values())
             record.add(name, row, ok=1 / 1.15 <= row["ratio"] <= 1.15)
@@ -87,9 +87,9 @@ def run_config() -> Config:
 def predict(config: Row) -> Row:
     size = ModelSize.from_config(config)
     kernels = dict.fromkeys(size.linears().values(), "vllm_cpu_wna16")
-    found = estimate(size, run_config(), device="cpu", align="linears", kernels=kernels)
+    plan = estimate(size, run_config(), device="cpu", align="linears", kernels=kernels)
     elsewhere = ("vLLM", "libraries", "kept for delta publishes: engine")
-    counted = [part for part in found.parts if not part.name.startswith(elsewhere)]
+    counted = [part for part in plan.parts if not part.name.startswith(elsewhere)]
     return {
         "parameters": size.parameters,
         "parts": {part.name: part.bytes for part in counted},
@@ -175,7 +175,7 @@ def engine_settings(folder: str, config: Config) -> dict[str, Any]:
     from qarl.verl.config_classes import QuantFSDPEngineConfig
     from qarl.verl.keys import optim_keys
 
-    given = {key.rpartition(".")[2]: value for key, value in optim_keys(config).items()}
+    optim_settings = {key.rpartition(".")[2]: value for key, value in optim_keys(config).items()}
     quant = {name: getattr(config.quant, name) for name in ("scheme", "group_size", "align")}
     parts = ["model", "optimizer", "extra"]
     return {
@@ -192,7 +192,7 @@ def engine_settings(folder: str, config: Config) -> dict[str, Any]:
             model_dtype=config.optim.master_dtype,
             use_no_sync_for_gradient_accumulation=False,
         ),
-        "optimizer_config": FSDPOptimizerConfig(**given, total_training_steps=10),
+        "optimizer_config": FSDPOptimizerConfig(**optim_settings, total_training_steps=10),
         "checkpoint_config": CheckpointConfig(save_contents=parts, load_contents=parts),
     }
 

@@ -96,10 +96,10 @@ def gathered(kind: str, scheme: str, device: str) -> Row:
     (model, wire), ids = build(kind, scheme, where), token_rows(2, 48).to(where)
     quantize_shards(model)
     with torch.no_grad():
-        found: Row = {"logits": digest(model(ids).logits)}
-    found |= on_the_wire(model, wire) if dist.get_world_size() > 1 else {}
+        row: Row = {"logits": digest(model(ids).logits)}
+    row |= on_the_wire(model, wire) if dist.get_world_size() > 1 else {}
     loss_of(model, ids).backward()
-    return found | {"gradients": {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}}
+    return row | {"gradients": {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}}
 
 
 def low_bit_gather(
@@ -117,16 +117,16 @@ def low_bit_gather(
             row, ok = Row(), True
             first: Tensors = {}
             for world in range(1, ranks + 1):
-                found = on_ranks(gathered, world, kind, scheme, device, backend=backend)[0]
-                gradients = found.pop("gradients")
+                figures = on_ranks(gathered, world, kind, scheme, device, backend=backend)[0]
+                gradients = figures.pop("gradients")
                 first = first or gradients
-                row[str(world)] = found | {"gradient_apart": gradients_apart(first, gradients)}
-                ok &= found["logits"] == row["1"]["logits"]
+                row[str(world)] = figures | {"gradient_apart": gradients_apart(first, gradients)}
+                ok &= figures["logits"] == row["1"]["logits"]
                 ok &= row[str(world)]["gradient_apart"] <= (2**-22 if device == "cpu" else 2**-16)
-                ok &= world == 1 or math.isclose(found["of_bf16"], found["formula"], rel_tol=0.01)
+                ok &= world == 1 or math.isclose(figures["of_bf16"], figures["formula"], rel_tol=0.01)
             record.add(name, row, ok=ok)
 
 
-def gradients_apart(expected: Tensors, found: Tensors) -> float:
+def gradients_apart(expected: Tensors, gradients: Tensors) -> float:
     """Return the largest difference of a gradient, relative to the largest element of its tensor."""
-    return max(float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.items() if g.abs().max())
+    return max(float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in expected.items() if g.abs().max())

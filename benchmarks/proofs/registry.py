@@ -35,21 +35,21 @@ class Result:
     def load(self) -> Callable[..., None]:
         assert self.run is not None
         module, _, function = self.run.partition(":")
-        found: Callable[..., None] = getattr(importlib.import_module(f"benchmarks.proofs.{module}"), function)
-        return found
+        proof: Callable[..., None] = getattr(importlib.import_module(f"benchmarks.proofs.{module}"), function)
+        return proof
 
 
 @cache
 def results() -> list[Result]:
     """Return every committed file, in the registry's order. An entry may have several, from one command."""
-    found = []
+    proofs = []
     entries: dict[str, dict[str, Any]] = yaml.safe_load(REGISTRY.read_text(encoding="utf-8"))
     for name, entry in entries.items():
         also = entry.pop("also", {})
         about = {"name": name, "command": f"python -m benchmarks.proofs {name}"} | entry
-        found.append(Result(**about))
-        found += [Result(**about | {"file": file, "run": None} | more) for file, more in also.items()]
-    return found
+        proofs.append(Result(**about))
+        proofs += [Result(**about | {"file": file, "run": None} | more) for file, more in also.items()]
+    return proofs
 
 
 def proofs() -> dict[str, Result]:

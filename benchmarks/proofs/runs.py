@@ -61,9 +61,9 @@ def kill_and_resume(record: Record, *, steps: int = 12, kills: int = 5, seed: in
         run = Run.start("killed", root, "quickstart.yaml", settings)
         if reference.code or run.code:
             raise SystemExit(f"a run ended with an error, see {root}")
-        found, values = unequal(reference, run, steps)
-        row = {"overrides": changes, "kills": ended, "compared_values": values, "differences": found}
-        record.add(name, row, ok=not found and all(kill["killed"] for kill in ended))
+        differences, values = unequal(reference, run, steps)
+        row = {"overrides": changes, "kills": ended, "compared_values": values, "differences": differences}
+        record.add(name, row, ok=not differences and all(kill["killed"] for kill in ended))
 
 
 def _kill(root: Path, settings: Row, moment: float, summary: Row) -> Row:
@@ -90,16 +90,16 @@ def _kill(root: Path, settings: Row, moment: float, summary: Row) -> Row:
 
 def unequal(reference: Run, killed: Run, steps: int) -> tuple[list[str], int]:
     """Return the differences between two runs, and how many values were compared."""
-    one, other = ({int(entry["step"]): _compared(entry) for entry in run.history} for run in (reference, killed))
-    found = [f"step {step}: only one run has it" for step in one.keys() ^ other.keys()]
-    for step in sorted(one.keys() & other.keys()):
-        a, b = one[step], other[step]
+    whole, resumed = ({int(entry["step"]): _compared(entry) for entry in run.history} for run in (reference, killed))
+    differences = [f"step {step}: only one run has it" for step in whole.keys() ^ resumed.keys()]
+    for step in sorted(whole.keys() & resumed.keys()):
+        a, b = whole[step], resumed[step]
         names = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
-        found += [f"step {step}, {name}: {a.get(name)} {b.get(name)}" for name in names]
+        differences += [f"step {step}, {name}: {a.get(name)} {b.get(name)}" for name in names]
     parts = [_digests(open_checkpoint(run.folder / "checkpoints" / f"step_{steps}")) for run in (reference, killed)]
-    found += [f"{part} differ" for part, value in parts[0].items() if parts[1][part] != value]
+    differences += [f"{part} differ" for part, value in parts[0].items() if parts[1][part] != value]
     exports = [file_sha256(run.folder / "export" / "model.safetensors") for run in (reference, killed)]
-    return found + ["the exported models differ"] * (exports[0] != exports[1]), sum(map(len, one.values()))
+    return differences + ["the exported models differ"] * (exports[0] != exports[1]), sum(map(len, whole.values()))
 
 
 def _compared(metrics: Row) -> dict[str, str]:
@@ -167,14 +167,14 @@ KEPT = (
 
 def needed(keys: Row) -> set[str]:
     """Return the metrics that a row must have."""
-    found = {"actor/pg_loss", "actor/grad_norm", "mismatch/abs_mean", "mismatch/abs_max"}
+    names = {"actor/pg_loss", "actor/grad_norm", "mismatch/abs_mean", "mismatch/abs_max"}
     if RS in keys or any("veto" in name for name in keys):
-        found |= {"correction/rejected_response_frac", "correction/rejected_token_frac"}
+        names |= {"correction/rejected_response_frac", "correction/rejected_token_frac"}
     if IS in keys or keys.get("actor.loss") == "mis_gspo":
-        found.add("correction/weight_mean")
+        names.add("correction/weight_mean")
     if "actor.old_log_probs" in keys:
-        found.add("old_log_probs/recomputed")
-    return found | ({"actor/inside_band_frac"} if keys.get("actor.loss") == "tbpo" else set())
+        names.add("old_log_probs/recomputed")
+    return names | ({"actor/inside_band_frac"} if keys.get("actor.loss") == "tbpo" else set())
 
 
 def judged(keys: Row, level: str, steps: Sequence[Row], bit: float) -> Row:
@@ -190,8 +190,8 @@ def judged(keys: Row, level: str, steps: Sequence[Row], bit: float) -> Row:
             wrong.append(f"step {number} has no gradient")
         if level == "model" and step.get("mismatch/abs_max", 0.0) > bit:
             wrong.append(f"step {number}: max |δ| is {step['mismatch/abs_max']}")
-    kept = [{name: step[name] for name in KEPT if name in step} for step in steps]
-    return {"keys": keys, "level": level, "steps": kept, "wrong": wrong}
+    logged = [{name: step[name] for name in KEPT if name in step} for step in steps]
+    return {"keys": keys, "level": level, "steps": logged, "wrong": wrong}
 
 
 def objectives(record: Record, *, backends: tuple[str, ...] = ("local", "verl"), bit: float = 1e-4) -> None:
@@ -218,10 +218,10 @@ def objectives(record: Record, *, backends: tuple[str, ...] = ("local", "verl"),
     for name in IN_VERL if "verl" in backends else ():
         if record.wants(key := f"{name}, verl"):
             folder_name = "".join(c if c.isalnum() else "_" for c in name)
-            given = settings | {"trainer.resume_mode": "disable"} | OBJECTIVES[name]
+            overrides = settings | {"trainer.resume_mode": "disable"} | OBJECTIVES[name]
             spent: Row = {}
             with timed(spent):
-                run = Run.train(folder_name, FOLDER / "objectives", "quickstart_verl.yaml", given)
+                run = Run.train(folder_name, FOLDER / "objectives", "quickstart_verl.yaml", overrides)
             row = judged(OBJECTIVES[name], "model", run.steps, bit)
             row["wrong"] += [f"exit code {run.code}: {run.text[-300:]}"] if run.code else []
             record.add(key, row | spent, ok=not row["wrong"])
@@ -252,8 +252,8 @@ def warning_signs(record: Record, *, seeds: tuple[int, ...] = (0, 1, 2), steps: 
             settings = QUIET | {"seed": seed, "trainer.val_max_prompts": 16} | COLLAPSE[kind]
             settings |= {"trainer.total_training_steps": steps}
             run = Run.train(f"{kind}-{seed}", FOLDER / "warning_signs", "quickstart.yaml", settings)
-            found = seen(run.history)
-            record.add(name, found, ok=run.code == 0 and as_it_should(kind, found))
+            row = seen(run.history)
+            record.add(name, row, ok=run.code == 0 and as_it_should(kind, row))
 
 
 def fell_at(history: Sequence[Mapping[str, Any]]) -> int | None:
@@ -278,13 +278,13 @@ def seen(history: Any) -> Row:
         "reward_last_10": sum(rewards[-10:]) / max(1, len(rewards[-10:])),
         "reward_fell_at_step": fell_at(trained),
         "warnings": [
-            {name: getattr(one, name) for name in ("sign", "step", "since_step", "text")} for one in find(trained)
+            {name: getattr(sign, name) for name in ("sign", "step", "since_step", "text")} for sign in find(trained)
         ],
     }
 
 
-def as_it_should(kind: str, found: Mapping[str, Any]) -> bool:
-    fell, warnings = found["reward_fell_at_step"], found["warnings"]
+def as_it_should(kind: str, row: Mapping[str, Any]) -> bool:
+    fell, warnings = row["reward_fell_at_step"], row["warnings"]
     if kind == "healthy":
         return not warnings and fell is None
     return fell is not None and bool(warnings) and bool(warnings[0]["step"] < fell)

@@ -128,8 +128,8 @@ def gather_phase(size: ModelSize, scheme_name: str, group_size: int, ranks: int)
     """Count one gather of a layer. `least`: the bytes that a rank receives, its own part among them."""
     shards, _ = _quantized(size, scheme_name, group_size, ranks)
     with counting() as counter:
-        found = gather(shards, counter)
-    return Phase.of("gather", counter, sum(tensor.nbytes for each in found for tensor in each.values()))
+        gathered = gather(shards, counter)
+    return Phase.of("gather", counter, sum(tensor.nbytes for each in gathered for tensor in each.values()))
 
 
 def _quantized(size: ModelSize, scheme_name: str, group_size: int, ranks: int) -> tuple[list[WeightShard], Counting]:

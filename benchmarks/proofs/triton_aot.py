@@ -23,22 +23,22 @@ def triton_aot(record: Record, *, targets: tuple[int, ...] = (80, 90, 100, 120))
     """Compile each configuration that a wrapper launches; none may spill registers. `error`: what the compiler said."""
     for target in targets:
         if record.wants(name := f"sm_{target}"):
-            found = resources(target)
-            record.add(name, {"resources": found}, ok=not any("error" in one for one in found.values()))
+            rows = resources(target)
+            record.add(name, {"resources": rows}, ok=not any("error" in row for row in rows.values()))
 
 
 def resources(target: int) -> dict[str, Row]:
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     for entry in KERNELS:
         for config in entry.configs:
             if target in config.targets:
                 name = label(entry, config)
-                assert name not in found, f"{name} is listed twice"
+                assert name not in rows, f"{name} is listed twice"
                 try:
-                    found[name] = compile_kernel(entry, config, target)
+                    rows[name] = compile_kernel(entry, config, target)
                 except Exception as error:  # Triton and its assembler raise many types
-                    found[name] = {"error": f"{type(error).__name__}: {error}"}
-    return found
+                    rows[name] = {"error": f"{type(error).__name__}: {error}"}
+    return rows
 
 
 def kernel_names() -> list[str]:

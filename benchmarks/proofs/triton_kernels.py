@@ -68,12 +68,12 @@ class AotKernel:
 
 def shipped(*operations: str, per_sm: bool = True) -> list[tuple[Tile, tuple[int, ...]]]:
     """Every tile in the tables of `operations`, with the targets it serves; `per_sm` tells tiles apart, or is 0."""
-    found: dict[Tile, tuple[int, ...]] = {}
+    targets: dict[Tile, tuple[int, ...]] = {}
     for kind, target in TARGETS.items():
         tiles = {rule.tile for name in operations for rule in tables()[kind][name]}
         for tile in tiles if per_sm else {tile._replace(per_sm=0) for tile in tiles}:
-            found[tile] = (*found.get(tile, ()), target)
-    return sorted(found.items())
+            targets[tile] = (*targets.get(tile, ()), target)
+    return sorted(targets.items())
 
 
 POINTERS = {

@@ -48,11 +48,11 @@ def train(settings: dict[str, Any]) -> Row:
     from qarl.trl import QaRLConfig, QaRLTrainer
 
     kill_at, resume, save = (settings.pop(key, None) for key in ("kill_at", "resume", "save_quantized"))
-    found: Row = {"digests": {}}
+    row: Row = {"digests": {}}
 
     class Recorder(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            found["digests"][state.global_step] = digest(trainer.policy.quantize())
+            row["digests"][state.global_step] = digest(trainer.policy.quantize())
             if state.global_step == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -62,22 +62,22 @@ def train(settings: dict[str, Any]) -> Row:
     trainer = QaRLTrainer(model, reward, QaRLConfig(**settings), data, held_out, callbacks=[Recorder()])
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)
-    found |= {"seconds": time.perf_counter() - start, "level": trainer.policy.align}
-    found["masters"] = digest(
+    row |= {"seconds": time.perf_counter() - start, "level": trainer.policy.align}
+    row["masters"] = digest(
         (str(i), value)
         for i, state in enumerate(trainer.create_optimizer().state.values())
         for value in [state["master"], state["exp_avg"], state["exp_avg_sq"]]
     )
-    found["history"] = [one for one in trainer.state.log_history if "loss" in one]
-    found["evaluations"] = [one for one in trainer.state.log_history if "eval_reward" in one]
+    row["history"] = [entry for entry in trainer.state.log_history if "loss" in entry]
+    row["evaluations"] = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     if save:
         trainer.save_quantized(save)
-        found["published"] = digest(sorted(trainer.policy.quantize()))
-    return found | {"process": trainer.accelerator.process_index}
+        row["published"] = digest(sorted(trainer.policy.quantize()))
+    return row | {"process": trainer.accelerator.process_index}
 
 
 def reward(completions: list[Any], reward_model: list[Any], **others: Any) -> list[float]:
-    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
     if isinstance(completions[0], str):  # a random model of the tests, which knows no arithmetic
         return [float(len(set(text))) for text in texts]
     return [arithmetic("", text, row["ground_truth"]) for text, row in zip(texts, reward_model, strict=True)]
@@ -86,33 +86,33 @@ def reward(completions: list[Any], reward_model: list[Any], **others: Any) -> li
 def digest(tensors: Any) -> str:
     import torch
 
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name, tensor in tensors:
-        found.update(name.encode() + tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
+        sha.update(name.encode() + tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return sha.hexdigest()[:16]
 
 
 def run(settings: dict[str, Any], *, processes: int = 1, may_die: bool = False) -> list[Row]:
     """Run `train` in `processes` new processes. Return what each found; nothing if they died and may."""
     with tempfile.TemporaryDirectory() as folder:
-        given = {"output_dir": str(Path(folder) / "run"), **SETTINGS, **settings}
-        bands = BANDS if given.get("loss_type", "tbpo") != "tbpo" else ()
-        groups = ("quant_group_size",) if given.get("quant_scheme", "w4a16") not in ("w4a16", "w4a8") else ()
+        arguments = {"output_dir": str(Path(folder) / "run"), **SETTINGS, **settings}
+        bands = BANDS if arguments.get("loss_type", "tbpo") != "tbpo" else ()
+        groups = ("quant_group_size",) if arguments.get("quant_scheme", "w4a16") not in ("w4a16", "w4a8") else ()
         for unread in (*bands, *groups):
-            given.pop(unread, None)
+            arguments.pop(unread, None)
         launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
         launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         try:
-            found = in_process(train, given, launch=launch if processes > 1 else (), **ENVIRONMENT)
+            rows = in_process(train, arguments, launch=launch if processes > 1 else (), **ENVIRONMENT)
         except RuntimeError:
             if may_die:
                 return []
             raise
-        return sorted(found, key=lambda one: int(one["process"]))
+        return sorted(rows, key=lambda row: int(row["process"]))
 
 
 def mean(history: Sequence[Row], key: str) -> float:
-    return sum(float(one[key]) for one in history) / len(history)
+    return sum(float(entry[key]) for entry in history) / len(history)
 
 
 def trl_cpu(
@@ -127,17 +127,17 @@ def trl_cpu(
     """Mismatch of each scheme and level, reward beside the local backend's, two processes, and a resume."""
     for scheme, level in ((s, v) for s in schemes for v in levels if "table" in parts):
         if record.wants(name := f"table | {scheme} | {level}"):
-            (found,) = run({"quant_scheme": scheme, "quant_align": level, "max_steps": 10})
-            history = found["history"]
-            row: Row = {"applied": found["level"]}
+            (outcome,) = run({"quant_scheme": scheme, "quant_align": level, "max_steps": 10})
+            history = outcome["history"]
+            row: Row = {"applied": outcome["level"]}
             row |= {"abs_mean": mean(history, "mismatch/abs_mean"), "k3": mean(history, "mismatch/k3")}
-            row["abs_max"] = max(float(one["mismatch/abs_max"]) for one in history)
+            row["abs_max"] = max(float(entry["mismatch/abs_max"]) for entry in history)
             record.add(name, row, ok=level != "exact" or row["abs_max"] == 0)
     for seed in seeds if "reward" in parts else ():
         if record.wants(name := f"reward | trl | {seed}"):
-            (found,) = run({"seed": seed, "max_steps": 2 * rollouts})
-            rewards = [float(one["reward"]) for one in found["history"] if "reward" in one]
-            record.add(name, learned(rewards, found["seconds"] / rollouts))
+            (outcome,) = run({"seed": seed, "max_steps": 2 * rollouts})
+            rewards = [float(entry["reward"]) for entry in outcome["history"] if "reward" in entry]
+            record.add(name, learned(rewards, outcome["seconds"] / rollouts))
         if record.wants(name := f"reward | local | {seed}"):
             record.add(name, local(seed, rollouts))
     if "processes" in parts and record.wants("processes"):
@@ -159,8 +159,8 @@ def local(seed: int, rollouts: int) -> Row:
     made = Run.train(f"local-{seed}", ROOT / "runs" / "proofs" / "trl", "quickstart.yaml",
                      settings | {"trainer.total_training_steps": rollouts})  # fmt: skip
     steps = made.steps
-    seconds = sorted(one["timing_s/step"] for one in steps)
-    return learned([one["critic/score/mean"] for one in steps], seconds[len(seconds) // 2])
+    seconds = sorted(entry["timing_s/step"] for entry in steps)
+    return learned([entry["critic/score/mean"] for entry in steps], seconds[len(seconds) // 2])
 
 
 def two_processes() -> Row:
@@ -171,7 +171,7 @@ def two_processes() -> Row:
         "steps": len(first["digests"]),
         "digests_equal": first["digests"] == second["digests"],
         "masters_equal": first["masters"] == second["masters"],
-        "abs_max": max(float(one["mismatch/abs_max"]) for one in first["history"]),
+        "abs_max": max(float(entry["mismatch/abs_max"]) for entry in first["history"]),
         "seconds": first["seconds"],
     }
 
@@ -186,9 +186,9 @@ def resumed() -> Row:
         (rest,) = run(saving | {"output_dir": folder, "resume": str(Path(folder) / "checkpoint-6")})
     later = [str(step) for step in range(7, 13)]
     same = [
-        {key: value for key, value in one.items() if not key.endswith(("step_time", "_s"))}
-        for one in (*whole["history"], *rest["history"])
-        if one["step"] > 6
+        {key: value for key, value in entry.items() if not key.endswith(("step_time", "_s"))}
+        for entry in (*whole["history"], *rest["history"])
+        if entry["step"] > 6
     ]
     return {
         "checkpoints_of_the_killed_run": checkpoints,

@@ -221,18 +221,18 @@ def _ended(run: Run, row: Row) -> int | None:
 
 def _child(run: Run, text: str) -> psutil.Process:
     """Return the one descendant whose command line has `text` in it."""
-    found = []
-    for one in psutil.Process(run.process.pid).children(recursive=True):
+    children = []
+    for process in psutil.Process(run.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found += [one] if text in " ".join(one.cmdline()) else []
-    if len(found) != 1:
-        raise SystemExit(f"{len(found)} processes are called {text}")
-    return found[0]
+            children += [process] if text in " ".join(process.cmdline()) else []
+    if len(children) != 1:
+        raise SystemExit(f"{len(children)} processes are called {text}")
+    return children[0]
 
 
 def _end_all(pid: int) -> None:
     """End a run that is still there and everything that it has started, by process id."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for one in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+        for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                process.kill()

@@ -115,11 +115,11 @@ def start(name: str, case: Case, root: Path) -> tuple[int, list[str], list[Row]]
 
 def logged_by_verl(file: Path) -> list[Row]:
     """Return the steps with our names, if they are those of verl with `actor/` in front."""
-    found = []
+    rows = []
     for entry in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
         data = {name.replace("actor/mismatch/", "mismatch/"): value for name, value in entry["data"].items()}
-        found.append(data | {"step": entry["step"]})
-    return [entry for entry in found if "mismatch/abs_mean" in entry]
+        rows.append(data | {"step": entry["step"]})
+    return [entry for entry in rows if "mismatch/abs_mean" in entry]
 
 
 def judged(case: Case, code: int, error: list[str], logged: list[Row]) -> tuple[Row, bool]:
@@ -143,8 +143,8 @@ def _runs(record: Record, cases: dict[str, Case]) -> None:
         if record.wants(name):
             spent: Row = {}
             with timed(spent):
-                found = start(name, case, FOLDER / "verl_runs")
-            row, ok = judged(case, *found)
+                outcome = start(name, case, FOLDER / "verl_runs")
+            row, ok = judged(case, *outcome)
             record.add(name, row | spent, ok=ok)
 
 
@@ -207,9 +207,9 @@ def verl_two_runs(record: Record, *, steps: int = 10) -> None:
 def other_model_abs_mean(models: list[Path]) -> float:
     from transformers import AutoModelForCausalLM
 
-    found = []
+    log_probs = []
     for model in models:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         tokens = torch.randint(3, loaded.config.vocab_size, (16, 64), generator=torch.Generator().manual_seed(0))
-        found.append(loaded(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]))
-    return float((found[0] - found[1]).abs().mean())
+        log_probs.append(loaded(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]))
+    return float((log_probs[0] - log_probs[1]).abs().mean())

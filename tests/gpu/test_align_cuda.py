@@ -136,10 +136,10 @@ def test_rotary_embedding(tokens: int) -> None:
 
     flat_query, flat_key = query.flatten(1).clone(), key.flatten(1).clone()
     ops.rotary_embedding(positions, flat_query, flat_key, size, cache, True)
-    for name, x, found in (("query", query, flat_query), ("key", key, flat_key)):
+    for name, x, rotated in (("query", query, flat_query), ("key", key, flat_key)):
         contract = rotary_reference(x, *turns)
-        compare(f"rotary {name} {tokens}", found.view_as(x), {"FP32": contract, "products rounded": rounded(x)})
-        assert torch.equal(contract, found.view_as(x))
+        compare(f"rotary {name} {tokens}", rotated.view_as(x), {"FP32": contract, "products rounded": rounded(x)})
+        assert torch.equal(contract, rotated.view_as(x))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -174,8 +174,8 @@ def test_attention_of_prefill(lengths: tuple[int, ...]) -> None:
     inputs = attention_inputs(sum(lengths), size)
     theirs = layer_ops.flash_attention(*inputs, size**-0.5, lengths)
     module = torch.nn.Module()
-    for *row, found in zip(*(tensor.split(lengths) for tensor in (*inputs, theirs)), strict=True):
-        length = len(found)
+    for *row, output in zip(*(tensor.split(lengths) for tensor in (*inputs, theirs)), strict=True):
+        length = len(output)
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in row)
         sdpa = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, enable_gqa=True)[0].transpose(0, 1)
         candidates = {"sdpa in BF16": sdpa}
@@ -184,12 +184,12 @@ def test_attention_of_prefill(lengths: tuple[int, ...]) -> None:
         if length <= 900:
             roundings = attention_roundings(*row, size**-0.5)
             candidates["the contract"] = roundings[ATTENTION].to("cuda")
-            shares = {name: float((found.cpu() != ours).float().mean()) for name, ours in roundings.items()}
+            shares = {name: float((output.cpu() != ours).float().mean()) for name, ours in roundings.items()}
             for name, differing in shares.items():
                 print(f"attention {length:6} {name:30} differ {differing:.2e}")
             assert shares[ATTENTION] == min(shares.values())
         for name, ours in candidates.items():
-            difference = (ours.float() - found.float()).abs()
+            difference = (ours.float() - output.float()).abs()
             share = (difference > 0).float().mean()
             print(f"attention {length:6} {name:16} differ {share:.2e}  mean {difference.mean():.2e}  "
                   f"max {difference.max():.2e}")  # fmt: skip
@@ -208,7 +208,7 @@ def test_attention_of_decoding(length: int, size: int) -> None:
     table, slots = layer_ops.pages(torch.tensor([length], dtype=torch.int32))
     caches = [layer_ops.into_pages(tensor, slots.cuda(), table.numel()) for tensor in (key, value)]
     places = torch.arange(1, length + 1)[torch.linspace(0, length - 1, min(length, 64)).long()]
-    found = {}
+    outputs = {}
     for batch in (1, len(places)):
         steps = [
             flash_attn_varlen_func(
@@ -227,12 +227,12 @@ def test_attention_of_decoding(length: int, size: int) -> None:
             )
             for part in places.split(batch)
         ]
-        found[batch] = torch.cat(steps)
-        share = float((found[batch] != whole[(places - 1).cuda()]).float().mean())
+        outputs[batch] = torch.cat(steps)
+        share = float((outputs[batch] != whole[(places - 1).cuda()]).float().mean())
         print(f"decode steps of {batch}, {length} keys, heads of {size}: {share:.2e} differ from the whole row")
         if size in layer_ops.HEAD_SIZES:
             assert share == 0
-    assert torch.equal(found[1], found[len(places)])
+    assert torch.equal(outputs[1], outputs[len(places)])
 
 
 def test_rows_of_a_pack() -> None:
@@ -245,12 +245,12 @@ def test_rows_of_a_pack() -> None:
     grads = torch.autograd.grad(packed, inputs, torch.ones_like(packed))
     repeated = (query, *(tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value)))
     same = varlen_attention(*repeated, lengths, size**-0.5, None)[0]
-    for found, expected in zip(grads, torch.autograd.grad(same, inputs, torch.ones_like(same)), strict=True):
-        assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 1e-2
+    for output, expected in zip(grads, torch.autograd.grad(same, inputs, torch.ones_like(same)), strict=True):
+        assert float((output.float() - expected.float()).norm() / expected.float().norm()) < 1e-2
     rows = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), packed.split(lengths), strict=True)
-    for q, k, v, found in rows:
+    for q, k, v, output in rows:
         alone = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
-        difference = (found - alone[0].transpose(0, 1)).abs()
+        difference = (output - alone[0].transpose(0, 1)).abs()
         assert float(difference.mean()) < 1e-3 and float(difference.max()) < 0.05
 
 
@@ -283,8 +283,8 @@ def test_log_softmax() -> None:
         theirs = compute_token_logprobs(logits.float() / temperature, tokens[:, None])[:, 0]
         contract = log_softmax_reference(logits, tokens, temperature)
         ours, _ = log_probs_of_logits(logits, tokens, temperature=temperature)
-        for name, found in (("the contract", contract), ("the trainer's", ours)):
-            difference = (found - theirs).abs()
+        for name, log_probs in (("the contract", contract), ("the trainer's", ours)):
+            difference = (log_probs - theirs).abs()
             print(f"log-softmax at {temperature}: {name} differs by mean {difference.mean():.1e} "
                   f"max {difference.max():.1e}")  # fmt: skip
             assert float(difference.max()) < 1e-5
@@ -309,10 +309,10 @@ def test_linears_of_few_and_many_rows(scheme: str) -> None:
         return kernel.linear(rows, kernel.prepare(quantize(of, settings).tensors), None)
 
     whole = product(x, weight)[:, :n]
-    for name, found in {
+    for name, output in {
         "16 rows at a time": torch.cat([product(part, weight) for part in x.split(16)])[:, :n],
         "q alone": product(x, weight[:n]),
     }.items():
-        share = float((found != whole).float().mean())
+        share = float((output != whole).float().mean())
         print(f"{scheme} {kernel.name}, {name}: {share:.2e} of the outputs differ")
         assert share == 0 or scheme != "w8a8"

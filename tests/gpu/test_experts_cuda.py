@@ -36,9 +36,9 @@ def test_forward_and_gradients(scheme: str, kernel: type) -> None:
     # The truth quantizes as on CPU: where that parts from this kernel a code is the next one.
     allowed = {"w4a16": 6e-3, "w8a8": 1.5e-2, "fp8": 3e-2}[scheme]
     assert off(y, expected) < allowed
-    for found, true in zip(inputs, (x64, weights64, w1, w2), strict=True):
-        assert found.grad is not None and true.grad is not None
-        assert off(found.grad, true.grad) < allowed
+    for ours, true in zip(inputs, (x64, weights64, w1, w2), strict=True):
+        assert ours.grad is not None and true.grad is not None
+        assert off(ours.grad, true.grad) < allowed
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

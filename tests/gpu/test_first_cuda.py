@@ -31,8 +31,8 @@ def w4a16(
     return packed.to(device), scale.to(device), torch.randn(rows, k, generator=generator).bfloat16().to(device)
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
 def test_plane(device: torch.device) -> None:

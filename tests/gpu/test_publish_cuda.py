@@ -22,11 +22,11 @@ def device() -> torch.device:
 def test_a_checksum_is_the_same_on_both_devices(count: int, device: torch.device) -> None:
     torch.manual_seed(0)
     tensors = [torch.randint(-128, 128, (count,), dtype=torch.int8), torch.randn(count).bfloat16(), torch.randn(count)]
-    found = checksums([tensor.to(device) for tensor in tensors])
-    assert found == checksums(tensors)
+    sums = checksums([tensor.to(device) for tensor in tensors])
+    assert sums == checksums(tensors)
     changed = tensors[0].clone()
     changed[-1] += 1
-    assert checksums([changed.to(device)])[0] != found[0]
+    assert checksums([changed.to(device)])[0] != sums[0]
 
 
 def test_a_unit_is_checked_by_the_kernel_as_on_a_cpu(device: torch.device) -> None:
@@ -40,9 +40,9 @@ def test_a_unit_is_checked_by_the_kernel_as_on_a_cpu(device: torch.device) -> No
     ]
     tensors[0][5, 7, 9], tensors[2][3, 3] = torch.nan, torch.inf
     assert _has_kernel(device)
-    found, wanted = (check_unit([t.to(where) for t in tensors], finite=True) for where in (device, torch.device("cpu")))
-    assert torch.equal(found[0].cpu(), wanted[0])
-    for checked in (found, wanted):
+    ours, wanted = (check_unit([t.to(where) for t in tensors], finite=True) for where in (device, torch.device("cpu")))
+    assert torch.equal(ours[0].cpu(), wanted[0])
+    for checked in (ours, wanted):
         assert checked[1].nonzero().flatten().tolist() == [0, 2]
 
 

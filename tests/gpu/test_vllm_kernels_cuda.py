@@ -32,9 +32,9 @@ def test_vllms_kernels_serve_here() -> None:
     """`qarl/kernels/cuda/vllm_linears.py` on this vLLM: Machete or Marlin, and CUTLASS for 8 bits."""
     pytest.importorskip("vllm")
     layer = Layer(torch.randn(2048, 1536, device="cuda").bfloat16(), Arguments(device="cuda"))
-    found = {scheme: [k.name for k in layer.kernels(scheme) if k.name.startswith("vllm")] for scheme in layer.quantized}
-    print(found)
-    assert all(found.values())
+    names = {scheme: [k.name for k in layer.kernels(scheme) if k.name.startswith("vllm")] for scheme in layer.quantized}
+    print(names)
+    assert all(names.values())
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -66,12 +66,12 @@ def test_log_probs_in_blocks(rows: int) -> None:
     grad = torch.randn(2000, device="cuda")
     log_probs_of_logits(F.linear(hidden, weight), tokens, temperature=0.7)[0].backward(grad)
     mine = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
-    found, _ = chosen_log_probs(*mine, tokens, temperature=0.7, rows=rows)
-    found.backward(grad)
+    log_probs, _ = chosen_log_probs(*mine, tokens, temperature=0.7, rows=rows)
+    log_probs.backward(grad)
     logits = F.linear(hidden, weight).detach().requires_grad_()
     expected, _ = log_probs_of_logits(logits, tokens, temperature=0.7)
     expected.backward(grad)
-    assert (found - expected).abs().max() < 0.05 and (found - expected).abs().mean() < 1e-4
+    assert (log_probs - expected).abs().max() < 0.05 and (log_probs - expected).abs().mean() < 1e-4
     exact = logits.grad.double().t() @ hidden.detach().double()
     error, theirs = ((g.double() - exact).norm() / exact.norm() for g in (mine[1].grad, weight.grad))
     assert error <= 1.01 * theirs + 1e-4
@@ -87,9 +87,9 @@ def test_marlins_layout_of_experts_is_that_of_vllms_operators(sizes: tuple[int, 
     from qarl.kernels.int4 import CODES, SCALES, from_marlin, to_marlin
 
     tensors = {name: tensor.cuda() for name, tensor in random_stack(*sizes, group_size).items()}
-    found, columns = to_marlin(tensors), tensors["weight_packed"].mT.contiguous()
+    layout, columns = to_marlin(tensors), tensors["weight_packed"].mT.contiguous()
     perm = torch.empty(sizes[0], 0, dtype=torch.int32, device="cuda")
-    assert torch.equal(found[CODES], ops.gptq_marlin_moe_repack(columns, perm, sizes[2], sizes[1], 4))
+    assert torch.equal(layout[CODES], ops.gptq_marlin_moe_repack(columns, perm, sizes[2], sizes[1], 4))
     scales = tensors["weight_scale"].mT.contiguous()
-    assert torch.equal(found[SCALES], marlin_moe_permute_scales(scales, sizes[2], sizes[1], group_size))
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in from_marlin(found).items())
+    assert torch.equal(layout[SCALES], marlin_moe_permute_scales(scales, sizes[2], sizes[1], group_size))
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in from_marlin(layout).items())

@@ -44,30 +44,30 @@ def test_the_operators_and_their_arguments_exist() -> None:
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     assert layer_ops.unavailable() is None and layer_ops.attention_unavailable((9, 0)) is None
-    given = {"q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal"}
-    given |= {"block_table", "fa_version", "num_splits"}
-    assert given <= inspect.signature(flash_attn_varlen_func).parameters.keys()
-    assert all(f" {name}=" in inspect.getsource(layer_ops.flash_attention) for name in given)
+    names = {"q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal"}
+    names |= {"block_table", "fa_version", "num_splits"}
+    assert names <= inspect.signature(flash_attn_varlen_func).parameters.keys()
+    assert all(f" {name}=" in inspect.getsource(layer_ops.flash_attention) for name in names)
 
 
 def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    found = engine_config(folder, **layer_ops.ENGINE_ARGUMENTS)
-    compilation = found.compilation_config
+    config = engine_config(folder, **layer_ops.ENGINE_ARGUMENTS)
+    compilation = config.compilation_config
     assert compilation.mode == CompilationMode.NONE
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY and "all" in compilation.custom_ops
     assert compilation.max_cudagraph_capture_size == 512
     for operator in ("rms_norm", "fused_add_rms_norm"):
-        assert getattr(found.kernel_config.ir_op_priority, operator)[0] == "vllm_c"
-    assert found.model_config.disable_cascade_attn
-    assert found.use_v2_model_runner  # whose log-softmax the contract names
+        assert getattr(config.kernel_config.ir_op_priority, operator)[0] == "vllm_c"
+    assert config.model_config.disable_cascade_attn
+    assert config.use_v2_model_runner  # whose log-softmax the contract names
     # By default Inductor compiles PyTorch's formulas instead.
     assert engine_config(folder).kernel_config.ir_op_priority.rms_norm[0] == "native"
 
 
 @pytest.mark.parametrize(
-    ("given", "tokens", "splits"),
+    ("arguments", "tokens", "splits"),
     [
         (layer_ops.ENGINE_ARGUMENTS, 8, 1),
         (layer_ops.ENGINE_ARGUMENTS, 512, 1),
@@ -78,7 +78,7 @@ def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> 
     ids=["decode", "largest graph", "large step", "default", "eager"],
 )
 def test_the_splits_that_the_engine_asks_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], tokens: int, splits: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], tokens: int, splits: int
 ) -> None:
     """0 is FlashAttention's own choice."""
     from vllm.config import set_current_vllm_config
@@ -90,7 +90,7 @@ def test_the_splits_that_the_engine_asks_for(
     monkeypatch.setattr(
         flash_attn, "get_scheduler_metadata", lambda **kwargs: asked.append(kwargs["num_splits"]) or torch.zeros(4)
     )
-    found = engine_config(folder, **given)
+    config = engine_config(folder, **arguments)
     spec = SimpleNamespace(dtype=torch.bfloat16, block_size=layer_ops.PAGE)
     lengths = torch.full((tokens,), 40, dtype=torch.int32)
     step = SimpleNamespace(
@@ -98,8 +98,8 @@ def test_the_splits_that_the_engine_asks_for(
         query_start_loc=torch.arange(tokens + 1, dtype=torch.int32), block_table_tensor=torch.zeros(tokens, 3),
         slot_mapping=torch.zeros(tokens), mm_req_doc_ranges=None,
     )  # fmt: skip
-    with set_current_vllm_config(found):
-        builder = flash_attn.FlashAttentionMetadataBuilder(spec, [], found, torch.device("cpu"))
+    with set_current_vllm_config(config):
+        builder = flash_attn.FlashAttentionMetadataBuilder(spec, [], config, torch.device("cpu"))
         assert builder.build(0, step).max_num_splits == splits
     assert asked == [splits]
 

@@ -22,8 +22,8 @@ def test_every_kernel_compiles_and_fits(target: int) -> None:
     report = compile_for(target)
     assert set(report["kernels"]) == entry_kernels()
     compiled = report["targets"][f"sm_{target}"]
-    assert {name: found["error"] for name, found in compiled.items() if "error" in found} == {}
-    spilled = {name: found for name, found in compiled.items() if found["spill_bytes"]}
-    assert not [name for name, found in spilled.items() if found["registers"] > 128], spilled
-    assert max((found["spill_bytes"] for found in spilled.values()), default=0) <= SPILLS.get(target, 0), spilled
-    assert {name: found for name, found in compiled.items() if found["shared_bytes"] > SHARED_LIMIT[target]} == {}
+    assert {name: kernel["error"] for name, kernel in compiled.items() if "error" in kernel} == {}
+    spilled = {name: kernel for name, kernel in compiled.items() if kernel["spill_bytes"]}
+    assert not [name for name, kernel in spilled.items() if kernel["registers"] > 128], spilled
+    assert max((kernel["spill_bytes"] for kernel in spilled.values()), default=0) <= SPILLS.get(target, 0), spilled
+    assert {name: kernel for name, kernel in compiled.items() if kernel["shared_bytes"] > SHARED_LIMIT[target]} == {}

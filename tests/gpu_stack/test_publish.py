@@ -74,8 +74,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def experts_tensors(model: torch.nn.Module) -> dict[str, graph_addresses.Place]:
     """All tensors of the layers' experts: parameters, and what their methods and kernels have."""
-    found = graph_addresses.places({name: module for name, module in model.named_modules() if holds_experts(module)})
-    return {path: place for path, place in found.items() if not path.endswith("weight_shape")}
+    tensors = graph_addresses.places({name: module for name, module in model.named_modules() if holds_experts(module)})
+    return {path: place for path, place in tensors.items() if not path.endswith("weight_shape")}
 
 
 def publish(receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version: int) -> None:

@@ -167,9 +167,9 @@ def test_sampling_kernels_under_the_interpreter() -> None:
     command = [sys.executable, str(ROOT / "tests" / "support" / "runner_v2_sampling.py")]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert found["shape_0"] == [8, 1] and found["shape_1"] == [8, 2] and found["top_tokens"] is True
-    assert found["off_0"] < 1e-5 and found["off_1"] < 1e-5, "FP32 logits below 10 and a sum over 640 tokens"
-    kept = {name: mass for name, mass in found.items() if name.startswith("kept_otherwise")}
-    assert len(kept) == 4 and all(mass < 2e-4 for mass in kept.values()), kept
-    assert [mass for name, mass in kept.items() if "0.999" not in name] == [0, 0, 0]
+    figures = json.loads(run.stdout.splitlines()[-1])
+    assert figures["shape_0"] == [8, 1] and figures["shape_1"] == [8, 2] and figures["top_tokens"] is True
+    assert figures["off_0"] < 1e-5 and figures["off_1"] < 1e-5, "FP32 logits below 10 and a sum over 640 tokens"
+    masses = {name: mass for name, mass in figures.items() if name.startswith("kept_otherwise")}
+    assert len(masses) == 4 and all(mass < 2e-4 for mass in masses.values()), masses
+    assert [mass for name, mass in masses.items() if "0.999" not in name] == [0, 0, 0]

@@ -21,8 +21,8 @@ STATUS = "measured|tested|only its config is tested|compiled and interpreted onl
 
 def snippet(language: str) -> str:
     """The one code block of a language."""
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-    return str(found)
+    (code,) = re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    return str(code)
 
 
 def test_the_config_is_one() -> None:
@@ -55,9 +55,9 @@ def test_the_loop_is_that_of_the_example() -> None:
     example = (ROOT / "examples/own_loop.py").read_text(encoding="utf-8")
     place = 0
     for line in snippet("python").splitlines():
-        found = example.find(line, place)
-        assert found > 0, line
-        place = found
+        position = example.find(line, place)
+        assert position > 0, line
+        place = position
 
 
 def figure(value: float) -> str:

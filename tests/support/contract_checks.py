@@ -117,9 +117,9 @@ def flash_reference(
         before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
         seen = largest.masked_fill(largest == -torch.inf, 0)  # a query before all keys of this tile
         weights = torch.exp2(scores * factor - seen * factor)
-        kept = torch.exp2((before - seen) * factor)
-        divisor = divisor * kept + weights.sum(-1, keepdim=True)
-        output = output * kept + weights.bfloat16().float() @ v[:, keys]
+        rescale = torch.exp2((before - seen) * factor)
+        divisor = divisor * rescale + weights.sum(-1, keepdim=True)
+        output = output * rescale + weights.bfloat16().float() @ v[:, keys]
     return (output / divisor).bfloat16().transpose(0, 1)
 
 
@@ -142,7 +142,7 @@ def _varlen_attention(query: Any, key: Any, value: Any, lengths: Any, scaling: f
 
 def stand_in_for_vllm(monkeypatch: Any) -> None:
     """Let level `model` of a GPU run on a CPU: PyTorch functions take the place of vLLM's operators."""
-    monkeypatch.setattr(layer_ops, "rms_norm", lambda *given, after_sum: rms_norm_reference(*given))
+    monkeypatch.setattr(layer_ops, "rms_norm", lambda *arguments, after_sum: rms_norm_reference(*arguments))
     monkeypatch.setattr(layer_ops, "silu_and_mul", silu_and_mul_reference)
     monkeypatch.setattr(layer_ops, "flash_attention", flash_attention)
     monkeypatch.setattr(cuda, "varlen_attention", _varlen_attention)

@@ -27,8 +27,8 @@ def said(findings: list[dict[str, Any]], status: str, topic: str | None = None) 
 
 def topic_of(name: str, *arguments: str, target: Machine | None = None) -> list[Finding]:
     config = load_config(["config=run.yaml", *arguments])
-    found = run_checks(config, target or this_machine())
-    return [finding for finding in found.findings if finding.topic == name]
+    report = run_checks(config, target or this_machine())
+    return [finding for finding in report.findings if finding.topic == name]
 
 
 def cut_the_weights() -> None:

@@ -78,5 +78,5 @@ def exact_weight(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return tensors["weight"].double() * tensors["weight_scale"].double()
 
 
-def off(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.detach().double() - expected.detach()).norm() / expected.detach().double().norm())
+def off(tensor: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((tensor.detach().double() - expected.detach()).norm() / expected.detach().double().norm())

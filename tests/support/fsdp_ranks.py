@@ -90,18 +90,18 @@ def local_update(model: str, rows: dict[str, torch.Tensor], scheme: str = "w4a16
     policy = load_policy(model, scheme)
     log_probs = policy.response_log_probs(as_batch(rows), slice(0, 8), temperature=1.0)
     names = ("old_log_probs", "rollout_log_probs", "advantages", "response_mask")
-    given: list[Any] = [*(rows[name] for name in names), TBPOConfig(**cast(Any, BANDS))]
-    loss, statistics = tbpo_loss(log_probs, *given)
+    arguments: list[Any] = [*(rows[name] for name in names), TBPOConfig(**cast(Any, BANDS))]
+    loss, statistics = tbpo_loss(log_probs, *arguments)
     loss.backward()
     gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
     return loss.item(), gradients, reduce_metrics([statistics]), policy
 
 
-def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same_gradients(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Within one BF16 step of the largest element, because gradients of parts are rounded before they are added."""
-    assert found.keys() == expected.keys()
+    assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        difference, gradient = found[name].float() - gradient.float(), gradient.float()
+        difference, gradient = gradients[name].float() - gradient.float(), gradient.float()
         assert float(difference.abs().max()) <= 2**-7 * float(gradient.abs().max()), name
         assert float(difference.norm()) <= 2**-7 * float(gradient.norm()), name
 

@@ -31,18 +31,18 @@ COMPUTE_UNITS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148}
 
 def locked_vllm() -> str:
     lock = (ROOT / "requirements" / "gpu.lock").read_text(encoding="utf-8")
-    found = re.search(r"^vllm==(.+)$", lock, re.MULTILINE)
-    assert found, "requirements/gpu.lock has no vllm"
-    return found[1]
+    match = re.search(r"^vllm==(.+)$", lock, re.MULTILINE)
+    assert match, "requirements/gpu.lock has no vllm"
+    return match[1]
 
 
 def why_not() -> str | None:
     """Return why this environment is not that of the GPU lock, or None if it is."""
     try:
-        found = importlib.metadata.version("vllm")
+        version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    return None if found == locked_vllm() else f"needs vllm {locked_vllm()}, not {found}: run make test-gpu-stack"
+        version = "none"
+    return None if version == locked_vllm() else f"needs vllm {locked_vllm()}, not {version}: run make test-gpu-stack"
 
 
 def required() -> None:

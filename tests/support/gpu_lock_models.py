@@ -54,8 +54,8 @@ def engine_config(folder: Path, scheme: Scheme, ignore: tuple[str, ...], **argum
     from qarl.rollout.engine_config import EngineConfig, llm_arguments
 
     check_linears_loaded(arguments.get("kernels", "engine"))
-    given = llm_arguments(EngineConfig(str(folder), scheme, ignore, max_model_len=256, **arguments))
-    config = EngineArgs(**given).create_engine_config()
+    engine_arguments = llm_arguments(EngineConfig(str(folder), scheme, ignore, max_model_len=256, **arguments))
+    config = EngineArgs(**engine_arguments).create_engine_config()
     config.device_config.device = CPU
     return config
 
@@ -133,7 +133,7 @@ OUTSIDE = ("vllm.config", "vllm.distributed", "vllm.platforms", "transformers", 
 def tensors_of(model: nn.Module) -> dict[int, torch.Tensor]:
     """Every tensor with elements that is reachable from the layers of `model`, by its address: parameters, buffers, and
     whatever their quantization methods, kernels and functions hold. Found through Python's garbage collector."""
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     stack: list[Any] = list(model.modules())
     while stack:
@@ -143,17 +143,17 @@ def tensors_of(model: nn.Module) -> dict[int, torch.Tensor]:
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             if value.numel() and value.device.type != "meta":
-                found.setdefault(value.data_ptr(), value)
+                tensors.setdefault(value.data_ptr(), value)
         elif isinstance(value, FunctionType):  # not its globals
             stack += [value.__closure__, value.__defaults__]
         else:
             stack += gc.get_referents(value)
-    return found
+    return tensors
 
 
-def differing(one: nn.Module, other: nn.Module) -> list[str]:
+def differing(model: nn.Module, other: nn.Module) -> list[str]:
     """The parameters, buffers and tensors of other attributes in which two models differ."""
-    ours, theirs = named_tensors(one), named_tensors(other)
+    ours, theirs = named_tensors(model), named_tensors(other)
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     return [
         name
@@ -167,16 +167,16 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Without `weight_shape`, which nothing reads after the load, and which a reload sets to that of another part of a
     fused layer."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for owner, module in model.named_modules():
         for members in (module._parameters, module._buffers):
             named = ((name, tensor) for name, tensor in members.items() if not name.endswith("weight_shape"))
-            found |= {f"{owner}.{name}": tensor for name, tensor in named if tensor is not None}
+            tensors |= {f"{owner}.{name}": tensor for name, tensor in named if tensor is not None}
         holders = {"": module, "quant_method.": getattr(module, "quant_method", None)}
         scheme = getattr(module, "scheme", None)
         holders |= {"scheme.": scheme}
         holders |= {f"{kernel}.": getattr(scheme, kernel, None) for kernel in ("kernel", "fp8_linear")}
         for prefix, holder in holders.items():
             values = getattr(holder, "__dict__", {}).items()
-            found |= {f"{owner}.{prefix}{name}": value for name, value in values if isinstance(value, torch.Tensor)}
-    return {name: tensor for name, tensor in found.items() if tensor.device.type != "meta"}
+            tensors |= {f"{owner}.{prefix}{name}": value for name, value in values if isinstance(value, torch.Tensor)}
+    return {name: tensor for name, tensor in tensors.items() if tensor.device.type != "meta"}

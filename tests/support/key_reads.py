@@ -46,9 +46,10 @@ def traced() -> Iterator[dict[str, set[str]]]:
         yield reads
 
 
-def shared(one: type[Section], other: type[Section]) -> list[type[Section]]:
+def shared(first: type[Section], other: type[Section]) -> list[type[Section]]:
     """The sections from which both inherit, themselves too."""
-    return [base for base in one.__mro__ if base in other.__mro__ and issubclass(base, Section) and base is not Section]
+    sections = (base for base in first.__mro__ if issubclass(base, Section) and base is not Section)
+    return [section for section in sections if section in other.__mro__]
 
 
 class AnsweringEngine:

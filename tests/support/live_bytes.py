@@ -19,7 +19,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
+        inputs = {
             leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         }
         result = func(*args, **(kwargs or {}))
@@ -27,7 +27,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata in given - self._known.keys():
+                if storage._cdata in inputs - self._known.keys():
                     continue  # a view of what was there before
                 self._known.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.peak = max(self.peak, sum(size for _, size in self._known.values()))

@@ -80,5 +80,5 @@ def run(**changes: Any) -> Config:
     return build_config(values)
 
 
-def parts(found: MemoryEstimate) -> dict[str, int]:
-    return {part.name: part.bytes for part in found.parts}
+def parts(memory: MemoryEstimate) -> dict[str, int]:
+    return {part.name: part.bytes for part in memory.parts}

@@ -126,13 +126,13 @@ def call(
     settings = objective_settings(config)
     mask = rows["response_mask"]
     weight = correction_weights(rows["old_log_prob"], rows["rollout_log_prob"], mask, settings.correction)
-    total, gradient, found = 0.0, torch.zeros(mask.shape), []
+    total, gradient, all_statistics = 0.0, torch.zeros(mask.shape), []
     for part in micro_batches:
-        given: dict[str, Any] = {name: tensor[part] for name, tensor in rows.items()}
-        log_prob = given.pop("log_prob").clone().requires_grad_()
+        tensors: dict[str, Any] = {name: tensor[part] for name, tensor in rows.items()}
+        log_prob = tensors.pop("log_prob").clone().requires_grad_()
         loss, statistics = objective_loss(
             log_prob,
-            **given,
+            **tensors,
             settings=settings,
             weight=None if weight is None else weight[part],
             responses=int(mask.any(1).sum()),
@@ -142,5 +142,5 @@ def call(
         total += loss.item()
         assert log_prob.grad is not None
         gradient[part] = log_prob.grad
-        found.append(statistics)
-    return total, gradient, found
+        all_statistics.append(statistics)
+    return total, gradient, all_statistics

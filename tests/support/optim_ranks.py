@@ -90,14 +90,14 @@ def meshes() -> Iterator[tuple[str, DeviceMesh]]:
 def main(rank: int, port: str, output: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     dist.init_process_group("cpu:gloo", rank=rank, world_size=RANKS)
-    found = {}
+    states = {}
     for name, mesh in meshes():
         if mesh.get_coordinate() is not None:
             for case, (dtype, settings) in CASES.items():
-                found[case, name] = train(dtype, settings, mesh, resume=name == "3")
+                states[case, name] = train(dtype, settings, mesh, resume=name == "3")
         dist.barrier()
     if rank == 0:
-        torch.save(found, output)
+        torch.save(states, output)
     dist.barrier()
     dist.destroy_process_group()
 

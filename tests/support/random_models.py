@@ -9,9 +9,9 @@ import torch
 
 
 def save_random_model(
-    folder: Path, family: str = "qwen3", *, vocab_size: int = 64, tie: bool = False, **given: Any
+    folder: Path, family: str = "qwen3", *, vocab_size: int = 64, tie: bool = False, **settings: Any
 ) -> Path:
-    """A 2-layer random model of `family` with a word-level tokenizer whose size is the model's vocabulary. `given`:
+    """A 2-layer random model of `family` with a word-level tokenizer whose size is the model's vocabulary. `settings`:
     other values for keys of its config."""
     import transformers
 
@@ -36,7 +36,7 @@ def save_random_model(
         "qwen3": transformers.Qwen3Config,
         "qwen3_moe": transformers.Qwen3MoeConfig,
         "llama": transformers.LlamaConfig,
-    }[family](**{**sizes, **given})
+    }[family](**{**sizes, **settings})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():

@@ -28,7 +28,7 @@ def save_random_moe(
     of_family: dict[str, Any] = {"norm_topk_prob": True, "head_dim": 32}
     if family == "qwen2_moe":
         of_family = {"norm_topk_prob": False, "shared_expert_intermediate_size": 96}
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         **of_family,
         "vocab_size": vocab_size,
         "hidden_size": HIDDEN,
@@ -47,7 +47,7 @@ def save_random_moe(
     }
     torch.manual_seed(seed)
     kinds = {"qwen3_moe": transformers.Qwen3MoeConfig, "qwen2_moe": transformers.Qwen2MoeConfig}
-    config = kinds[family](**{**given, **sizes})
+    config = kinds[family](**{**settings, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -69,22 +69,22 @@ def wire_tensors(folder: Path, scheme: Scheme, *, noise_seed: int | None = None)
     if noise_seed is not None:
         generator = torch.Generator().manual_seed(noise_seed)
         tensors = {name: t + 0.1 * torch.randn(t.shape, generator=generator).bfloat16() for name, t in tensors.items()}
-    found: dict[str, torch.Tensor] = {}
+    wire: dict[str, torch.Tensor] = {}
     for name in sorted(tensors, key=_place):
         owner, _, leaf = name.rpartition(".")
         if scheme.quantized and leaf == "weight" and owner.endswith("_proj"):
-            found.update(quantize(tensors[name], scheme, name=name).named(owner))
+            wire.update(quantize(tensors[name], scheme, name=name).named(owner))
         else:
-            found[name] = tensors[name]
-    return found
+            wire[name] = tensors[name]
+    return wire
 
 
 def near(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`tensors` with every twentieth word of `others`: an update after which a delta publish is smaller."""
-    found = {name: tensor.clone() for name, tensor in tensors.items()}
-    for name, tensor in found.items():
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name, tensor in changed.items():
         tensor.view(-1)[::20] = others[name].view(-1)[::20]
-    return found
+    return changed
 
 
 def _place(name: str) -> tuple[Any, ...]:

@@ -18,8 +18,8 @@ def run_ranks(program: str, count: int, *arguments: str) -> None:
         port = free.getsockname()[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / program)]
-    given: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), str(port), *arguments], **given) for rank in range(count)]
+    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), str(port), *arguments], **options) for rank in range(count)]
     try:
         said = [rank.communicate(timeout=300)[0] for rank in ranks]
     finally:

@@ -18,8 +18,8 @@ from qarl.errors import UserError
 from qarl.rollout.publish.sockets import WeightClient
 
 host, port, token, publishes, *die_at = sys.argv[1:]
-found = receiver(engine_model("llama"))
-take = found._take
+inbox = receiver(engine_model("llama"))
+take = inbox._take
 
 
 def dying(name: str, tensor: Any) -> None:
@@ -28,11 +28,11 @@ def dying(name: str, tensor: Any) -> None:
     take(name, tensor)
 
 
-found._take = dying  # type: ignore[method-assign]  # it dies in the middle of a publish
+inbox._take = dying  # type: ignore[method-assign]  # it dies in the middle of a publish
 for _ in range(int(publishes)):
     try:
-        with WeightClient((host, int(port)), token, fingerprint=found.fingerprint, seconds=20) as client:
-            client.feed(found)
+        with WeightClient((host, int(port)), token, fingerprint=inbox.fingerprint, seconds=20) as client:
+            client.feed(inbox)
     except UserError as error:
         print(f"error {error}", file=sys.stderr, flush=True)
-    print(found.version, found.stale, found.fingerprint, flush=True)
+    print(inbox.version, inbox.stale, inbox.fingerprint, flush=True)

@@ -39,18 +39,18 @@ def log_probs(logits: torch.Tensor) -> dict[str, Any]:
     sampled = torch.randint(VOCABULARY, (ROWS,))
     sampled[0] = logits[0].argmax()
     exact = logits.double().log_softmax(-1)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for top in (0, 1):
         tensors = compute_topk_logprobs(logits, top, sampled)
         processor = LogprobsProcessor(None, [], None, 0.0, top, None)
         processor._update_sample_logprobs(tensors.tolists())
         completion = SimpleNamespace(token_ids=sampled.tolist(), logprobs=processor.logprobs)
         ours = torch.tensor(_sampled_log_probs(completion), dtype=torch.float64)
-        found[f"off_{top}"] = float((ours - exact[torch.arange(ROWS), sampled]).abs().max())
-        found[f"shape_{top}"] = list(tensors.logprobs.shape)
+        figures[f"off_{top}"] = float((ours - exact[torch.arange(ROWS), sampled]).abs().max())
+        figures[f"shape_{top}"] = list(tensors.logprobs.shape)
         if top:
-            found["top_tokens"] = _top_tokens(completion) == logits.argmax(-1).tolist()
-    return found
+            figures["top_tokens"] = _top_tokens(completion) == logits.argmax(-1).tolist()
+    return figures
 
 
 def truncated(logits: torch.Tensor) -> dict[str, Any]:
@@ -59,14 +59,14 @@ def truncated(logits: torch.Tensor) -> dict[str, Any]:
     from vllm.v1.sample.ops.topk_topp_triton import apply_top_k_top_p_triton
 
     probabilities = logits.double().softmax(-1)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for top_k, top_p in ((20, None), (None, 0.9), (50, 0.95), (None, 0.999)):
         k = None if top_k is None else torch.full((ROWS,), top_k, dtype=torch.int32)
         p = None if top_p is None else torch.full((ROWS,), top_p)
         theirs = apply_top_k_top_p_triton(logits.clone(), k, p).isfinite()
         ours = sampling_mask(logits, Truncation(top_p=1.0 if top_p is None else top_p, top_k=top_k or -1))
-        found[f"kept_otherwise top_k={top_k} top_p={top_p}"] = float((probabilities * (theirs != ours)).sum(-1).max())
-    return found
+        figures[f"kept_otherwise top_k={top_k} top_p={top_p}"] = float((probabilities * (theirs != ours)).sum(-1).max())
+    return figures
 
 
 if __name__ == "__main__":

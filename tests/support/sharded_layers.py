@@ -174,40 +174,40 @@ def refusal(action: Callable[[], Any], kind: type[Exception]) -> str:
 
 
 def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     model, counting = sharded(mesh, scheme)
-    held: list[dict[str, torch.Tensor]] = []
+    by_layer: list[dict[str, torch.Tensor]] = []
     for block in model.blocks:
         for layer in (block.wide, block.odd):
-            layer.register_forward_hook(lambda layer, *_: held.append(layer.weight.tensors))
+            layer.register_forward_hook(lambda layer, *_: by_layer.append(layer.weight.tensors))
     quantize_shards(model)
     with torch.no_grad():
-        found["output"] = model(make_input(0))
-    found["sent"] = counting.sent
-    found["held"] = [tensor.untyped_storage().nbytes() for tensors in held for tensor in tensors.values()]
-    found["published"] = publish(model, scheme)
-    found["changed"] = ""
+        report["output"] = model(make_input(0))
+    report["sent"] = counting.sent
+    report["stored_bytes"] = [tensor.untyped_storage().nbytes() for tensors in by_layer for tensor in tensors.values()]
+    report["published"] = publish(model, scheme)
+    report["changed"] = ""
     if mesh.size() == 1:
         other, _ = sharded(mesh, scheme)
         quantize_shards(other)
         loss = loss_of(other(make_input(0)), 0)
         with torch.no_grad():
             other.blocks[0].wide.weight.mul_(2)
-        found["changed"] = refusal(loss.backward, RuntimeError)
-    found["gradients"] = step(model, [rank])
-    found |= further_steps(model, scheme, rank)
-    found["checkpointed"] = through_checkpoints(model, mesh, scheme)
-    found["accumulated"] = accumulated(mesh, scheme, rank)
+        report["changed"] = refusal(loss.backward, RuntimeError)
+    report["gradients"] = step(model, [rank])
+    report |= further_steps(model, scheme, rank)
+    report["checkpointed"] = through_checkpoints(model, mesh, scheme)
+    report["accumulated"] = accumulated(mesh, scheme, rank)
     halved, _ = sharded(mesh, scheme, make_model().bfloat16())
     quantize_shards(halved)
     with torch.no_grad():
-        found["bf16_masters"] = halved(make_input(0))
-    found["unconverted"] = publish(sharded(mesh, None)[0], scheme)
+        report["bf16_masters"] = halved(make_input(0))
+    report["unconverted"] = publish(sharded(mesh, None)[0], scheme)
     with torch.no_grad():
         if rank == 0:
             model.blocks[0].experts.down_proj._local_tensor.fill_(torch.nan)
-    found["nan"] = [refusal(lambda: quantize_shards(model), UserError) for _ in range(2)]
-    return found
+    report["nan"] = [refusal(lambda: quantize_shards(model), UserError) for _ in range(2)]
+    return report
 
 
 def experts_kernels() -> tuple[Any, Any]:
@@ -236,7 +236,7 @@ def experts_kernels() -> tuple[Any, Any]:
 
 def with_kernel(mesh: Any, kernel: Any, rank: int, recompute: bool = False) -> dict[str, Any]:
     """A step with `kernel` for the W4A16 experts, and what is published after it."""
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     before = registry.EXPERTS_KERNELS["w4a16"]
     registry.EXPERTS_KERNELS["w4a16"] = (kernel,)
     model, _ = sharded(mesh, "w4a16", make_model(recompute))
@@ -245,12 +245,12 @@ def with_kernel(mesh: Any, kernel: Any, rank: int, recompute: bool = False) -> d
     for count in counts:
         count.clear()
     quantize_shards(model)
-    found["before"] = list(map(len, counts))
+    report["before"] = list(map(len, counts))
     loss = loss_of(model(make_input(rank)), rank)
     loss.backward()
-    found["after"] = list(map(len, counts))
-    found["loss"], found["gradients"], found["published"] = loss.detach(), gradients(model), publish(model, "w4a16")
-    return found
+    report["after"] = list(map(len, counts))
+    report["loss"], report["gradients"], report["published"] = loss.detach(), gradients(model), publish(model, "w4a16")
+    return report
 
 
 def step(model: Any, inputs: list[int]) -> dict[str, torch.Tensor]:
@@ -267,41 +267,41 @@ def generations(model: Any) -> list[int]:
 
 def further_steps(model: Any, scheme: str, rank: int) -> dict[str, Any]:
     """Two optimizer steps, of which the second has two forwards; then the parameters move, as when verl offloads."""
-    found: dict[str, Any] = {"before": generations(model)}
+    report: dict[str, Any] = {"before": generations(model)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, **OPTIMIZERS[scheme])
-    found["norm"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    report["norm"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     optimizer.step()
     optimizer.zero_grad()
     step(model, [rank])
     step(model, [rank])
     optimizer.step()
-    found["after"] = generations(model)
+    report["after"] = generations(model)
     quantize_shards(model)
-    found["masters"] = masters(model)
+    report["masters"] = masters(model)
     with torch.no_grad():
-        found["second_output"] = model(make_input(0))
-    found["second_published"] = publish(model, scheme)
-    found["third"] = generations(model)
+        report["second_output"] = model(make_input(0))
+    report["second_published"] = publish(model, scheme)
+    report["third"] = generations(model)
     model._apply(torch.clone)
     layers = [module for module in model.modules() if hasattr(module, "shards")]
-    found["moved"] = [shard._buffer is None for layer in layers for shard in layer.shards.values()]
+    report["moved"] = [shard._buffer is None for layer in layers for shard in layer.shards.values()]
     quantize_shards(model)
     with torch.no_grad():
-        found["moved_output"] = model(make_input(0))
-    return found
+        report["moved_output"] = model(make_input(0))
+    return report
 
 
 def accumulated(mesh: Any, scheme: str, rank: int) -> list[dict[str, torch.Tensor]]:
     """The gradients of two micro-batches: reduced after each, and only after the last."""
-    found = []
+    gradients = []
     for sync in (True, False):
         model, _ = sharded(mesh, scheme)
         if not sync:
             model.set_requires_gradient_sync(False)
             step(model, [rank])
             model.set_requires_gradient_sync(True)
-        found.append(step(model, [rank, rank + 4] if sync else [rank + 4]))
-    return found
+        gradients.append(step(model, [rank, rank + 4] if sync else [rank + 4]))
+    return gradients
 
 
 def through_checkpoints(model: Any, mesh: Any, scheme: str) -> list[dict[str, torch.Tensor]]:

@@ -43,13 +43,13 @@ class Use(NamedTuple):
 def uses(path: Path) -> list[Use]:
     """The uses in one file, each (target, call) once, at its first line."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found: dict[tuple[str, Call | None], Use] = {}
-    for line, target, call in _Reader(tree).found:
+    by_target: dict[tuple[str, Call | None], Use] = {}
+    for line, target, call in _Reader(tree).uses:
         top = target.partition(".")[0]
         if top != "qarl" and top not in sys.stdlib_module_names:
             name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-            found.setdefault((target, call), Use(name, line, target, call))
-    return list(found.values())
+            by_target.setdefault((target, call), Use(name, line, target, call))
+    return list(by_target.values())
 
 
 def package_uses(package: Path = ROOT / "qarl") -> list[Use]:
@@ -60,14 +60,14 @@ class _Reader(ast.NodeVisitor):
     """`scopes`: for each open function, the names that stand for something imported, or None for other variables."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.found: list[tuple[int, str, Call | None]] = []
+        self.uses: list[tuple[int, str, Call | None]] = []
         self.constants: dict[str, str] = {}
         self.scopes: list[dict[str, str | None]] = [{}]
         self.visit(tree)
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            self.found.append((node.lineno, alias.name, None))
+            self.uses.append((node.lineno, alias.name, None))
             top = alias.name.partition(".")[0]
             self.scopes[-1][alias.asname or top] = alias.name if alias.asname else top
 
@@ -76,7 +76,7 @@ class _Reader(ast.NodeVisitor):
             return
         for alias in node.names:
             target = f"{node.module}.{alias.name}"
-            self.found.append((node.lineno, target, None))
+            self.uses.append((node.lineno, target, None))
             self.scopes[-1][alias.asname or alias.name] = target
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -105,19 +105,19 @@ class _Reader(ast.NodeVisitor):
         module = self._imported_module(node)
         target = self._target(node.func)
         if module:
-            self.found.append((node.lineno, module, None))
+            self.uses.append((node.lineno, module, None))
         elif target:
-            starred = any(isinstance(one, ast.Starred) for one in node.args) or any(
+            starred = any(isinstance(argument, ast.Starred) for argument in node.args) or any(
                 keyword.arg is None for keyword in node.keywords
             )
             keywords = tuple(keyword.arg for keyword in node.keywords if keyword.arg)
-            positional = sum(not isinstance(one, ast.Starred) for one in node.args)
-            self.found.append((node.lineno, target, Call(positional, keywords, starred)))
+            positional = sum(not isinstance(argument, ast.Starred) for argument in node.args)
+            self.uses.append((node.lineno, target, Call(positional, keywords, starred)))
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if target := self._target(node):
-            self.found.append((node.lineno, target, None))
+            self.uses.append((node.lineno, target, None))
         self.generic_visit(node)
 
     def _target(self, node: ast.AST) -> str | None:
@@ -162,11 +162,11 @@ def resolve(target: str) -> Any:
     return _follow(importlib.import_module(parts[0]), parts[1:])
 
 
-def _follow(found: Any, names: list[str]) -> Any:
+def _follow(target: Any, names: list[str]) -> Any:
     for name in names:
-        static = inspect.getattr_static(found, name) if inspect.isclass(found) else None
-        found = getattr(found, name) if static is None or isinstance(static, staticmethod | classmethod) else static
-    return found
+        static = inspect.getattr_static(target, name) if inspect.isclass(target) else None
+        target = getattr(target, name) if static is None or isinstance(static, staticmethod | classmethod) else static
+    return target
 
 
 def why_not_callable(function: Any, call: Call) -> str | None:

@@ -13,8 +13,8 @@ needs_e4m3 = pytest.mark.skipif(NO_E4M3 is not None, reason=str(NO_E4M3))
 SCHEMES = ["w4a16", "w8a8", pytest.param("fp8", marks=needs_e4m3)]
 
 
-def assert_one_rounding(found: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, error: float = 1e-6) -> None:
+def assert_one_rounding(output: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, error: float = 1e-6) -> None:
     """BF16 nearest to `exact`, up to FP32 sums whose error is relative to `size`, the terms' magnitudes."""
-    found = found.detach().cpu()
-    assert found.dtype == torch.bfloat16 and found.shape == exact.shape
-    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + size * error).all()
+    output = output.detach().cpu()
+    assert output.dtype == torch.bfloat16 and output.shape == exact.shape
+    assert ((output.double() - exact).abs() <= exact.abs() * 2**-8 + size * error).all()

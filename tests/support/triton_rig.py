@@ -40,8 +40,8 @@ def compile_for(target: int) -> dict[str, Any]:
     )
     run = _run([sys.executable, "-c", program], {})
     assert run.returncode == 0, run.stderr[-3000:]
-    names, found = json.loads(run.stdout)
-    return {"kernels": names, "resources": found}
+    names, resources = json.loads(run.stdout)
+    return {"kernels": names, "resources": resources}
 
 
 def entry_kernels() -> set[str]:

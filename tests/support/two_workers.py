@@ -37,8 +37,8 @@ def publish(worker: Any, folder: str, scheme_name: str, version: int) -> tuple[l
         worker.receiver = WeightReceiver(model, worker.vllm_config, expected, kv_caches=lambda: [])
         worker.sender = DeltaSender()
     tensors = both(Path(folder), scheme)[version % 2]
-    held = worker.receiver.cache.fingerprint if worker.receiver.cache else None
-    worker.receiver.feed(worker.sender.stream(tensors.items(), version=version, receivers=[held]))
+    fingerprint = worker.receiver.cache.fingerprint if worker.receiver.cache else None
+    worker.receiver.feed(worker.sender.stream(tensors.items(), version=version, receivers=[fingerprint]))
     assert worker.receiver.version == version
     reloaded = [target.name for target in worker.receiver.plan.by_owner.values() if target.writer is None]
     return reloaded, worker.sender.tally.known
@@ -85,14 +85,14 @@ def main(folder: str, scheme_name: str) -> None:
     )
     llm = start(first)
     before = greedy(llm)
-    found = []
+    outputs = []
     for version in (1, 2, 3):
         answers = llm.collective_rpc(publish, args=(folder, scheme_name, version))
         assert answers == [([], version > 1)] * 2, answers
-        found.append(greedy(llm))
-    assert found[0] != before and found == [found[0], before, found[0]], "A, B, A, B"
+        outputs.append(greedy(llm))
+    assert outputs[0] != before and outputs == [outputs[0], before, outputs[0]], "A, B, A, B"
     del llm
-    assert greedy(start(second)) == found[0], "an engine started on the second"
+    assert greedy(start(second)) == outputs[0], "an engine started on the second"
     print("EXACT")
 
 

@@ -35,8 +35,8 @@ def updating_trainer(settings: Config, policy: Policy | None = None) -> Any:
 
 def through_checkpoint(trainer: Any, other: Any) -> Any:
     """`other`, restored from a checkpoint of `trainer`, which is on disk afterwards."""
-    for one in (trainer, other):
-        one.parts = SimpleNamespace(train_prompts=[], sampler=PromptSampler(4, 2))
+    for instance in (trainer, other):
+        instance.parts = SimpleNamespace(train_prompts=[], sampler=PromptSampler(4, 2))
     trainer.engine = SimpleNamespace(weight_version=trainer.step)
     trainer.tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
     checkpoints, no_tracker = Checkpoints(trainer), SimpleNamespace()

@@ -166,8 +166,8 @@ def log_probs(engine: Any, rows: dict[str, torch.Tensor], mine: list[int], job: 
     tokens = job.get("tokens")
     data = make_data(rows, mine, job["log_prob_micro"], job.get("remove_padding", False), tokens and 2 * tokens)
     with engine.eval_mode():
-        found = engine.infer_batch(data)["model_output"]["log_probs"]
-    return response_from_nested(found, data["response_mask"]).to_padded_tensor(0.0)
+        nested = engine.infer_batch(data)["model_output"]["log_probs"]
+    return response_from_nested(nested, data["response_mask"]).to_padded_tensor(0.0)
 
 
 def generations(engine: Any) -> list[int]:
@@ -210,9 +210,9 @@ def ask_servers(engine: Any, dead: bool) -> list[dict[str, Any]]:
 
 def gathered(text: Any) -> list[Any]:
     """`text` of each rank."""
-    found: list[Any] = [None] * int(world)
-    torch.distributed.all_gather_object(found, text)
-    return found
+    texts: list[Any] = [None] * int(world)
+    torch.distributed.all_gather_object(texts, text)
+    return texts
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -240,16 +240,16 @@ def save_change_load(
     engine.optimizer_zero_grad()
     engine.save_checkpoint(folder, global_step=1)
     changed = change()
-    found: dict[str, Any] = {"changed": changed, "changed_version": published_version(engine)}
+    report: dict[str, Any] = {"changed": changed, "changed_version": published_version(engine)}
     engine.load_checkpoint(folder)
-    found |= {"loaded": publish(engine), "loaded_version": published_version(engine), "parts": {}}
+    report |= {"loaded": publish(engine), "loaded_version": published_version(engine), "parts": {}}
     for parts in (["model", "extra"], ["model"]):
         manager.checkpoint_save_contents = manager.checkpoint_load_contents = parts
-        one = f"{folder}_{'_'.join(parts)}"
-        engine.save_checkpoint(one, global_step=1)
+        part_folder = f"{folder}_{'_'.join(parts)}"
+        engine.save_checkpoint(part_folder, global_step=1)
         before, between = publish(engine), change()
-        error = refusal(partial(engine.load_checkpoint, one))
-        found["parts"]["_".join(parts)] = {"error": error, "tensors": (before, between, publish(engine))}
+        error = refusal(partial(engine.load_checkpoint, part_folder))
+        report["parts"]["_".join(parts)] = {"error": error, "tensors": (before, between, publish(engine))}
     manager.checkpoint_load_contents = ["model", "optimizer", "extra"]
     for what, alter in (("extra_state", draw_random_number), ("optim", move_a_moment), ("model", move_one_bit)):
         file = Path(folder) / f"{what}_world_size_{world}_rank_0.pt"
@@ -260,11 +260,11 @@ def save_change_load(
             alter(state)
             torch.save(state, file)
         torch.distributed.barrier()
-        found[f"damaged_{what}"] = refusal(partial(engine.load_checkpoint, folder))
+        report[f"damaged_{what}"] = refusal(partial(engine.load_checkpoint, folder))
         torch.distributed.barrier()
         if rank == "0":
             file.write_bytes(good)
-    return found
+    return report
 
 
 def draw_random_number(state: dict[str, Any]) -> None:
@@ -287,7 +287,7 @@ def move_a_moment(state: dict[str, Any]) -> None:
 
 torch.distributed.init_process_group("cpu:gloo", rank=int(rank), world_size=int(world))
 jobs = torch.load(jobs_file, weights_only=False)
-results = [run(jobs, one) for one in jobs["jobs"]]
+results = [run(jobs, job) for job in jobs["jobs"]]
 if rank == "0":
     torch.save(results, output_file)
 torch.distributed.barrier()

@@ -155,11 +155,11 @@ class KeyedStore:
     def kv_batch_get(self, *, keys: list[str], partition_id: Any, select_fields: Any) -> Any:
         from verl.utils import tensordict_utils as tu
 
-        found = {}
+        columns = {}
         for name in [name for name in select_fields if name in self.fields(keys)]:
             values = [self.rows[key][name] for key in keys]
-            found[name] = nested(values) if isinstance(values[0], torch.Tensor) else values
-        return tu.get_tensordict(found, {})
+            columns[name] = nested(values) if isinstance(values[0], torch.Tensor) else values
+        return tu.get_tensordict(columns, {})
 
     def kv_batch_put(self, *, keys: list[str], partition_id: Any, fields: Any) -> Any:
         for name in fields.keys():  # noqa: SIM118  a TensorDict
@@ -204,12 +204,12 @@ class Planted:
                 self.columns.rows[key].pop(gone, None)
             self.columns.rows[key]["rollout_log_probs"] = column
         batch.extra_info = {"temperature": 1.0}
-        found: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         trainer = self.trainer
-        trainer._compute_old_log_prob(batch, found)
-        trainer._compute_advantage(batch, found)
-        trainer._update_actor(batch, found)
-        self.metrics.append(found)
+        trainer._compute_old_log_prob(batch, metrics)
+        trainer._compute_advantage(batch, metrics)
+        trainer._update_actor(batch, metrics)
+        self.metrics.append(metrics)
         self.lrs.append(self.worker.actor.engine.lr_scheduler.last_epoch)
         self.number += 1
         trainer.global_steps += 1
@@ -217,8 +217,8 @@ class Planted:
     def compute_log_prob(self, batch: Any) -> Any:
         self.passes.append(len(batch))
         self.weights_at_pass.append(self.flat())
-        found = self._run(self.worker.compute_log_prob, batch)
-        self.columns.kv_batch_put(keys=batch.keys, partition_id=None, fields=found.select("log_probs", "entropy"))
+        output = self._run(self.worker.compute_log_prob, batch)
+        self.columns.kv_batch_put(keys=batch.keys, partition_id=None, fields=output.select("log_probs", "entropy"))
         return batch.keys
 
     def update_actor(self, batch: Any) -> Any:
@@ -255,7 +255,7 @@ def shown(name: str) -> dict[str, Any]:
         "weights": actor.flat(),
         "metrics": actor.metrics,
         "lrs": actor.lrs,
-        "counts": [vars(one) for one in counts(actor.trainer)] if hasattr(actor.trainer, "_skipping") else None,
+        "counts": [vars(count) for count in counts(actor.trainer)] if hasattr(actor.trainer, "_skipping") else None,
         "said": [text for text in said if "old_log_probs" in text],
     }
 

@@ -102,10 +102,10 @@ def changes_through_buckets() -> dict[str, Any]:
         if version == 3:  # nothing of it arrives
             tensors = [(name, tensor + 1) for name, tensor in tensors]
             continue
-        found = publish(lambda runner: receiver, tensors=stream)
+        outcome = publish(lambda runner: receiver, tensors=stream)
         state = model.state_dict()
         equal = all(torch.equal(state[name], tensor) for name, tensor in tensors)
-        result.append({"raised": found["raised"], "equal": equal, "version": receiver.version, **outbox.metrics()})
+        result.append({"raised": outcome["raised"], "equal": equal, "version": receiver.version, **outbox.metrics()})
         tensors = [(name, tensor + (name == "model.norm.weight")) for name, tensor in tensors]
     return {"publishes": result}
 

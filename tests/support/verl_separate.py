@@ -165,14 +165,14 @@ def main(folder: str) -> None:
                 error = str(raised)
             seconds = time.monotonic() - start
             delta, sent = ray.get(actor.sent.remote())
-            version, held = ray.get(server.state.remote())
-            found = {"version": version, "equal": held == sent, "delta": delta, "seconds": seconds, "error": error}
-            print(json.dumps(found), flush=True)
+            version, tensors = ray.get(server.state.remote())
+            row = {"version": version, "equal": tensors == sent, "delta": delta, "seconds": seconds, "error": error}
+            print(json.dumps(row), flush=True)
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -33,14 +33,14 @@ def distributed_vllm() -> Iterator[None]:
         parallel_state.cleanup_dist_env_and_memory()
 
 
-def worker_model(checkpoint: Path, rank: int, workers: int, **given: Any) -> tuple[nn.Module, Any]:
-    """The loaded model of worker `rank` and its config. `given`: more of vLLM's arguments."""
+def worker_model(checkpoint: Path, rank: int, workers: int, **options: Any) -> tuple[nn.Module, Any]:
+    """The loaded model of worker `rank` and its config. `options`: more of vLLM's arguments."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    arguments = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp", **given}
+    arguments = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp", **options}
     config = EngineArgs(
         str(checkpoint), dtype="bfloat16", enforce_eager=True, max_model_len=64, **arguments
     ).create_engine_config()
@@ -60,29 +60,29 @@ def multiplied(model: nn.Module) -> dict[str, torch.Tensor]:
     their weights out of Python's reach, so products stand for them."""
     from qarl.kernels.vllm_experts import VllmCpuExperts
 
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         layer: Any = module
         method: Any = getattr(layer, "quant_method", None)
         if type(layer).__name__ == "RoutedExperts":
             experts = method.moe_kernel.fused_experts
             if getattr(experts, "prepared", None) is None:
-                found |= {f"{name}.{leaf}": tensor for leaf, tensor in layer.named_parameters()}
+                outputs |= {f"{name}.{leaf}": tensor for leaf, tensor in layer.named_parameters()}
                 continue
             count = len(experts.prepared.gate_up.experts)
             ids = torch.arange(2 * count).reshape(count, 2).remainder(count)
             weights = torch.full(ids.shape, 0.5)
-            found[name] = VllmCpuExperts.forward(_inputs(count, layer.hidden_size), weights, ids, experts.prepared)
+            outputs[name] = VllmCpuExperts.forward(_inputs(count, layer.hidden_size), weights, ids, experts.prepared)
         elif hasattr(layer, "input_size"):
             inputs = getattr(layer, "input_size_per_partition", layer.input_size)
-            found[name] = method.apply(layer, _inputs(5, inputs), layer.bias)
+            outputs[name] = method.apply(layer, _inputs(5, inputs), layer.bias)
         elif hasattr(layer, "shard_indices"):
             rows = layer.shard_indices.num_org_elements
-            found[name] = layer.weight[:rows]
-            found[f"{name}: product"] = method.apply(layer, _inputs(5, layer.embedding_dim))[:, :rows]
+            outputs[name] = layer.weight[:rows]
+            outputs[f"{name}: product"] = method.apply(layer, _inputs(5, layer.embedding_dim))[:, :rows]
         elif not list(layer.children()):
-            found |= {f"{name}.{leaf}": tensor for leaf, tensor in layer.named_parameters()}
-    return {name: tensor.clone() for name, tensor in found.items()}
+            outputs |= {f"{name}.{leaf}": tensor for leaf, tensor in layer.named_parameters()}
+    return {name: tensor.clone() for name, tensor in outputs.items()}
 
 
 def _inputs(rows: int, columns: int) -> torch.Tensor:

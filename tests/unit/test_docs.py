@@ -106,13 +106,13 @@ def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
     named = set()
     for claim, code, test in rows:
         assert claim and (ROOT / code.strip("`")).exists(), code
-        found = test.strip("`")
-        if found.startswith("--parts "):
-            assert set(found.removeprefix("--parts ").split(",")) <= PARTS.keys(), test
+        place = test.strip("`")
+        if place.startswith("--parts "):
+            assert set(place.removeprefix("--parts ").split(",")) <= PARTS.keys(), test
         else:
-            file, _, function = found.partition("::")
+            file, _, function = place.partition("::")
             assert f"\ndef {function}(" in (ROOT / file).read_text(encoding="utf-8"), test
-            named.add(found)
+            named.add(place)
     tests = {
         f"tests/gpu/{path.name}::{name}"
         for path in (ROOT / "tests/gpu").glob("test_*.py")

@@ -19,7 +19,7 @@ def make(venv: Path, target: str, *variables: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("held", "target", "asked", "why"),
+    ("installed", "target", "asked", "why"),
     [
         (["gpu"], "quickstart", [], "holds the gpu lock; installing the cpu lock over it would mix"),
         (["cpu"], "setup", ["STACK=gpu"], "holds the cpu lock; installing the gpu lock over it would mix"),
@@ -28,12 +28,12 @@ def make(venv: Path, target: str, *variables: str) -> tuple[int, str]:
     ],
     ids=str,
 )
-def test_another_lock_is_refused(tmp_path: Path, held: list[str], target: str, asked: list[str], why: str) -> None:
-    for stack in held:
+def test_another_lock_is_refused(tmp_path: Path, installed: list[str], target: str, asked: list[str], why: str) -> None:
+    for stack in installed:
         (tmp_path / f".installed-{stack}").touch()
     code, printed = make(tmp_path, target, *asked)
     assert code != 0 and why in printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f".installed-{stack}" for stack in held]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".installed-{stack}" for stack in installed]
 
 
 @pytest.mark.parametrize("stack", ["cpu", "gpu"], ids=["the cpu lock", "the gpu lock"])

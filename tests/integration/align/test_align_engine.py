@@ -67,9 +67,9 @@ def sample(folder: Path, scheme_name: str, prompts: list[list[int]], max_tokens:
     length = max(map(len, prompts)) + max_tokens
     with RolloutEngine(EngineConfig(str(folder), scheme, ("lm_head",), length, kv_cache_gib=0.25, **options)) as engine:
         engine.publish(load_policy(folder, scheme, "linears").quantize(), version=1)
-        found = engine.generate(prompts, SamplingConfig(max_tokens), seeds=list(range(len(prompts))))
+        rollout = engine.generate(prompts, SamplingConfig(max_tokens), seeds=list(range(len(prompts))))
     zeros = torch.zeros(len(prompts))
-    return Rollout(folder, scheme, make_batch(found, zeros, zeros, pad_token_id=2))
+    return Rollout(folder, scheme, make_batch(rollout, zeros, zeros, pad_token_id=2))
 
 
 def random_prompts(count: int, length: int) -> list[list[int]]:

@@ -83,9 +83,9 @@ def test_the_old_log_probs_are_the_rollouts_and_r_is_1_for_the_whole_update(trai
         for rows in batch.micro_batches(size):
             new = trainer.policy.response_log_probs(batch, rows, temperature=trainer.config.rollout.temperature)
             assert torch.equal(new.detach(), old[rows])
-    found = trainer.update(batch, old)
-    assert found["actor/skipped_steps"] == 0 and math.isfinite(found["actor/grad_norm"])
-    assert found["actor/seq_ratio_abs_dev_max"] == 0
+    update_metrics = trainer.update(batch, old)
+    assert update_metrics["actor/skipped_steps"] == 0 and math.isfinite(update_metrics["actor/grad_norm"])
+    assert update_metrics["actor/seq_ratio_abs_dev_max"] == 0
     again = trainer.policy.response_log_probs(batch, slice(0, 32), temperature=trainer.config.rollout.temperature)
     assert torch.equal(again.detach(), old)
 
@@ -94,7 +94,7 @@ def test_a_kept_set_stays_when_the_weights_move(trainer, sampled):
     """Every sampled token stays finite and gets a gradient though the nucleus of the new weights may lack it."""
     batch, _ = sampled(top_p=0.3)
     trainer.old_log_probs(batch)
-    kept = batch.sampling_mask.clone()
+    mask = batch.sampling_mask.clone()
     weight = trainer.policy.model.get_output_embeddings().weight
     before = weight.detach().clone()
     try:
@@ -104,14 +104,14 @@ def test_a_kept_set_stays_when_the_weights_move(trainer, sampled):
     finally:
         with torch.no_grad():
             weight.copy_(before)
-    assert log_probs.isfinite().all() and torch.equal(batch.sampling_mask, kept)
+    assert log_probs.isfinite().all() and torch.equal(batch.sampling_mask, mask)
     fresh, _ = sampled(top_p=0.3)
     fresh.responses = torch.where(fresh.response_mask, 7, fresh.responses)  # not what was sampled
     log_probs = trainer.old_log_probs(fresh)
     assert log_probs.isfinite().all() and fresh.outside.any()
     metrics = {"mismatch/abs_mean": 0.0, "rollout/preemptions": 0.0}
-    found, warnings = watch(trainer.config, trainer.policy, fresh, metrics)
-    assert found["mismatch/outside_kept"] == float(fresh.outside.sum())
+    mismatch, warnings = watch(trainer.config, trainer.policy, fresh, metrics)
+    assert mismatch["mismatch/outside_kept"] == float(fresh.outside.sum())
     assert [text for text in warnings if "sampled tokens are outside" in text]
 
 

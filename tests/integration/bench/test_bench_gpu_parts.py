@@ -29,9 +29,9 @@ def test_the_benchmarks_arguments_are_valid_on_both_devices(name: str) -> None:
     part = gpu_parts.PARTS[name]
     for command, device in ((part.gpu, "cuda"), (part.cpu, "cpu")):
         if command is not None:
-            kind, *given = command.format(report="f/report.json").split()[2:]
-            found = (kernels if kind == "kernels" else steps).Arguments.parse(kind, given)
-            assert found.device == device and found.json == Path("f/report.json")
+            kind, *options = command.format(report="f/report.json").split()[2:]
+            arguments = (kernels if kind == "kernels" else steps).Arguments.parse(kind, options)
+            assert arguments.device == device and arguments.json == Path("f/report.json")
 
 
 def runs_of(parts: Iterable[Part], folder: Path, gpus: int) -> Iterator[tuple[Part, Config]]:
@@ -48,8 +48,8 @@ def runs_of(parts: Iterable[Part], folder: Path, gpus: int) -> Iterator[tuple[Pa
 def made(tmp_path: Path) -> Path:
     for name in ("Qwen3-0.6B", "Qwen3-30B-A3B"):
         (tmp_path / name / "model").mkdir(parents=True)
-        given = ROOT / "qarl" / "bench" / "models" / name / "config.json"
-        (tmp_path / name / "model" / "config.json").write_text(given.read_text())
+        config_file = ROOT / "qarl" / "bench" / "models" / name / "config.json"
+        (tmp_path / name / "model" / "config.json").write_text(config_file.read_text())
     return tmp_path
 
 
@@ -75,17 +75,17 @@ def test_verl_takes_the_keys_of_the_parts_that_run_in_it(
     from qarl.verl.run import verl_config
 
     monkeypatch.chdir(ROOT)
-    found = {}
+    configs = {}
     for part, config in runs_of(gpu_parts.PARTS.values(), made, gpus):
         if config.backend == "verl":
             checks.refuse_unsupported(config)
-            found[part.name] = verl_config(config, on_cpu=False)
-    assert found.keys() == {"verl", "experts_verl", "ranks", "tensor_parallel", "short_30b", "whole_30b"}
-    short = found["short_30b"]
+            configs[part.name] = verl_config(config, on_cpu=False)
+    assert configs.keys() == {"verl", "experts_verl", "ranks", "tensor_parallel", "short_30b", "whole_30b"}
+    short = configs["short_30b"]
     assert short.data.train_batch_size == 64 and short.data.max_response_length == 2048
     assert short.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 8192
     assert short.trainer.n_gpus_per_node == gpus and not short.trainer.val_before_train
-    assert found["tensor_parallel"].actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+    assert configs["tensor_parallel"].actor_rollout_ref.rollout.tensor_model_parallel_size == 2
 
 
 def test_a_random_model_has_what_a_run_needs(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ from qarl.metrics.plots import phases_of
 from qarl.quant.linear import QuantLinear
 
 
-def parse(*given: str, part: str = "steps") -> Arguments:
-    return Arguments.parse(part, ["device=cpu", *given])
+def parse(*options: str, part: str = "steps") -> Arguments:
+    return Arguments.parse(part, ["device=cpu", *options])
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +47,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made / "copy"
 
 
-def tiny(folder: Path, *given: str, part: str) -> Arguments:
+def tiny(folder: Path, *options: str, part: str) -> Arguments:
     sizes = ("prompts=2", "n=4", "prompt_length=4", "response_length=8")
-    return parse(f"model={folder}", *sizes, *given, part=part)
+    return parse(f"model={folder}", *sizes, *options, part=part)
 
 
 # Launches, with fake processes.
 
 
-def found(seconds: float, **more: Any) -> dict[str, Any]:
+def figures(seconds: float, **more: Any) -> dict[str, Any]:
     phases = {"step": seconds, "rollout": seconds / 2, "prefill": seconds / 4, "decode": seconds / 4,
               "old_log_prob": 1.0, "update": 2.0, "publish": seconds / 10}  # fmt: skip
     return {"rounds": [phases, phases], "peak_bytes": int(seconds * 2**30), "level_applied": "off",
@@ -90,7 +90,7 @@ def test_launches_take_turns_and_figures_are_medians_over_them(
 
     def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
         taken[case.scheme] = taken.get(case.scheme, 0) + 1
-        return found({"bf16": 10.0, "w8a8": 5.0}[case.scheme] * (1, 3, 2)[taken[case.scheme] - 1])
+        return figures({"bf16": 10.0, "w8a8": 5.0}[case.scheme] * (1, 3, 2)[taken[case.scheme] - 1])
 
     order, path = launches(launch), tmp_path / "sub" / "a.json"
     assert main(["steps", "device=cpu", "schemes=w8a8,bf16", "levels=off", f"json={path}"]) == 0
@@ -116,11 +116,11 @@ def test_a_case_with_wrong_numbers_gets_no_figures(
     def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
         if case.scheme == "fp8" or (case.level == "linears" and order.count(case) == 2):
             raise steps.LaunchFailed("its numbers are wrong")
-        return found(1.0)
+        return figures(1.0)
 
     order, path = launches(launch), tmp_path / "a.json"
-    given = ["schemes=bf16,w8a8,fp8", "levels=off,linears", "launches=3", f"json={path}"]
-    assert main(["steps", "device=cpu", *given]) == 1
+    options = ["schemes=bf16,w8a8,fp8", "levels=off,linears", "launches=3", f"json={path}"]
+    assert main(["steps", "device=cpu", *options]) == 1
     document = json.loads(path.read_text())
     assert {(r["scheme"], r["level"]) for r in document["results"]} == {("bf16", "off"), ("w8a8", "off")}
     assert document["failures"].keys() == {"w8a8, level linears", "fp8, level off", "fp8, level linears"}
@@ -136,7 +136,7 @@ def test_ctrl_c_keeps_the_finished_launches(
     def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
         if len(order) > 3:
             raise KeyboardInterrupt
-        return found(1.0)
+        return figures(1.0)
 
     order, path = launches(launch), tmp_path / "a.json"
     assert main(["steps", "device=cpu", "schemes=bf16,w8a8", "levels=off", f"json={path}"]) == 130

@@ -212,10 +212,10 @@ def verls(changes: dict[str, Any]) -> dict[str, Any]:
         config = quickstart(**changes)
     except ConfigError:
         config = quickstart()
-    found = {}
+    keys = {}
     for on_cpu in (True, False):
-        found |= {f"{name.removeprefix('+')} {on_cpu}": value for name, value in verl_keys(config, on_cpu).items()}
-    return found
+        keys |= {f"{name.removeprefix('+')} {on_cpu}": value for name, value in verl_keys(config, on_cpu).items()}
+    return keys
 
 
 def test_verl_is_given_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,14 +223,14 @@ def test_verl_is_given_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(VERL) | set(NOT_VERL) | set(BESIDE_VERL) == leaves()
     lost = []
     for key, (value, theirs, *more) in VERL.items():
-        given = more[0] if more else {}
-        before, after = verls({name: one for name, one in given.items() if name != key}), verls(given | {key: value})
+        others = more[0] if more else {}
+        before, after = verls({name: v for name, v in others.items() if name != key}), verls(others | {key: value})
         places = [f"{theirs} {on_cpu}" for on_cpu in (True, False)]
         if not any(place in after and after[place] != before.get(place) for place in places):
             lost.append((key, theirs))
     assert lost == []
-    for key, (value, given) in NOT_VERL.items():
+    for key, (value, others) in NOT_VERL.items():
         with pytest.raises(UserError):
-            refuse_unsupported(quickstart(**given | {key: value}))
+            refuse_unsupported(quickstart(**others | {key: value}))
     threads = {worker_environment(quickstart(**{"trainer.num_threads": n}), True)["OMP_NUM_THREADS"] for n in (1, 3)}
     assert threads == {"1", "3"}

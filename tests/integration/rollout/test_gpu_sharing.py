@@ -61,10 +61,10 @@ def config(**more: Any) -> EngineConfig:
 
 @pytest.fixture
 def memory(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def of(free: float, total: float, held: float) -> None:
+    def of(free: float, total: float, allocated: float) -> None:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * GIB), int(total * GIB)))
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: int(held * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: int(allocated * GIB))
 
     return of
 
@@ -73,7 +73,7 @@ def test_an_engine_is_not_started_without_room(memory: Any, monkeypatch: pytest.
     """Before vLLM, in the first start and in a rebuild. The refusal names a share that is free."""
     memory(free=30.7, total=80, held=47)
     check_free_memory(0.38)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **given: pytest.fail("vLLM was started")))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **arguments: pytest.fail("vLLM was started")))
     engine = object.__new__(RolloutEngine)
     engine.config = config(gpu_memory_utilization=0.5)
     message = r"(?s)40\.0 GiB.*30\.7 GiB are free.*holds 47\.0 GiB of 80\.0.*utilization=0\.38"
@@ -114,11 +114,11 @@ class Receiver:
 
 @pytest.fixture
 def engine(gpu: None) -> Any:
-    found: Any = object.__new__(RolloutEngine)
-    found.config, found._asleep, found._dynamo_was_disabled = config(), False, None
-    found.llm, found.expected = SleepingLLM(), {}
-    found.receiver = Receiver(found.llm)
-    return found
+    instance: Any = object.__new__(RolloutEngine)
+    instance.config, instance._asleep, instance._dynamo_was_disabled = config(), False, None
+    instance.llm, instance.expected = SleepingLLM(), {}
+    instance.receiver = Receiver(instance.llm)
+    return instance
 
 
 def test_the_engine_sleeps_once_and_wakes_with_an_empty_cache(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_pytorchs_unused_memory_is_free_before_vllm_wakes(
 def test_a_publish_and_a_rollout_wake_it_first(engine: Any) -> None:
     engine.sleep()
     engine.publish([], version=2)
-    engine.llm.generate = lambda *given, **more: engine.llm.calls.append("generate") or []
+    engine.llm.generate = lambda *arguments, **more: engine.llm.calls.append("generate") or []
     engine.llm.get_metrics = list
     engine.sleep()
     engine.generate([], SamplingConfig(4))
@@ -248,8 +248,8 @@ def test_what_is_captured_and_compiled_on_a_gpu(
     scheme: str, aligned: bool, kernels: str, asked: bool | None, graphs: bool, gpu: None
 ) -> None:
     """Nothing is compiled where the trainer follows the engine's operators, or their 8-bit activations."""
-    given = config(enforce_eager=asked, scheme=get_scheme(scheme, 32), aligned=aligned, kernels=kernels)
-    arguments = llm_arguments(given)
+    settings = config(enforce_eager=asked, scheme=get_scheme(scheme, 32), aligned=aligned, kernels=kernels)
+    arguments = llm_arguments(settings)
     assert arguments["enforce_eager"] is not graphs and arguments["enable_sleep_mode"] is True
     vllms_default = not aligned and scheme in ("bf16", "w4a16") and kernels == "engine"
     wanted = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs and not vllms_default else None

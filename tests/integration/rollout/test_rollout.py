@@ -78,9 +78,9 @@ def test_more_prompt_tokens_than_one_prefill_holds_are_sampled_with_their_seeds(
 def test_the_log_probs_are_the_sampled_tokens_though_the_likeliest_are_asked_for(published):
     seeds = list(range(16))
     plain = published.generate(PROMPTS, SamplingConfig(16), seeds)
-    found = published.generate(PROMPTS, SamplingConfig(16, top_tokens=True), seeds)
-    assert found.response_token_ids == plain.response_token_ids and found.top_token_ids != plain.response_token_ids
-    assert found.rollout_log_probs == plain.rollout_log_probs
+    rollout = published.generate(PROMPTS, SamplingConfig(16, top_tokens=True), seeds)
+    assert rollout.response_token_ids == plain.response_token_ids and rollout.top_token_ids != plain.response_token_ids
+    assert rollout.rollout_log_probs == plain.rollout_log_probs
 
 
 def test_prompts_that_share_a_beginning_are_each_prefilled_whole(published):

@@ -39,7 +39,7 @@ class Running(NamedTuple):
                 gate, up, down = (tensors[f"{prefix}.{expert}.{m}_proj.{leaf}"] for m in ("gate", "up", "down"))
                 each[0].setdefault(leaf, []).append(torch.cat((gate, up)))
                 each[1].setdefault(leaf, []).append(down)
-        return tuple({leaf: torch.stack(found) for leaf, found in stack.items()} for stack in each)
+        return tuple({leaf: torch.stack(experts) for leaf, experts in stack.items()} for stack in each)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("bf16", marks=pytest.mark.slow), "w4a16", "w8a8", "fp8"])
@@ -67,13 +67,13 @@ def test_after_a_publish_it_is_a_freshly_started_vllm(running: Running, tmp_path
 def test_layerwise_reload_of_experts_is_the_direct_write(running: Running) -> None:
     """And it can be followed by direct writes."""
     engine = running.engine
-    found = []
+    tokens = []
     for direct in (True, False, True):
         (engine.receiver,) = engine.llm.collective_rpc(_make_receiver, args=(engine.expected, direct))
         for version, tensors in enumerate((running.second, running.first)):
             engine.publish(tensors.items(), version=version)
-            found.append(greedy(engine))
-    assert found[2:4] == found[4:6] == found[:2] and found[0] != found[1]
+            tokens.append(greedy(engine))
+    assert tokens[2:4] == tokens[4:6] == tokens[:2] and tokens[0] != tokens[1]
 
 
 def test_a_shared_expert_beside_them(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_a_shared_expert_beside_them(tmp_path: Path) -> None:
         for version, seed in enumerate((2, 3)):
             tensors = wire_tensors(folder, scheme, noise_seed=seed)
             engine.publish(tensors.items(), version=version)
-        found = greedy(engine)
+        tokens = greedy(engine)
     saved = save_checkpoint(tmp_path / "export", folder, scheme, tensors)
-    assert found == greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
+    assert tokens == greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
 
 
 class Call(NamedTuple):
@@ -102,7 +102,7 @@ class Call(NamedTuple):
 def calls(running: Running, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """What goes into and comes out of the experts of each layer."""
     running.engine.publish(running.first.items(), version=1)
-    found: list[Call] = []
+    recorded: list[Call] = []
     for number, block in enumerate(running.engine.model().model.layers):  # type: ignore[union-attr, arg-type]  # vLLM's
         experts: Any = block.mlp.experts.routed_experts.quant_method.moe_kernel.fused_experts
         chosen: list[Any] = []
@@ -114,12 +114,12 @@ def calls(running: Running, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         def apply(hidden_states: Any, number: int = number, chosen: Any = chosen, apply: Any = experts.apply, **k: Any):
             x = hidden_states.clone()
             y = apply(hidden_states=hidden_states, **k)
-            found.append(Call(number, x, *chosen[-1], y.clone()))
+            recorded.append(Call(number, x, *chosen[-1], y.clone()))
             return y
 
         monkeypatch.setattr(experts, "_select_experts", select)
         monkeypatch.setattr(experts, "apply", apply)
-    return found
+    return recorded
 
 
 def test_experts_are_the_trainers_function_and_float64(running: Running, calls: list[Call]) -> None:
@@ -149,4 +149,4 @@ def test_the_routing_is_returned(running: Running, calls: list[Call]) -> None:
         assert torch.equal(routed[:, layer].int(), ids[: len(routed)])
     many = running.engine.generate(PROMPTS, SamplingConfig(5, temperature=0.0, ignore_eos=True)).routed_experts
     assert many is not None and len(many) == len(PROMPTS) and torch.equal(many[0], routed)
-    assert len({tuple(found.flatten().tolist()) for found in many}) > 1
+    assert len({tuple(routing.flatten().tolist()) for routing in many}) > 1

@@ -77,10 +77,10 @@ class Executor:
                 errors.append(error)
 
         threads = [threading.Thread(target=call, args=(worker,)) for worker in self.workers]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(30)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
         self.left_over += max(len(errors) - 1, 0)
         if errors:
             raise errors[0]
@@ -114,16 +114,16 @@ def trainer(executor: Executor, tensors: Any, **options: Any) -> QaRLTrainerTran
 
 
 def break_once(worker: OneWorker) -> None:
-    found = worker.weight_transfer_engine.receiver
-    take = found._take
+    receiver = worker.weight_transfer_engine.receiver
+    take = receiver._take
 
     def failing(name: str, tensor: Any) -> None:
         if name == COMMIT:
-            found._take = take
+            receiver._take = take
             raise MemoryError("no memory")
         take(name, tensor)
 
-    found._take = failing
+    receiver._take = failing
 
 
 def version(worker: OneWorker) -> int | None:

@@ -92,6 +92,6 @@ def test_another_release_is_refused_before_its_model_is_looked_at(
 
 def test_caches_are_found_however_they_are_nested() -> None:
     a, b, c = (torch.zeros(1) for _ in range(3))
-    found = vllm_versions.kv_cache_tensors([a, (b,), {"c": [c]}, None, []])
-    assert [id(tensor) for tensor in found] == [id(a), id(b), id(c)]
+    caches = vllm_versions.kv_cache_tensors([a, (b,), {"c": [c]}, None, []])
+    assert [id(tensor) for tensor in caches] == [id(a), id(b), id(c)]
     assert vllm_versions.kv_cache_tensors(None) == [] and vllm_versions.kv_cache_tensors(a)[0] is a

@@ -167,12 +167,12 @@ def test_openr1_layout_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_evaluation_sets_keep_duplicates_and_count_them(tmp_path: Path) -> None:
-    one = write_jsonl(tmp_path / "1.jsonl", [{"problem": p, "answer": 1} for p in ("p?", "q?", "P ?")])
-    two = write_jsonl(tmp_path / "2.jsonl", [{"problem": p, "answer": 1} for p in ("q?", "r?")])
-    arguments = ["--sets", "aime24", "minerva", "--file", f"aime24={one}", "--file", f"minerva={two}"]
+    first = write_jsonl(tmp_path / "1.jsonl", [{"problem": p, "answer": 1} for p in ("p?", "q?", "P ?")])
+    second = write_jsonl(tmp_path / "2.jsonl", [{"problem": p, "answer": 1} for p in ("q?", "r?")])
+    arguments = ["--sets", "aime24", "minerva", "--file", f"aime24={first}", "--file", f"minerva={second}"]
     assert evaluate(tmp_path / "eval", *arguments, "--samples", "minerva=4") == 0
     rows = {name: pq.read_table(tmp_path / "eval" / f"{name}.parquet").to_pylist() for name in ("aime24", "minerva")}
-    assert [len(found) for found in rows.values()] == [3, 2]
+    assert [len(table) for table in rows.values()] == [3, 2]
     assert {row["__rollout_n__"] for row in rows["aime24"]} == {32}
     assert {row["__rollout_n__"] for row in rows["minerva"]} == {4}
     assert {row["data_source"] for row in rows["minerva"]} == {"minerva"}

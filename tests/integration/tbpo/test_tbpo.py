@@ -200,9 +200,9 @@ def test_micro_batches_sum_to_the_whole() -> None:
     parts, part_statistics = [], []
     for rows in (slice(0, 1), slice(1, 12), slice(12, 48)):  # row 0 is empty: a micro-batch without any valid token
         part = {name: tensor[rows] for name, tensor in batch.items()}
-        loss, one = tbpo_loss(config=config, global_batch_size=count, **part)
+        loss, part_metrics = tbpo_loss(config=config, global_batch_size=count, **part)
         parts.append(loss)
-        part_statistics.append(one)
+        part_statistics.append(part_metrics)
     total = torch.stack(parts).sum()
     torch.testing.assert_close(total, whole)
     torch.testing.assert_close(gradient(total, batch["log_prob"]), gradient(whole, batch["log_prob"]))

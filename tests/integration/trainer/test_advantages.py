@@ -73,8 +73,8 @@ def test_each_estimator_is_its_formula_in_both_backends(choice: str, backend: st
         "dr_grpo": centred.flatten(),
         "reinforce": whitened(rewards, lengths),
     }[choice]
-    found = step_advantages(config, rewards, lengths) if backend == "local" else on_verl(config, rewards, lengths)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-5)
+    advantages = step_advantages(config, rewards, lengths) if backend == "local" else on_verl(config, rewards, lengths)
+    torch.testing.assert_close(advantages.double(), expected, rtol=2e-5, atol=1e-5)
 
 
 def on_verl(config: Any, rewards: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -92,7 +92,7 @@ def on_verl(config: Any, rewards: torch.Tensor, lengths: list[int]) -> torch.Ten
     ids = np.array([str(i // 2) for i in range(len(lengths))], dtype=object)
     tensors = {"token_level_rewards": scores, "response_mask": mask, "old_log_probs": mask}
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": ids})
-    found = compute_advantage_for_multi_trajectories(
+    batch = compute_advantage_for_multi_trajectories(
         data,
         batch_keys=[f"{i // 2}_{i % 2}_0" for i in range(len(lengths))],
         adv_estimator=keys["algorithm.adv_estimator"],
@@ -100,13 +100,13 @@ def on_verl(config: Any, rewards: torch.Tensor, lengths: list[int]) -> torch.Ten
         num_repeat=2,
         config=AlgoConfig(adv_estimator=keys["algorithm.adv_estimator"], gamma=1.0),
     )
-    return found.batch["advantages"][:, 0]
+    return batch.batch["advantages"][:, 0]
 
 
 @pytest.mark.verl
 def test_an_empty_response_has_no_whitened_advantage() -> None:
     config = run_config("reinforce", {})
-    found = step_advantages(config, torch.tensor([1.0, 0.0, 1.0, 0.5]), [2, 0, 1, 3])
+    advantages = step_advantages(config, torch.tensor([1.0, 0.0, 1.0, 0.5]), [2, 0, 1, 3])
     expected = whitened(torch.tensor([1.0, 0.0, 1.0, 0.5]), [2, 0, 1, 3])
     expected[1] = 0.0
-    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(advantages.double(), expected, rtol=2e-5, atol=1e-5)

@@ -71,9 +71,9 @@ def test_small_gradients_survive_and_are_those_of_fp32(pristine_model, tmp_path)
     for scale in (1.0, FIRST):
         trainer = trainer_for(pristine_model, tmp_path)
         trainer.optimizer.loss_scale.scale = scale
-        found = gradient(trainer, batch)
-        assert found.keys() == truth.keys() and all(value.dtype == torch.float32 for value in found.values())
-        difference = sum(float((found[name] - truth[name]).square().sum()) for name in truth)
+        gradients = gradient(trainer, batch)
+        assert gradients.keys() == truth.keys() and all(value.dtype == torch.float32 for value in gradients.values())
+        difference = sum(float((gradients[name] - truth[name]).square().sum()) for name in truth)
         errors[scale] = math.sqrt(difference / sum(float(value.square().sum()) for value in truth.values()))
     assert errors[FIRST] < 0.02 < 0.1 < errors[1.0]
 

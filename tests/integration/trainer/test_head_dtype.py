@@ -34,34 +34,34 @@ def policy(folder: Any, head_dtype: str, **more: Any) -> Policy:
 
 
 def batch() -> Batch:
-    zeros = [[0.0] * len(one) for one in TOKENS]
+    zeros = [[0.0] * len(tokens) for tokens in TOKENS]
     rollout = RolloutBatch([[5, 6]] * 3, TOKENS, zeros, ["stop"] * 3, weight_version=0)
     return make_batch(rollout, torch.zeros(3), torch.zeros(3), pad_token_id=0)
 
 
-def float64_log_probs(made: Policy, given: Batch) -> torch.Tensor:
+def float64_log_probs(made: Policy, batch: Batch) -> torch.Tensor:
     """The log-probs of the model's hidden states, with lm_head and softmax in FP64."""
     hidden: list[torch.Tensor] = []
     head = made.model.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0][0]))
-    found = []
+    log_probs = []
     for prompt, tokens in zip([[5, 6]] * 3, TOKENS, strict=True):
         made.model(input_ids=torch.tensor([prompt + tokens]), use_cache=False)
         logits = hidden.pop().double() @ head.weight.double().T
         chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        found.append(chosen)
+        log_probs.append(chosen)
     hook.remove()
-    return torch.cat(found)
+    return torch.cat(log_probs)
 
 
 @torch.no_grad()
 def test_fp32_log_probs_are_those_of_float64_and_bf16_ones_are_not(folder):
-    given = batch()
-    expected = float64_log_probs(policy(folder, "model"), given)
+    responses = batch()
+    expected = float64_log_probs(policy(folder, "model"), responses)
     errors = {}
     for name in ("model", "fp32"):
-        found = policy(folder, name).response_log_probs(given, slice(0, 3), temperature=1.0)
-        errors[name] = float((found[given.response_mask].double() - expected).abs().max())
+        log_probs = policy(folder, name).response_log_probs(responses, slice(0, 3), temperature=1.0)
+        errors[name] = float((log_probs[responses.response_mask].double() - expected).abs().max())
     assert errors["fp32"] < 2e-6 < 1e-4 < errors["model"]
 
 
@@ -103,10 +103,10 @@ def test_the_engine_samples_from_fp32_logits(folder):
         ) as engine:
             engine.publish(made.quantize(), version=0)
             rollout = engine.generate([[5, 6, 7 + i] for i in range(6)], SamplingConfig(12), list(range(6)))
-        given = make_batch(rollout, torch.zeros(6), torch.zeros(6), pad_token_id=0)
+        responses = make_batch(rollout, torch.zeros(6), torch.zeros(6), pad_token_id=0)
         for other in ("fp32", "model"):
             with torch.no_grad():
-                own = policy(folder, other, align="exact").response_log_probs(given, slice(0, 6), temperature=1.0)
-            largest[name, other] = float((own - given.rollout_log_probs)[given.response_mask].abs().max())
+                own = policy(folder, other, align="exact").response_log_probs(responses, slice(0, 6), temperature=1.0)
+            largest[name, other] = float((own - responses.rollout_log_probs)[responses.response_mask].abs().max())
     assert largest["model", "model"] < 1e-3 and largest["fp32", "fp32"] < 5e-6
     assert min(largest["fp32", "model"], largest["model", "fp32"]) > 1e-4

@@ -62,13 +62,13 @@ def trainer_for(folder: Path, tmp_path: Path, *keys: str) -> Any:
 
 
 def updates(trainer: Any, count: int) -> list[dict[str, float]]:
-    found, batch = [], four_responses()
+    metrics, batch = [], four_responses()
     for _ in range(count):
         old = trainer.old_log_probs(batch)
         if trainer.reference is not None:
             batch.reference_log_probs = trainer.reference.batch_log_probs(batch, trainer.config)
-        found.append(trainer.update(batch, old))
-    return found
+        metrics.append(trainer.update(batch, old))
+    return metrics
 
 
 @pytest.mark.verl

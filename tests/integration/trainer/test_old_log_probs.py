@@ -51,11 +51,11 @@ def test_when_the_next_step_skips(events, skips):
 
 
 def test_nan_and_the_last_bit_are_differences_and_padding_is_not():
-    one = torch.tensor([[-1.0, -2.0, -3.0]])
+    log_probs = torch.tensor([[-1.0, -2.0, -3.0]])
     mask = torch.tensor([[True, True, False]])
-    assert differing_tokens(one, one + torch.tensor([[0.0, 0.0, 1.0]]), mask) == 0
-    assert differing_tokens(one, torch.nextafter(one, torch.zeros(1)), mask) == 2
-    assert differing_tokens(one, one * torch.tensor([[float("nan"), 1.0, 1.0]]), mask) == 1
+    assert differing_tokens(log_probs, log_probs + torch.tensor([[0.0, 0.0, 1.0]]), mask) == 0
+    assert differing_tokens(log_probs, torch.nextafter(log_probs, torch.zeros(1)), mask) == 2
+    assert differing_tokens(log_probs, log_probs * torch.tensor([[float("nan"), 1.0, 1.0]]), mask) == 1
 
 
 class Steps(LocalTrainer):
@@ -98,7 +98,7 @@ def responses(step: int) -> Batch:
     """Eight responses of one to five tokens."""
     draw = torch.Generator().manual_seed(step)
     tokens = [torch.randint(3, 60, (1 + row % 5,), generator=draw).tolist() for row in range(PROMPTS * N)]
-    zeros = [[0.0] * len(one) for one in tokens]
+    zeros = [[0.0] * len(response) for response in tokens]
     rollout = RolloutBatch([[5, 6]] * len(tokens), tokens, zeros, ["stop"] * len(tokens), weight_version=step)
     return make_batch(rollout, torch.zeros(8), torch.tensor([1.0, -1.0] * 4), pad_token_id=0)
 
@@ -107,22 +107,22 @@ def run(folder, tmp_path, *keys: str, steps: int = 4, spoil: Any = ()) -> tuple[
     """A trainer after `steps` steps, their metrics and their messages."""
     trainer = Steps(folder, config(tmp_path, *KEYS, "optim.lr=1e-3", "optim.master_dtype=fp32", *keys))
     trainer.spoil = dict(spoil)
-    found, said = [], []
+    metrics, said = [], []
     for _ in range(steps):
-        found.append(trainer.train_step())
+        metrics.append(trainer.train_step())
         said.append([text for text in trainer.warnings if "old_log_probs" in text])
-    return trainer, found, said
+    return trainer, metrics, said
 
 
 def column(metrics: list[dict[str, float]], name: str) -> list[float | None]:
-    return [one.get(f"old_log_probs/{name}") for one in metrics]
+    return [entry.get(f"old_log_probs/{name}") for entry in metrics]
 
 
-def same_training(one: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
+def same_training(first: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
     """Whether two runs logged the same numbers, but for the seconds and for what they checked."""
     checks = ("old_log_probs/", "mismatch/", "publish/")
-    trained = [{key: v for key, v in step.items() if not key.startswith(checks)} for step in (*one, *other)]
-    return trained[: len(one)] == trained[len(one) :]
+    trained = [{key: v for key, v in step.items() if not key.startswith(checks)} for step in (*first, *other)]
+    return trained[: len(first)] == trained[len(first) :]
 
 
 def test_auto_skips_the_pass_and_trains_the_same_bits(pristine_model, tmp_path):
@@ -133,7 +133,7 @@ def test_auto_skips_the_pass_and_trains_the_same_bits(pristine_model, tmp_path):
     assert column(metrics, "from_rollout") == [0, 1, 1, 1]
     assert column(metrics, "checked_frac") == [1, 0.75, 0.75, 0.75]
     assert column(metrics, "find_prob") == [None, 0.5, 0.5, 0.5]
-    assert [one["mismatch/abs_max"] for one in metrics] == [0.0] * 4
+    assert [entry["mismatch/abs_max"] for entry in metrics] == [0.0] * 4
     assert len(said[0]) == 1 and not any(said[1:])
     whole, expected, _ = run(pristine_model, tmp_path / "whole", "actor.old_log_probs=recompute")
     assert whole.passes == [8] * 4 and same_training(metrics, expected)
@@ -177,7 +177,7 @@ def test_rollout_takes_the_rollouts_log_probs_and_measures_them(pristine_model, 
     assert trainer.passes == [8] and column(metrics, "recomputed") == [1, 0, 0]
     assert column(metrics, "from_rollout") == [1, 1, 1], "the first pass only measures"
     assert column(metrics, "checked_frac") == [1, 0.5, 0.5] and column(metrics, "fallback") == [0] * 3
-    assert all(one["mismatch/abs_max"] > 0 for one in metrics)
+    assert all(entry["mismatch/abs_max"] > 0 for entry in metrics)
     batch = responses(0)
     batch.rollout_log_probs[batch.response_mask] = -3.0
     trainer.source.compute = lambda batch, only: torch.zeros_like(batch.rollout_log_probs)

@@ -53,10 +53,10 @@ ALSO = {"seq_clip_ratio_low": {"positive_band": "two_sided"}, "band_reference_le
 
 def test_every_key_reaches_its_consumer(tmp_path: Path) -> None:
     assert set(OTHER) == set(RUN_KEYS)
-    given = {"output_dir": str(tmp_path), "use_cpu": True, "max_completion_length": 8}
+    base = {"output_dir": str(tmp_path), "use_cpu": True, "max_completion_length": 8}
     for key, value in OTHER.items():
         name = RUN_KEYS[key]
-        args = QaRLConfig(**given | ALSO.get(name, {}) | {name: value})
+        args = QaRLConfig(**base | ALSO.get(name, {}) | {name: value})
         config = run_config(args, "model", 8).model_dump()
         section, _, leaf = key.rpartition(".")
         assert (config[section] if section else config)[leaf] == value, key
@@ -67,8 +67,8 @@ def test_every_key_reaches_its_consumer(tmp_path: Path) -> None:
 def test_its_own_fields_have_qarls_defaults() -> None:
     for key, name in RUN_KEYS.items():
         if name not in GRPOConfig.__dataclass_fields__:
-            found = QaRLConfig.__dataclass_fields__[name]
-            default = found.default if found.default_factory is MISSING else found.default_factory()
+            field = QaRLConfig.__dataclass_fields__[name]
+            default = field.default if field.default_factory is MISSING else field.default_factory()
             assert default == default_values()[key], key
     args = {name: QaRLConfig.__dataclass_fields__[name].default for name in ("loss_type", "bf16")}
     assert args == {"loss_type": "tbpo", "bf16": False}

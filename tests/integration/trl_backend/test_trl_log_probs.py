@@ -43,12 +43,12 @@ def test_log_probs_and_entropies_are_trls(pristine_model: Path) -> None:
     )
     policy = Policy(models[1], get_scheme("bf16"), (), align="off")
     batch = as_batch(ids, mask, keep)
-    found, found_entropies = log_probs_of_rows(policy, batch, slice(0, 3), temperature=temperature, entropies=True)
+    log_probs, our_entropies = log_probs_of_rows(policy, batch, slice(0, 3), temperature=temperature, entropies=True)
     valid = mask[:, -keep:].bool()
-    torch.testing.assert_close(found[valid], expected[valid], rtol=0, atol=2e-6)
-    assert found_entropies is not None
-    torch.testing.assert_close(found_entropies[valid], entropies[valid], rtol=0, atol=2e-6)
-    assert not found[~valid].any()
+    torch.testing.assert_close(log_probs[valid], expected[valid], rtol=0, atol=2e-6)
+    assert our_entropies is not None
+    torch.testing.assert_close(our_entropies[valid], entropies[valid], rtol=0, atol=2e-6)
+    assert not log_probs[~valid].any()
 
 
 def test_micro_batches_do_not_change_the_bits(pristine_model: Path) -> None:

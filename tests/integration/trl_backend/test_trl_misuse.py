@@ -48,11 +48,11 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def build(model: Any, folder: Path, data: Any = DATA, arguments: dict[str, Any] | None = None, **settings: Any) -> Any:
     sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 16}
     kv_cache = {"quant_group_size": 32, "vllm_cpu_kvcache_space_gib": 0.25}
-    given = {"output_dir": str(folder), "report_to": "none", "use_cpu": True, "max_steps": 1, **sizes, **kv_cache}
+    base = {"output_dir": str(folder), "report_to": "none", "use_cpu": True, "max_steps": 1, **sizes, **kv_cache}
     return QaRLTrainer(
         model=model if isinstance(model, torch.nn.Module) else str(model),
         reward_funcs=reward,
-        args=QaRLConfig(**given | settings),
+        args=QaRLConfig(**base | settings),
         train_dataset=data,
         **(arguments or {}),
     )
@@ -160,6 +160,6 @@ def test_a_model_is_refused(model: Path, tmp_path: Path, broken: str, words: str
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32 if broken == "fp32" else "bfloat16")
     if broken == "from a config":
         loaded.config._name_or_path = ""
-    given = tmp_path / "nowhere" if broken == "missing" else loaded
+    source = tmp_path / "nowhere" if broken == "missing" else loaded
     with pytest.raises(UserError, match=words):
-        build(given, tmp_path)
+        build(source, tmp_path)

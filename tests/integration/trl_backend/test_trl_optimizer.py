@@ -69,7 +69,7 @@ def test_a_saved_state_continues_bit_for_bit() -> None:
     run(resumed, again, range(3, 6))
     assert all(torch.equal(p, again[name]) for name, p in named.items())
     pairs = zip(optimizer.state.values(), resumed.state.values(), strict=True)
-    assert all(torch.equal(one["master"], other["master"]) for one, other in pairs)
+    assert all(torch.equal(ours["master"], other["master"]) for ours, other in pairs)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
@@ -82,4 +82,4 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     optimizer.step()
     assert all(torch.equal(p, before[1][name]) for name, p in named.items())
     pairs = zip(before[0]["state"].values(), optimizer.state_dict()["state"].values(), strict=True)
-    assert all(torch.equal(one["exp_avg"], other["exp_avg"]) and one["step"] == other["step"] for one, other in pairs)
+    assert all(torch.equal(old["exp_avg"], new["exp_avg"]) and old["step"] == new["step"] for old, new in pairs)

@@ -21,17 +21,17 @@ def rollouts() -> tuple[Rollouts, torch.nn.Linear, list[int]]:
 
 
 def test_weights_are_published_when_the_step_or_the_weights_have_changed() -> None:
-    found, model, published = rollouts()
-    found.publish(0)
-    found.publish(0)
+    publisher, model, published = rollouts()
+    publisher.publish(0)
+    publisher.publish(0)
     assert published == [0]
     with torch.no_grad():
         model.weight.add_(1)  # as transformers does when it loads the best checkpoint
-    found.publish(0)
-    found.publish(1)
+    publisher.publish(0)
+    publisher.publish(1)
     assert published == [0, 0, 1]
-    found.engine.stale = True
-    found.publish(1)
+    publisher.engine.stale = True
+    publisher.publish(1)
     assert published == [0, 0, 1, 1]
 
 
@@ -41,9 +41,9 @@ def trainer(index: int = 0, *, training: bool = True) -> Any:
 
 
 def test_seeds_differ_by_process_and_call_and_do_not_depend_on_evaluations() -> None:
-    one, with_evaluation, other = (rollouts()[0] for _ in range(3))
+    without_evaluation, with_evaluation, other = (rollouts()[0] for _ in range(3))
     with_evaluation._seeds(trainer(training=False), 5, 4)
-    first, again = one._seeds(trainer(), 5, 4), one._seeds(trainer(), 5, 4)
+    first, again = without_evaluation._seeds(trainer(), 5, 4), without_evaluation._seeds(trainer(), 5, 4)
     assert with_evaluation._seeds(trainer(), 5, 4) == first
-    seeds = [*first, *again, *other._seeds(trainer(1), 5, 4), *one._seeds(trainer(), 6, 4)]
+    seeds = [*first, *again, *other._seeds(trainer(1), 5, 4), *without_evaluation._seeds(trainer(), 6, 4)]
     assert len(set(seeds)) == 16

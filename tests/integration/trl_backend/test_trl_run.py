@@ -41,20 +41,20 @@ def small_runs(pristine_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_a_run_has_no_mismatch_and_moves_the_weights() -> None:
-    (found,) = trl_cpu.run({"max_steps": 3, "gradient_checkpointing": True})
-    assert found["level"] == "exact" and len(set(found["digests"].values())) > 1
-    assert len(found["history"]) == 3 and max(one["mismatch/abs_max"] for one in found["history"]) == 0
-    assert all("actor/inside_band_frac" in one and "entropy" in one for one in found["history"])
-    assert found["history"][0]["publish/mbytes"] > 0
+    (row,) = trl_cpu.run({"max_steps": 3, "gradient_checkpointing": True})
+    assert row["level"] == "exact" and len(set(row["digests"].values())) > 1
+    assert len(row["history"]) == 3 and max(entry["mismatch/abs_max"] for entry in row["history"]) == 0
+    assert all("actor/inside_band_frac" in entry and "entropy" in entry for entry in row["history"])
+    assert row["history"][0]["publish/mbytes"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "sapo"])
 def test_trls_losses_run_on_quantized_rollouts(loss_type: str) -> None:
-    (found,) = trl_cpu.run({"max_steps": 2, "loss_type": loss_type, "beta": 0.01 if loss_type == "grpo" else 0.0})
-    assert [one["mismatch/abs_max"] for one in found["history"]] == [0.0, 0.0]
+    (row,) = trl_cpu.run({"max_steps": 2, "loss_type": loss_type, "beta": 0.01 if loss_type == "grpo" else 0.0})
+    assert [entry["mismatch/abs_max"] for entry in row["history"]] == [0.0, 0.0]
     if loss_type == "grpo":  # the reference is quantized too, so it is the policy before the first update
-        assert found["history"][0]["kl"] == 0.0
+        assert row["history"][0]["kl"] == 0.0
 
 
 @pytest.mark.slow
@@ -64,8 +64,8 @@ def test_accumulated_gradients_train_as_one_batch_does() -> None:
     halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
     (whole,) = trl_cpu.run(steps | {"gradient_accumulation_steps": 2, "steps_per_generation": 2})
     (parts,) = trl_cpu.run(steps | halves)
-    for one, other in zip(whole["history"], parts["history"], strict=True):
-        assert one["mismatch/abs_max"] == other["mismatch/abs_max"] == 0.0
+    for entry, other in zip(whole["history"], parts["history"], strict=True):
+        assert entry["mismatch/abs_max"] == other["mismatch/abs_max"] == 0.0
     first, same = whole["history"][0], parts["history"][0]
     assert first["reward"] == same["reward"]
     assert same["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
@@ -86,30 +86,30 @@ def test_what_is_saved_is_what_was_published(tmp_path: Path) -> None:
 def test_a_run_with_evaluations() -> None:
     settings = {"max_steps": 4, "per_device_eval_batch_size": 8, "num_generations_eval": 4}
     (watched,) = trl_cpu.run(settings | {"eval_strategy": "steps", "eval_steps": 2})
-    assert [one["step"] for one in watched["evaluations"]] == [2, 4]
-    assert all(one["eval_reward"] > 0 for one in watched["evaluations"])
-    assert [one["mismatch/abs_max"] for one in watched["history"]] == [0.0] * 4
+    assert [entry["step"] for entry in watched["evaluations"]] == [2, 4]
+    assert all(entry["eval_reward"] > 0 for entry in watched["evaluations"])
+    assert [entry["mismatch/abs_max"] for entry in watched["history"]] == [0.0] * 4
     assert len(set(watched["digests"].values())) == 4
 
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit() -> None:
-    found = trl_cpu.resumed()
-    assert all(found["digests_equal"]) and found["masters_equal"] and found["metrics_equal"], found
+    row = trl_cpu.resumed()
+    assert all(row["digests_equal"]) and row["masters_equal"] and row["metrics_equal"], row
 
 
 @pytest.mark.slow
 def test_two_processes_publish_the_same() -> None:
-    found = trl_cpu.two_processes()
-    assert found["digests_equal"] and found["masters_equal"] and found["abs_max"] == 0
+    row = trl_cpu.two_processes()
+    assert row["digests_equal"] and row["masters_equal"] and row["abs_max"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / "models/tiny-qwen3").is_dir(), reason="needs `make model`")
 def test_the_example_runs(tmp_path: Path) -> None:
-    given = ["max_steps=2", "per_device_train_batch_size=8", f"output_dir={tmp_path}"]
+    arguments = ["max_steps=2", "per_device_train_batch_size=8", f"output_dir={tmp_path}"]
     run = subprocess.run(
-        [sys.executable, "examples/trl_addition.py", *given], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "examples/trl_addition.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "'mismatch/abs_max': '0'" in run.stdout

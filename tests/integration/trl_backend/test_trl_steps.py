@@ -52,15 +52,15 @@ class Engine:
                 stack.enter_context(engine_arithmetic(policy.model))
                 stack.enter_context(published_forward(policy.model, policy.scheme, policy.ignore))
             attentions = [layer.self_attn for layer in policy.model.model.layers]
-            for one in attentions:
-                one.scaling *= self.wrong
+            for attention in attentions:
+                attention.scaling *= self.wrong
             for prompt, response in zip(prompts, responses, strict=True):
                 ids = torch.tensor([prompt + response])
                 batch = as_batch(ids, torch.ones_like(ids), TOKENS)
-                found, _ = log_probs_of_rows(policy, batch, slice(0, 1), temperature=1.0, entropies=False)
-                log_probs.append(found[0].tolist())
-            for one in attentions:
-                one.scaling /= self.wrong
+                values, _ = log_probs_of_rows(policy, batch, slice(0, 1), temperature=1.0, entropies=False)
+                log_probs.append(values[0].tolist())
+            for attention in attentions:
+                attention.scaling /= self.wrong
         return SimpleNamespace(prompt_token_ids=prompts, response_token_ids=responses, rollout_log_probs=log_probs)
 
 
@@ -89,7 +89,7 @@ def build(
     model: Path, folder: Path, monkeypatch: Any, rewards: Any = length, wrong: float = 1.0, **settings: Any
 ) -> QaRLTrainer:
     monkeypatch.setattr(trainer, "RolloutEngine", Engine)
-    given = {
+    base = {
         "output_dir": str(folder),
         "report_to": "none",
         "use_cpu": True,
@@ -101,7 +101,7 @@ def build(
         "gradient_checkpointing": False,
         "save_strategy": "no",
     }
-    made = QaRLTrainer(str(model), rewards, QaRLConfig(**given | settings), DATA)
+    made = QaRLTrainer(str(model), rewards, QaRLConfig(**base | settings), DATA)
     made.engine.policy, made.engine.wrong = made.policy, wrong
     return made
 

@@ -79,8 +79,8 @@ def test_the_reward_of_verl_has_the_limit_and_the_checks(tmp_path: Path) -> None
         "def plain(data_source, solution_str, ground_truth, extra_info): return 1\n"
     )
     arguments = {"data_source": "sums", "solution_str": "x", "ground_truth": "1", "extra_info": {}}
-    found = (("ends", "raised SystemExit", 60), ("nan", "returned nan", 60), ("loops", "timeout_s=0.3", 0.3))
-    for name, problem, limit in found:
+    cases = (("ends", "raised SystemExit", 60), ("nan", "returned nan", 60), ("loops", "timeout_s=0.3", 0.3))
+    for name, problem, limit in cases:
         judged = arguments | {"function": f"{file}:{name}", "timeout_s": limit}
         error = in_a_thread(lambda judged=judged: score(**judged))
         assert isinstance(error, UserError) and problem in str(error) and "'sums'" in str(error)

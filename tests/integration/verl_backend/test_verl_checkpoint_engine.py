@@ -45,7 +45,7 @@ class InThreads:
 
     def publish(self, stream: Any, take: Any = lambda worker, name: None) -> tuple[Any, list[Any]]:
         """As verl's manager: it calls `finalize` only if there was no error. Returns the errors of both sides."""
-        metadata = [one.prepare() for one in (self.master, *self.workers)]
+        metadata = [engine.prepare() for engine in (self.master, *self.workers)]
         actor, rollout = QaRLCheckpointEngine.build_topology(1, len(self.workers), metadata)
         self.master.init_process_group(**{key: value[0] for key, value in actor.items()})
         errors: list[Any] = [None] * len(self.workers)
@@ -62,18 +62,18 @@ class InThreads:
                 errors[number] = error
 
         threads = [threading.Thread(target=receive, args=(number,)) for number in range(len(self.workers))]
-        for one in threads:
-            one.start()
+        for thread in threads:
+            thread.start()
         error = None
         try:
             asyncio.run(self.master.send_weights(stream))
         except BaseException as caught:
             error = caught
-        for one in threads:
-            one.join(30)
+        for thread in threads:
+            thread.join(30)
         if error is None and errors == [None] * len(self.workers):
-            for one in (self.master, *self.workers):
-                one.finalize()
+            for engine in (self.master, *self.workers):
+                engine.finalize()
         return error, errors
 
 
@@ -88,7 +88,7 @@ def test_workers_say_what_they_hold_only_after_a_publish_that_was_complete_for_a
     for version, known in enumerate([False, True, True, False, True], start=1):
         fails = version == 3
         error, errors = both.publish(publication(tensors, version, outbox), *([fail] if fails else []))
-        assert isinstance(error, PeerLost) == fails and [one is None for one in errors] == [not fails] * 2
+        assert isinstance(error, PeerLost) == fails and [raised is None for raised in errors] == [not fails] * 2
         assert [COMMIT in names for names in both.taken] == [not fails] * 2
         assert outbox.tally.known == known, version
         tensors = [(name, tensor + (name == LATE)) for name, tensor in tensors]
@@ -186,11 +186,11 @@ def test_the_actor_asks_no_server_that_waits_for_its_tensors(tmp_path: Path) -> 
     """verl has both sides at work at once. The publishes take changes where they can, and one that fails in the engine
     is followed by a full one."""
     output = run_program("verl_separate.py", tmp_path)
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert len(found) == 5
-    assert [one["error"] == "" for one in found] == [True, True, False, True, True], found
-    assert "no memory" in found[2]["error"] and found[2]["version"] is None
-    assert [one["version"] for one in found if not one["error"]] == [1, 2, 4, 5]
-    assert all(one["equal"] for one in found if not one["error"])
-    assert [one["delta"] for one in found] == [False, True, True, False, True]
-    assert max(one["seconds"] for one in found) < 15, "less than the time limit of a question to the servers"
+    publishes = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert len(publishes) == 5
+    assert [entry["error"] == "" for entry in publishes] == [True, True, False, True, True], publishes
+    assert "no memory" in publishes[2]["error"] and publishes[2]["version"] is None
+    assert [entry["version"] for entry in publishes if not entry["error"]] == [1, 2, 4, 5]
+    assert all(entry["equal"] for entry in publishes if not entry["error"])
+    assert [entry["delta"] for entry in publishes] == [False, True, True, False, True]
+    assert max(entry["seconds"] for entry in publishes) < 15, "less than the time limit of a question to the servers"

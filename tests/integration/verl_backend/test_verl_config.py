@@ -326,11 +326,11 @@ def test_the_check_is_verls_own_rule() -> None:
     composed = verl_config(quickstart(), on_cpu=True)
     answers = []
     for sizes in itertools.product(*SIZES.values()):
-        given = dict(zip(SIZES, sizes, strict=True))
-        for key, value in given.items():
+        keys = dict(zip(SIZES, sizes, strict=True))
+        for key, value in keys.items():
             OmegaConf.update(composed, VERLS[key], value)
         answers.append(refused(composed))
-        assert answers[-1] == stops(composed, given["trainer.n_gpus_per_node"]), given
+        assert answers[-1] == stops(composed, keys["trainer.n_gpus_per_node"]), keys
     assert min(answers.count(True), answers.count(False)) > len(answers) // 10
 
 

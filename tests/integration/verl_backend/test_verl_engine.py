@@ -65,7 +65,7 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(checkpoints, model, rows):
     folder = checkpoints[1].parent
-    found = {}
+    by_world = {}
     for world in (1, 2):
         checkpoint = {**JOBS[3], "checkpoint": str(checkpoints[world])}
         short = {**JOBS[2], "rows": (few := short_rows()), "log_prob_micro": 8, "micro": 2}
@@ -73,17 +73,17 @@ def results(checkpoints, model, rows):
         mini = {**short, "steps": 1, "update": [shortest[rank::world] for rank in range(world)]}
         single = SINGLE_RANK_JOBS.values() if world == 1 else ()
         jobs = [*JOBS[:3], checkpoint, short, mini, *PACKED, *single]
-        found[world] = run_engine(folder, world, model, rows, jobs)
-    return found
+        by_world[world] = run_engine(folder, world, model, rows, jobs)
+    return by_world
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("job", [0, 1, 6])
 def test_loss_and_gradient_are_those_of_the_local_backend(results, local, world, job):
     """However the mini-batch is split among ranks and micro-batches."""
-    found = results[world][job]
-    assert found["loss"] == pytest.approx(local[0], rel=1e-5)
-    assert_same_gradients(found["gradients"], local[1])
+    outcome = results[world][job]
+    assert outcome["loss"] == pytest.approx(local[0], rel=1e-5)
+    assert_same_gradients(outcome["gradients"], local[1])
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -107,18 +107,18 @@ def test_without_learning_the_ratio_stays_one_though_batches_differ(results, wor
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_checkpoint_brings_back_what_was_published(results, world):
-    found = results[world][3]
-    assert not torch.equal(found["changed"]["model.norm.weight"], found["published"]["model.norm.weight"])
-    assert found["loaded"].keys() == found["published"].keys()
-    for name, tensor in found["published"].items():
-        assert torch.equal(found["loaded"][name], tensor), name
+    outcome = results[world][3]
+    assert not torch.equal(outcome["changed"]["model.norm.weight"], outcome["published"]["model.norm.weight"])
+    assert outcome["loaded"].keys() == outcome["published"].keys()
+    for name, tensor in outcome["published"].items():
+        assert torch.equal(outcome["loaded"][name], tensor), name
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_version_counts_training_steps_and_comes_back_with_a_checkpoint(results, world):
-    assert [found["version"] for found in results[world][:5]] == [1, 1, 2, 1, 2]
-    found = results[world][3]
-    assert (found["changed_version"], found["loaded_version"]) == (2, 1)
+    assert [outcome["version"] for outcome in results[world][:5]] == [1, 1, 2, 1, 2]
+    outcome = results[world][3]
+    assert (outcome["changed_version"], outcome["loaded_version"]) == (2, 1)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -134,9 +134,9 @@ def test_a_checkpoint_with_a_wrong_file_is_refused_with_the_entrys_name(results,
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("parts", ["model_extra", "model"])
 def test_parts_that_verl_was_told_to_leave_out_are_not_missed(results, world, parts):
-    found = results[world][3]["parts"][parts]
-    before, between, after = found["tensors"]
-    assert found["error"] == ""
+    outcome = results[world][3]["parts"][parts]
+    before, between, after = outcome["tensors"]
+    assert outcome["error"] == ""
     assert not torch.equal(between["model.norm.weight"], before["model.norm.weight"])
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
@@ -144,7 +144,7 @@ def test_parts_that_verl_was_told_to_leave_out_are_not_missed(results, world, pa
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_rollouts_log_probs_as_the_trainers_are_refused(results, world):
     """verl's bypass mode."""
-    assert all("rollout_correction.bypass_mode" in found["bypass"] for found in results[world])
+    assert all("rollout_correction.bypass_mode" in outcome["bypass"] for outcome in results[world])
 
 
 def test_offloading_changes_no_bit_of_an_8_bit_scheme(results):
@@ -159,8 +159,8 @@ def test_offloading_changes_no_bit_of_an_8_bit_scheme(results):
 
 def test_packed_rows_give_the_loss_of_padded_ones(results):
     """The bound on gradients is one BF16 step, as for splits: products of other sizes sum in another order."""
-    plain, found = results[1][0], single(results, "remove_padding")
-    assert found["loss"] == plain["loss"]
-    assert_same_gradients(found["gradients"], plain["gradients"])
+    plain, packed = results[1][0], single(results, "remove_padding")
+    assert packed["loss"] == plain["loss"]
+    assert_same_gradients(packed["gradients"], plain["gradients"])
     for metrics in single(results, "remove_padding_without_learning")["metrics"]:
         assert metrics["actor/seq_ratio_abs_dev_max"][0] == 0

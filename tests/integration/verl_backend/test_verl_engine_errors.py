@@ -75,19 +75,19 @@ def test_log_probs_have_the_bits_of_the_local_backends(packed, temperature):
     each = temperature if isinstance(temperature, torch.Tensor) else torch.full((3,), temperature)
     output_args = {"input_ids_rmpad_rolled": tokens, "temperature": each, "temperature_is_one": bool((each == 1).all())}
     if packed:
-        given = torch.cat([logits, torch.zeros(3, 64)])[None]  # three places that fill the packed row up
+        verl_logits = torch.cat([logits, torch.zeros(3, 64)])[None]  # three places that fill the packed row up
         output_args |= {"pad_size": 3, "temperature_rmpad": torch.cat([each.repeat_interleave(lengths), torch.ones(3)])}
         output_args["input_ids_rmpad_rolled"] = torch.cat([tokens, torch.zeros(3, dtype=torch.int64)])
     else:
-        given = torch.nested.nested_tensor_from_jagged(logits, offsets).to_padded_tensor(0.0)
-    found = log_softmax_of_chosen(
-        given, output_args, micro_batch, lambda chosen, pad_size: chosen[: len(chosen) - pad_size]
+        verl_logits = torch.nested.nested_tensor_from_jagged(logits, offsets).to_padded_tensor(0.0)
+    log_probs = log_softmax_of_chosen(
+        verl_logits, output_args, micro_batch, lambda chosen, pad_size: chosen[: len(chosen) - pad_size]
     )
     expected, verls = [], []
-    for row, labels, one in zip(logits.split(lengths.tolist()), tokens.split(lengths.tolist()), each, strict=True):
-        expected.append(log_probs_of_logits(row, labels, temperature=float(one))[0])
-        verls.append(logprobs_from_logits_v2(row / one, labels))
-    assert torch.equal(found.offsets(), offsets) and torch.equal(found.values(), torch.cat(expected))
+    for row, labels, divisor in zip(logits.split(lengths.tolist()), tokens.split(lengths.tolist()), each, strict=True):
+        expected.append(log_probs_of_logits(row, labels, temperature=float(divisor))[0])
+        verls.append(logprobs_from_logits_v2(row / divisor, labels))
+    assert torch.equal(log_probs.offsets(), offsets) and torch.equal(log_probs.values(), torch.cat(expected))
     assert not torch.equal(torch.cat(verls), torch.cat(expected))
 
 

@@ -49,11 +49,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture(scope="module")
 def results(checkpoints: dict[int, Path], model: str, rows: dict[str, torch.Tensor]) -> dict[int, list[dict[str, Any]]]:
-    found = {}
+    by_world = {}
     for world, checkpoint in checkpoints.items():
         jobs = [JOBS[0], {**JOBS[1], "checkpoint": str(checkpoint)}, *JOBS[2:], *RECOMPUTED]
-        found[world] = run_engine(checkpoint.parent, world, model, rows, jobs)
-    return found
+        by_world[world] = run_engine(checkpoint.parent, world, model, rows, jobs)
+    return by_world
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -62,14 +62,15 @@ def test_loss_gradient_and_publish_are_those_of_the_local_backend(
     results: Any, model: str, rows: dict[str, torch.Tensor], scheme: str, world: int
 ) -> None:
     loss, gradients, _, policy = local_update(model, rows, scheme)
-    found = results[world][2 * SCHEMES.index(scheme)]
-    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    outcome = results[world][2 * SCHEMES.index(scheme)]
+    assert outcome["loss"] == pytest.approx(loss, rel=1e-5)
     assert any("gate_up_proj" in name for name in gradients)
-    assert_same_gradients(found["gradients"], gradients)
+    assert_same_gradients(outcome["gradients"], gradients)
     published = dict(packed_state_dict(policy.model, stacks=True))
-    assert found["published"].keys() == published.keys()
-    assert all(same_bytes(tensor, found["published"][name]) for name, tensor in published.items())
-    assert set(found["made"]) == {0 if scheme == "bf16" else 1} and not found["made_again"]  # BF16: nothing to quantize
+    assert outcome["published"].keys() == published.keys()
+    assert all(same_bytes(tensor, outcome["published"][name]) for name, tensor in published.items())
+    assert set(outcome["made"]) == {0 if scheme == "bf16" else 1}  # BF16: nothing to quantize
+    assert not outcome["made_again"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -91,7 +92,7 @@ def test_an_update_publishes_the_new_experts_one_by_one(results: Any, scheme: st
             wire = {"weight": weight} if scheme == "bf16" else quantize(weight, get_scheme(scheme, 32)).tensors
             for leaf, tensor in wire.items():
                 if leaf != "weight_shape":
-                    new, old = (found["published"][f"{name}.{leaf}"][expert, rows] for found in (after, before))
+                    new, old = (outcome["published"][f"{name}.{leaf}"][expert, rows] for outcome in (after, before))
                     assert same_bytes(new, tensor)
                     moved += not same_bytes(old, tensor)
     assert moved > 8
@@ -101,10 +102,10 @@ def test_an_update_publishes_the_new_experts_one_by_one(results: Any, scheme: st
 def test_a_checkpoint_comes_back_and_exports_what_was_published(
     results: Any, checkpoints: dict[int, Path], tmp_path: Path, world: int
 ) -> None:
-    found = results[world][1]
-    published = found["published"]
-    assert found["loaded"].keys() == published.keys()
-    assert all(torch.equal(found["loaded"][name], tensor) for name, tensor in published.items())
+    outcome = results[world][1]
+    published = outcome["published"]
+    assert outcome["loaded"].keys() == published.keys()
+    assert all(torch.equal(outcome["loaded"][name], tensor) for name, tensor in published.items())
     step = tmp_path / "run" / "checkpoints" / "global_step_1"
     shutil.copytree(checkpoints[world], step / "actor")
     torch.save({}, step / "data.pt")
@@ -115,4 +116,4 @@ def test_a_checkpoint_comes_back_and_exports_what_was_published(
     exported = dict(stacked(exported.items()))
     assert exported.keys() == published.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in published.items())
-    assert all(torch.equal(masters[name], master) for name, master in unstacked(found["masters"].items()))
+    assert all(torch.equal(masters[name], master) for name, master in unstacked(outcome["masters"].items()))

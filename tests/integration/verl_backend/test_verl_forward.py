@@ -69,11 +69,11 @@ def test_log_probs_and_gradients_are_those_of_the_logits(
     names = [name for name, _ in model.named_parameters()]
     head = replace_head(model, VOCABULARY)
     assert head is model.lm_head and [name for name, _ in model.named_parameters()] == names
-    found, returned = outputs(head, model, batch, arguments, ids)
+    output, returned = outputs(head, model, batch, arguments, ids)
     assert returned.shape == (1, sum(LENGTHS), 1)
-    assert found.keys() == {"log_probs"} and found["log_probs"].offsets().tolist() == [0, 40, 65]
-    assert torch.equal(found["log_probs"].values(), expected)
-    (found["log_probs"].values() * weight).sum().backward()
+    assert output.keys() == {"log_probs"} and output["log_probs"].offsets().tolist() == [0, 40, 65]
+    assert torch.equal(output["log_probs"].values(), expected)
+    (output["log_probs"].values() * weight).sum().backward()
     for name, parameter in model.named_parameters():
         error = (parameter.grad.float() - gradients[name].float()).abs().max()
         assert float(error) <= 2**-7 * float(gradients[name].abs().max()), name
@@ -87,10 +87,10 @@ def test_entropies_come_with_the_old_log_probs(tmp_path: Path) -> None:
     batch, arguments, ids = packed(calculate_entropy=True)
     with torch.no_grad():
         logits = outputs(None, model, batch, arguments, ids)[1][0, :, :VOCABULARY].float() / 0.7
-        found, _ = outputs(head, model, batch, arguments, ids)
+        output, _ = outputs(head, model, batch, arguments, ids)
     exact = torch.distributions.Categorical(logits=logits).entropy()
-    assert torch.allclose(found["entropy"].values(), exact, atol=1e-5)
-    assert found["log_probs"].shape == found["entropy"].shape
+    assert torch.allclose(output["entropy"].values(), exact, atol=1e-5)
+    assert output["log_probs"].shape == output["entropy"].shape
 
 
 def test_everything_else_gets_logits(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_everything_else_gets_logits(tmp_path: Path) -> None:
     padded = {key: value for key, value in arguments.items() if key != "temperature_rmpad"}
     # With gradients, for the entropies.
     flags = ("calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
-    for case, given in ((batch, padded), (several, arguments), *((packed(**{f: True})[0], arguments) for f in flags)):
-        request_log_probs(head, case, given)
+    for case, options in ((batch, padded), (several, arguments), *((packed(**{f: True})[0], arguments) for f in flags)):
+        request_log_probs(head, case, options)
         assert head.request is None
     request_log_probs(head, batch, arguments)
     assert head.request.temperature == 0.7
@@ -139,8 +139,8 @@ def routed(*lengths: int) -> torch.Tensor:
     ],
 )
 def test_the_routing_of_each_position(lengths, shape, places):
-    given = as_forward(routed(*lengths), torch.zeros(*shape, dtype=torch.int64))
-    assert given.shape == (len(places), 2, 3) and given[:, 1, 2].tolist() == places
+    routing = as_forward(routed(*lengths), torch.zeros(*shape, dtype=torch.int64))
+    assert routing.shape == (len(places), 2, 3) and routing[:, 1, 2].tolist() == places
 
 
 @pytest.mark.parametrize(

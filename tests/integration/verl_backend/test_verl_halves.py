@@ -42,27 +42,27 @@ def results(tmp_path_factory):
 
 
 def test_tbpo_alone_reports_its_metrics_and_publishes_bf16(results):
-    found = results["tbpo alone"]
-    assert len(found["metrics"]) == 2
-    for metrics in found["metrics"]:
+    outcome = results["tbpo alone"]
+    assert len(outcome["metrics"]) == 2
+    for metrics in outcome["metrics"]:
         assert 0 < metrics["mismatch/abs_mean"][0] < 1e-4
         assert "actor/inside_band_frac" in metrics
-    assert found["made"] == []
-    assert found["published"].keys() == found["masters"].keys()
-    for name, master in found["masters"].items():
-        assert torch.equal(found["published"][name], master.bfloat16()), name
+    assert outcome["made"] == []
+    assert outcome["published"].keys() == outcome["masters"].keys()
+    for name, master in outcome["masters"].items():
+        assert torch.equal(outcome["published"][name], master.bfloat16()), name
 
 
 def test_the_quantized_actor_alone_publishes_what_its_forward_multiplies_by(results):
-    found = results["quantized alone"]
-    assert set(found["made"]) == {1}
+    outcome = results["quantized alone"]
+    assert set(outcome["made"]) == {1}
     scheme = get_scheme("w4a16", group_size=32)
-    packed = [name for name in found["published"] if name.endswith(".weight_packed")]
+    packed = [name for name in outcome["published"] if name.endswith(".weight_packed")]
     assert len(packed) == 14
     for name in packed:
         layer = name.removesuffix(".weight_packed")
-        expected = quantize(found["masters"][f"{layer}.weight"].bfloat16(), scheme, name=layer)
-        assert torch.equal(found["published"][name], expected.tensors["weight_packed"])
+        expected = quantize(outcome["masters"][f"{layer}.weight"].bfloat16(), scheme, name=layer)
+        assert torch.equal(outcome["published"][name], expected.tensors["weight_packed"])
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,11 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 def flat(node: dict, prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
+    leaves: dict[str, object] = {}
     for key, value in node.items():
         name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return found
+        leaves |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return leaves
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "w4a8"])
@@ -46,8 +46,8 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     CheckBeforeRay().on_job_start(group, task_function=None)
     actor, rollout = group.actor_rollout_ref.actor, group.actor_rollout_ref.rollout
     assert tbpo_config(omega_conf_to_dataclass(actor.policy_loss), actor.loss_agg_mode) == TBPOConfig()
-    overridable = set(actor.policy_loss) - {one.name for one in dataclasses.fields(PolicyLossConfig)}
-    bands = {one.name for one in dataclasses.fields(TBPOConfig)} - {"loss_agg_mode"}
+    overridable = set(actor.policy_loss) - {field.name for field in dataclasses.fields(PolicyLossConfig)}
+    bands = {field.name for field in dataclasses.fields(TBPOConfig)} - {"loss_agg_mode"}
     assert overridable - {"_target_"} == bands | {"mis_imp_ratio_cap", "correction"}
     assert actor.policy_loss.correction == dict.fromkeys(RolloutCorrectionConfig.model_fields)
     assert omega_conf_to_dataclass(actor.fsdp_config).quant.align == ours.quant.align
@@ -64,8 +64,8 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
         assert rollout[key] == named[f"actor_rollout_ref.rollout.{key}"]
     vllm = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
     prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
-    given = {key: value for key, value in vllm.items() if value is not None}  # verl drops the others
-    assert given == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
+    settings = {key: value for key, value in vllm.items() if value is not None}  # verl drops the others
+    assert settings == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
     machine = yaml.safe_load((ROOT / "qarl/verl/qarl_machine/cpu.yaml").read_text())
     assert flat(machine)["actor_rollout_ref.actor.strategy"] == "fsdp2"  # also without +qarl: verl's default is FSDP1
     for key, value in flat(machine).items():
@@ -106,21 +106,21 @@ def test_the_machine_may_be_named_before_or_after_the_scheme(scheme):
 def test_the_group_of_a_loss_says_what_the_mapping_says(loss):
     group = composed("+qarl=w4a16", f"+qarl_loss={loss}")
     ours = quickstart(**{"actor.loss": loss})
-    found = actor_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
+    settings = actor_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
     wanted = objective_settings(ours)
     assert group.data.max_response_length > 1
     unused = {"loss_scale_factor": group.data.max_response_length, "tbpo": TBPOConfig()}
-    assert found == wanted.model_copy(update=unused)
+    assert settings == wanted.model_copy(update=unused)
     estimator = verl_keys(ours, True)["algorithm.adv_estimator"]
     assert group.algorithm.adv_estimator == (estimator if loss == "reinforce" else "gae")
 
 
 def test_a_correction_can_be_set_on_verls_command_line():
     key = "actor_rollout_ref.actor.policy_loss.correction"
-    given = [f"{key}.rollout_rs=[seq_sum_k3]", f"{key}.rollout_rs_threshold=[1]"]
-    group = composed("+qarl=w4a16", "+qarl_loss=grpo", *given)
-    found = actor_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
-    assert found.correction == RolloutCorrectionConfig(rollout_rs=["seq_sum_k3"], rollout_rs_threshold=[1])
+    overrides = [f"{key}.rollout_rs=[seq_sum_k3]", f"{key}.rollout_rs_threshold=[1]"]
+    group = composed("+qarl=w4a16", "+qarl_loss=grpo", *overrides)
+    settings = actor_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
+    assert settings.correction == RolloutCorrectionConfig(rollout_rs=["seq_sum_k3"], rollout_rs_threshold=[1])
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_an_objective_that_would_be_ignored_is_refused(overrides, words):
 
 
 def test_a_sum_without_its_divisor_is_refused():
-    given = "actor_rollout_ref.actor.loss_scale_factor=null"
-    actor = omega_conf_to_dataclass(composed("+qarl=w4a16", "+qarl_loss=grpo", given).actor_rollout_ref.actor)
+    override = "actor_rollout_ref.actor.loss_scale_factor=null"
+    actor = omega_conf_to_dataclass(composed("+qarl=w4a16", "+qarl_loss=grpo", override).actor_rollout_ref.actor)
     with pytest.raises(UserError, match="loss_scale_factor"):
         actor_settings(actor, "seq-mean-token-sum-norm")
 
@@ -175,8 +175,8 @@ def test_a_contradiction_is_refused_before_ray_starts_through_both_doors(keys, w
     assert ended.value.code == 2
     with pytest.raises(UserError) as refused:
         verl_config(quickstart(verl=keys), on_cpu=False)
-    for found in (text, " ".join(str(refused.value).split())):
-        assert [word for word in (*words, *keys_in(keys)) if word not in found] == [], found
+    for message in (text, " ".join(str(refused.value).split())):
+        assert [word for word in (*words, *keys_in(keys)) if word not in message] == [], message
 
 
 def keys_in(keys: dict[str, object]) -> list[str]:
@@ -199,8 +199,8 @@ def test_the_groups_are_in_the_package_that_is_built():
 
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qarl/verl").rglob("*.yaml")}
-    globs = [(package.replace(".", "/"), one) for package, many in tools["package-data"].items() for one in many]
-    packaged = {path.relative_to(ROOT).as_posix() for folder, one in globs for path in (ROOT / folder).glob(one)}
+    globs = [(package.replace(".", "/"), glob) for package, many in tools["package-data"].items() for glob in many]
+    packaged = {path.relative_to(ROOT).as_posix() for folder, glob in globs for path in (ROOT / folder).glob(glob)}
     assert len(files) == 13 and files <= packaged
     modules = [path.parent.relative_to(ROOT) for path in ROOT.glob("qarl/**/__init__.py")]
     assert {path.as_posix().replace("/", ".") for path in modules} <= set(tools["packages"])

@@ -57,19 +57,19 @@ def job(wanted: Row) -> dict[str, Any]:
 def differences(folder: Any, rows_wanted: list[Row], world: int) -> dict[Row, float]:
     """Run two steps of each row on `world` ranks. Return the largest |difference| of a log-prob after them."""
     largest: dict[Row, float] = {}
-    for family in sorted({one[0] for one in rows_wanted}):
+    for family in sorted({row[0] for row in rows_wanted}):
         model = str(save_random_model(folder / family, family))
-        batch, chosen = make_rows(model), [one for one in rows_wanted if one[0] == family]
-        results = run_engine(folder, world, model, batch, [job(one) for one in chosen])
-        for one, found in zip(chosen, results, strict=True):
-            expected = local_log_probs(model, one[1], found["masters"], batch)
-            assert not torch.equal(expected, local_log_probs(model, one[1], {}, batch))  # the steps moved the weights
+        batch, chosen = make_rows(model), [row for row in rows_wanted if row[0] == family]
+        results = run_engine(folder, world, model, batch, [job(row) for row in chosen])
+        for row, outcome in zip(chosen, results, strict=True):
+            expected = local_log_probs(model, row[1], outcome["masters"], batch)
+            assert not torch.equal(expected, local_log_probs(model, row[1], {}, batch))  # the steps moved the weights
             mask = batch["response_mask"]
             parts = []
-            for mine, tensor in found["log_probs"]:
+            for mine, tensor in outcome["log_probs"]:
                 difference = F.pad(tensor, (0, mask.shape[1] - tensor.shape[1])) - expected[mine]
                 parts.append(difference[mask[mine]].abs().max())
-            largest[one] = float(torch.stack(parts).max())
+            largest[row] = float(torch.stack(parts).max())
     return largest
 
 
@@ -117,9 +117,9 @@ def test_the_first_micro_batch_is_compared_with_the_engines_arithmetic(tmp_path)
         rows |= {"rollout_log_probs": healthy, "old_log_probs": healthy + 1e-6}
         settings = QUANT | quant | {"mismatch_limit": None}
         jobs.append({"model": model, "rows": rows, "quant": settings, "micro": 2, "lr": 0.0, "guard": healthy + 0.1})
-    found = run_engine(tmp_path, 2, models["qwen3"], jobs[0]["rows"], jobs)
-    for (_, _, level), one in zip(COMPARED.values(), found, strict=True):
-        assert all(f"quant.align={level} allows" in text for text in one["guard"]), one["guard"]
+    outcomes = run_engine(tmp_path, 2, models["qwen3"], jobs[0]["rows"], jobs)
+    for (_, _, level), outcome in zip(COMPARED.values(), outcomes, strict=True):
+        assert all(f"quant.align={level} allows" in text for text in outcome["guard"]), outcome["guard"]
 
 
 @pytest.mark.slow

@@ -103,11 +103,11 @@ def test_statistics_of_a_step_are_those_of_all_its_tokens(monkeypatch):
     tokens = torch.randint(0, 2, mask.shape, generator=torch.Generator().manual_seed(0))
     text = {"responses": tokens, "rollout_log_probs": ROWS["rollout_log_prob"]}
     text |= {"advantages": ROWS["advantages"][:, None] * mask, "response_mask": mask}
-    found = []
+    losses = []
     for part in parts(3):
         statistics.begin_mini_batch()
-        found.append(call(part))
-        statistics.tbpo[-1].append(found[-1])
+        losses.append(call(part))
+        statistics.tbpo[-1].append(losses[-1])
         statistics.add_tokens(*(ROWS[name][part] for name in ("old_log_prob", "rollout_log_prob", "response_mask")))
         statistics.add_text(TensorDict({name: tensor[part] for name, tensor in text.items()}), vocabulary=30)
     metrics = statistics.metrics()
@@ -115,8 +115,8 @@ def test_statistics_of_a_step_are_those_of_all_its_tokens(monkeypatch):
     expected_text = text_metrics([text_statistics(*text.values(), vocabulary=30)])
     assert "error_tokens/neg_garbled_frac" in expected_text and expected_text["rollout/entropy"] > 0
     expected = mismatch_metrics(ROWS["old_log_prob"], ROWS["rollout_log_prob"], mask) | expected_text
-    expected |= reduce_metrics(found)
-    expected["actor/inside_band_frac_after_first"] = reduce_metrics(found[1:])["actor/inside_band_frac"]
+    expected |= reduce_metrics(losses)
+    expected["actor/inside_band_frac_after_first"] = reduce_metrics(losses[1:])["actor/inside_band_frac"]
     assert all(metrics[name] == pytest.approx(value, rel=1e-6) for name, value in expected.items())
 
 
@@ -133,10 +133,10 @@ def composed(config: Config) -> Any:
     """verl's config of a run. Hydra composes the rest only once."""
     from qarl.verl.keys import algorithm_keys, objective_keys
 
-    found = base().copy()
+    settings = base().copy()
     for key, value in (objective_keys(config) | algorithm_keys(config)).items():
-        OmegaConf.update(found, key.removeprefix("+"), value, force_add=True)
-    return found
+        OmegaConf.update(settings, key.removeprefix("+"), value, force_add=True)
+    return settings
 
 
 def through_verl(config: Config, micro_batches: list[torch.Tensor], ranks: int) -> tuple[float, torch.Tensor]:
@@ -156,9 +156,9 @@ def through_verl(config: Config, micro_batches: list[torch.Tensor], ranks: int) 
             dp_size=ranks, batch_num_tokens=1, global_batch_size=len(mask), loss_scale_factor=None
         )
         micro_batch = MicroBatch(ROWS["rollout_log_prob"][part], int(mask.any(1).sum()), int(mask.sum()))
-        loss, found = through_loss(actor, part, micro_batch, weights, actor.loss_agg_mode)
+        loss, part_gradient = through_loss(actor, part, micro_batch, weights, actor.loss_agg_mode)
         total += loss / ranks
-        gradient[part] = found / ranks
+        gradient[part] = part_gradient / ranks
     return total, gradient
 
 
@@ -174,9 +174,9 @@ def test_equals_the_papers_formula(loss: str, correction: str) -> None:
             return
         expected, gradient = paper_loss(loss, ROWS, resolved_keys(config), CORRECTIONS[correction])
         for micro, ranks in ((1, 1), (5, 2)):
-            found, found_gradient = through_verl(config, parts(micro), ranks)
-            assert found == pytest.approx(expected, rel=2e-5, abs=1e-6), (keys, micro)
-            torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
+            total, total_gradient = through_verl(config, parts(micro), ranks)
+            assert total == pytest.approx(expected, rel=2e-5, abs=1e-6), (keys, micro)
+            torch.testing.assert_close(total_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", [name for name in CORRECTIONS if name.endswith("normalised")])

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.verl
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each scenario shows, from one process."""
     folder = tmp_path_factory.mktemp("old_log_probs")
-    run_program("verl_old_log_probs.py", folder / "files", folder / "found.pt", **RAYS)
-    found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=False)
-    return found
+    run_program("verl_old_log_probs.py", folder / "files", folder / "cases.pt", **RAYS)
+    cases: dict[str, Any] = torch.load(folder / "cases.pt", weights_only=False)
+    return cases
 
 
 def column(run: dict[str, Any], name: str) -> list[float | None]:
@@ -102,6 +102,6 @@ def test_the_entropy_is_that_of_the_pass_or_of_the_sampled_rows(runs):
     whole = column(runs["recompute"], "actor/entropy")
     sampled = column(runs["auto"], "actor/entropy")
     assert sampled[0] == whole[0] and None not in sampled
-    assert all(one == pytest.approx(other, rel=0.2) for one, other in zip(sampled, whole, strict=True))
+    assert all(entropy == pytest.approx(other, rel=0.2) for entropy, other in zip(sampled, whole, strict=True))
     assert sampled[1:] != whole[1:]
     assert column(runs["unchecked"], "actor/entropy")[1:] == [None] * (COUNT - 1)

@@ -70,9 +70,9 @@ def test_on_cpu_if_verl_has_been_imported_before():
 @pytest.mark.parametrize("platform", ["cpu", "nvidia"])
 def test_what_is_registered(platform):
     """verl's CUDA platform has engines for `cuda` itself, and registering them again would raise."""
-    found = probe(VERL_PLATFORM=platform)
-    assert found["loaded"] and found["early"] == [] and found["file"]
-    assert ("cpu" in found["platforms"]) == (platform == "cpu")
-    assert found["detected"] != "cpu"  # a process without a visible GPU must not train on the CPU unasked
-    assert found["loss"] == "qarl.verl.loss"
-    assert found["engine"] == {"fsdp": "QaRLFSDPEngine", "fsdp2": "QaRLFSDPEngine"}
+    report = probe(VERL_PLATFORM=platform)
+    assert report["loaded"] and report["early"] == [] and report["file"]
+    assert ("cpu" in report["platforms"]) == (platform == "cpu")
+    assert report["detected"] != "cpu"  # a process without a visible GPU must not train on the CPU unasked
+    assert report["loss"] == "qarl.verl.loss"
+    assert report["engine"] == {"fsdp": "QaRLFSDPEngine", "fsdp2": "QaRLFSDPEngine"}

@@ -132,10 +132,10 @@ def results(tmp_path_factory):
     ],
 )
 def test_the_sender_ends_and_the_worker_raises(results, case, raised, names):
-    found = results[case]
-    assert found["sent"] and found["errors"] == []
-    assert found["names"] == names
-    assert found["raised"] is None if raised is None else raised in found["raised"]
+    outcome = results[case]
+    assert outcome["sent"] and outcome["errors"] == []
+    assert outcome["names"] == names
+    assert outcome["raised"] is None if raised is None else raised in outcome["raised"]
 
 
 def test_a_worker_copies_what_lies_in_a_buffer_that_is_reused(results):
@@ -145,10 +145,10 @@ def test_a_worker_copies_what_lies_in_a_buffer_that_is_reused(results):
 def test_changes_come_through_verls_buckets_and_a_lost_publish_is_noticed(results):
     """The trainer assumes nothing: the worker says what it holds, also after a publish that never came."""
     first, second, last = results["changes"]["publishes"]
-    assert [one["raised"] for one in (first, second, last)] == [None] * 3
-    assert all(one["equal"] for one in (first, second, last))
-    assert [one["version"] for one in (first, second, last)] == [1, 2, 4]
-    assert [one["publish/delta"] for one in (first, second, last)] == [0, 1, 0]
+    assert [outcome["raised"] for outcome in (first, second, last)] == [None] * 3
+    assert all(outcome["equal"] for outcome in (first, second, last))
+    assert [outcome["version"] for outcome in (first, second, last)] == [1, 2, 4]
+    assert [outcome["publish/delta"] for outcome in (first, second, last)] == [0, 1, 0]
     assert second["publish/changed_words"] == 64 and second["publish/mbytes"] < 0.02 * first["publish/mbytes"]
 
 

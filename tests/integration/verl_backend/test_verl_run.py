@@ -77,8 +77,8 @@ def run_quickstart(output: Path, model: Path, data: Path, changes: dict[str, obj
         "trainer.test_freq": -1,
         "trainer.logger": "[console]",
     }
-    given = [f"{key}={value}" for key, value in (settings | changes).items()]
-    start([sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *given])
+    overrides = [f"{key}={value}" for key, value in (settings | changes).items()]
+    start([sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *overrides])
     return output / "quickstart_verl"
 
 
@@ -168,7 +168,7 @@ def test_experts_on_two_ranks_of_one_engine(tmp_path, experts, data, scheme):
 @pytest.mark.slow
 def test_a_verl_users_own_command_line(tmp_path, model, data):
     log = tmp_path / "verl.jsonl"
-    given = [
+    overrides = [
         f"actor_rollout_ref.model.path={model}",
         f"data.train_files={data}",
         f"data.val_files={data}",
@@ -184,7 +184,7 @@ def test_a_verl_users_own_command_line(tmp_path, model, data):
         "trainer.test_freq=-1",
     ]
     script = ["bash", str(ROOT / "scripts" / "verl_command_line.sh")]
-    start([*script, *given], PYTHON=sys.executable, VERL_FILE_LOGGER_PATH=str(log))
+    start([*script, *overrides], PYTHON=sys.executable, VERL_FILE_LOGGER_PATH=str(log))
     steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     assert len(steps) == 2
     for metrics in steps:

@@ -247,7 +247,7 @@ def test_copies_to_the_host_are_complete_before_they_are_read(monkeypatch):
     scheduler: Any = SimpleNamespace(state_dict=dict)
     engine = SimpleNamespace(module=module, optimizer=optimizer, lr_scheduler=scheduler)
     expected = engine_state(engine)
-    tensors = [*module.parameters(), *(one["exp_avg"] for one in optimizer.state.values())]
+    tensors = [*module.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
     copies = [tensor.detach().clone() for tensor in tensors]
     torch._foreach_zero_([tensor.detach() for tensor in tensors])
 

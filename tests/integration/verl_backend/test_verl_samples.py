@@ -78,4 +78,4 @@ def test_who_writes_and_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert "the samples of step 20 were not written" in caplog.text and list(tmp_path.iterdir()) == []
     log_samples(engine(32), mini_batch(response_mask=[[1, 0, 1], [1]]))  # a token that is not trained has no δ
     written = read_samples(tmp_path)
-    assert [(one["step"], one["delta"]) for one in written] == [(33, [0.25]), (33, [0.0, 0.0, 0.0])]
+    assert [(sample["step"], sample["delta"]) for sample in written] == [(33, [0.25]), (33, [0.0, 0.0, 0.0])]

@@ -78,7 +78,7 @@ def test_one_that_died_is_named_though_its_name_is_gone(actors):
     ray.util.list_named_actors = lambda: listed
     watch.ask()
     assert watch.dead() == {"vllm_server_0_0": "RuntimeError: the actor died"}
-    assert len([one for one in asked if one.startswith("vllm")]) == 2
+    assert len([name for name in asked if name.startswith("vllm")]) == 2
 
 
 def test_a_good_answer_from_before_says_nothing_of_now(actors):
@@ -92,8 +92,8 @@ def test_a_good_answer_from_before_says_nothing_of_now(actors):
 
 
 def prompts(**statuses: str) -> dict[str, dict[str, dict]]:
-    found = {uid: {"is_prompt": True, "global_steps": 1, "status": status} for uid, status in statuses.items()}
-    return {"train": found | {f"{uid}_0_0": {"status": "success"} for uid in statuses}}
+    prompt_tags = {uid: {"is_prompt": True, "global_steps": 1, "status": status} for uid, status in statuses.items()}
+    return {"train": prompt_tags | {f"{uid}_0_0": {"status": "success"} for uid in statuses}}
 
 
 @pytest.fixture
@@ -160,9 +160,9 @@ def task_error(cause: Exception) -> ray.exceptions.RayTaskError:
 
 def test_a_workers_error_comes_out_as_it_was_raised(tmp_path):
     raised = UserError("no room", where="there", fix="make some")
-    found = as_user_error(task_error(raised), tmp_path)
-    assert type(found) is UserError
-    assert (found.what, found.where, found.fix) == ("no room", "there", "make some")
+    user_error = as_user_error(task_error(raised), tmp_path)
+    assert type(user_error) is UserError
+    assert (user_error.what, user_error.where, user_error.fix) == ("no room", "there", "make some")
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_a_workers_error_comes_out_as_it_was_raised(tmp_path):
     ],
 )
 def test_advice_to_run_again_says_what_that_does(tmp_path, monkeypatch, raised, what, fix):
-    found = as_user_error(task_error(raised), tmp_path)
-    assert what in found.what and fix in found.fix
-    assert "starts fresh, because there is no checkpoint" in found.fix and "resumes" not in found.fix
+    user_error = as_user_error(task_error(raised), tmp_path)
+    assert what in user_error.what and fix in user_error.fix
+    assert "starts fresh, because there is no checkpoint" in user_error.fix and "resumes" not in user_error.fix
     monkeypatch.setattr(backend, "whole_and_torn", lambda folder: ({4: folder, 12: folder}, {16: "torn"}))
     assert "it resumes after step 12" in as_user_error(task_error(raised), tmp_path).fix
 
@@ -184,8 +184,8 @@ def test_a_dead_process_is_named(tmp_path):
     died = ray.exceptions.ActorDiedError()
     died.error_msg = "The actor died.\n\tclass_name: WorkerDict\n\tpid: 42\nand more"
     for error in (died, task_error(died)):
-        found = as_user_error(error, tmp_path)
-        assert found.what == "a process of the verl run died" and "pid: 42" in found.where
+        user_error = as_user_error(error, tmp_path)
+        assert user_error.what == "a process of the verl run died" and "pid: 42" in user_error.where
 
 
 OTHERS = """# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.

@@ -41,14 +41,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def results(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[str, str], Any]]:
     """By number of ranks. The first job of each kind makes one update, and the second saves, continues and resumes."""
     folder: Path = tmp_path_factory.mktemp("engine")
-    found = {}
+    by_world = {}
     for world in (1, 2):
         jobs = {kind: job(*kind) for kind in KINDS}
         jobs["resumed"] = job("muon", "bf16") | {"checkpoint": str(folder / f"checkpoint{world}")}
-        found[world] = dict(
+        by_world[world] = dict(
             zip(jobs, run_engine(folder, world, model, make_rows(model), list(jobs.values())), strict=True)
         )
-    return found
+    return by_world
 
 
 def updated(model: str, name: str, dtype: str, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -67,23 +67,23 @@ def updated(model: str, name: str, dtype: str, gradients: dict[str, torch.Tensor
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
 def test_the_update_is_that_of_one_process(results: Any, model: str, kind: tuple[str, str], world: int) -> None:
     """Bit for bit. The gradients are FP32 sums over micro-batches of one response."""
-    found = results[world][kind]
-    assert {gradient.dtype for gradient in found["gradients"].values()} == {torch.float32}
-    assert found["state_dtypes"] == {"torch.float32"}
-    expected = updated(model, *kind, found["gradients"])
-    assert found["masters"].keys() == expected.keys()
+    outcome = results[world][kind]
+    assert {gradient.dtype for gradient in outcome["gradients"].values()} == {torch.float32}
+    assert outcome["state_dtypes"] == {"torch.float32"}
+    expected = updated(model, *kind, outcome["gradients"])
+    assert outcome["masters"].keys() == expected.keys()
     for name, tensor in expected.items():
-        assert same_bytes(found["masters"][name], tensor), name
+        assert same_bytes(outcome["masters"][name], tensor), name
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_run_continues_bit_for_bit(results: Any, world: int) -> None:
     """`changed`: one more update after the save. After the load the same update gives the same tensors."""
-    found = results[world]["resumed"]
-    loaded, again, _ = found["parts"]["model_extra"]["tensors"]
-    assert all(same_bytes(loaded[name], tensor) for name, tensor in found["loaded"].items())
-    assert any(not same_bytes(found["changed"][name], tensor) for name, tensor in found["loaded"].items())
-    for name, tensor in found["changed"].items():
+    outcome = results[world]["resumed"]
+    loaded, again, _ = outcome["parts"]["model_extra"]["tensors"]
+    assert all(same_bytes(loaded[name], tensor) for name, tensor in outcome["loaded"].items())
+    assert any(not same_bytes(outcome["changed"][name], tensor) for name, tensor in outcome["loaded"].items())
+    for name, tensor in outcome["changed"].items():
         assert same_bytes(again[name], tensor), name
 
 

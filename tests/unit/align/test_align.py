@@ -133,11 +133,11 @@ def test_gradients_of_an_aligned_layer_match_float64(folders, family):
     with replayed_routing(of_one_layer(truth), routing):
         expected = truth(hidden64, attention_mask=mask, position_embeddings=(cos.double(), sin.double()))
     expected.backward(grad.double())
-    found = {"output": output, "hidden": hidden.grad} | {n: p.grad for n, p in layer.named_parameters()}
+    tensors = {"output": output, "hidden": hidden.grad} | {n: p.grad for n, p in layer.named_parameters()}
     wanted = {"output": expected, "hidden": hidden64.grad} | {n: p.grad for n, p in truth.named_parameters()}
-    assert found.keys() == wanted.keys() and len(found) > 10
+    assert tensors.keys() == wanted.keys() and len(tensors) > 10
     for name, value in wanted.items():
-        assert (found[name].double() - value).norm() <= 2**-6 * value.norm(), name
+        assert (tensors[name].double() - value).norm() <= 2**-6 * value.norm(), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -206,10 +206,10 @@ def test_what_is_not_built_falls_back_and_says_why(case):
     config, dtype, asked, workers, level, why = FALLBACKS[case]
     model = tiny(config, dtype)
     classes = [type(module) for module in model.modules()]
-    found = align_model(model, asked, workers=workers)
-    assert [type(module) for module in model.modules()] == classes and found.replaced == {}
-    assert (found.asked, found.level) == (asked, level) and bool(found.why_lower) == (asked != level)
-    assert why in str(found) and ("fell back to linears" in str(found)) == (asked != level)
+    alignment = align_model(model, asked, workers=workers)
+    assert [type(module) for module in model.modules()] == classes and alignment.replaced == {}
+    assert (alignment.asked, alignment.level) == (asked, level) and bool(alignment.why_lower) == (asked != level)
+    assert why in str(alignment) and ("fell back to linears" in str(alignment)) == (asked != level)
 
 
 def test_a_level_is_resolved_without_a_model():
@@ -223,13 +223,13 @@ def test_a_level_is_resolved_without_a_model():
 
 @needs_engine_attention
 def test_exact_falls_back_to_model_where_an_operator_is_not_the_engines():
-    found = align_model(tiny(transformers.LlamaConfig(**SIZES, **HEADS, head_dim=24)), "exact")
-    assert found.level == "model" and "head size 24" in str(found) and "fell back to model" in str(found)
+    alignment = align_model(tiny(transformers.LlamaConfig(**SIZES, **HEADS, head_dim=24)), "exact")
+    assert alignment.level == "model" and "head size 24" in str(alignment) and "fell back to model" in str(alignment)
     model = tiny(LLAMA)
     quantize_model(model, scheme="w4a16", group_size=32)
     layer = model.model.layers[0].mlp.up_proj
     assert isinstance(layer, QuantLinear)
     layer.choice = Choice(ReferenceW4A16Linear, ())
-    found = align_model(model, "exact")
-    assert found.level == "model" and "reference" in str(found)
+    alignment = align_model(model, "exact")
+    assert alignment.level == "model" and "reference" in str(alignment)
     assert align_model(tiny(LLAMA), "model").level == "exact"

@@ -192,8 +192,8 @@ def test_every_way_in_refuses_a_config_in_the_same_words(startable_run, way):
         check_served(load_hf_config("model"))
     config = load_config(["config=run.yaml", *(["backend=verl"] if way == "verl" else [])])
     if way == "doctor":
-        found = run_checks(config, this_machine()).findings
-        assert wanted.value.what in [finding.what for finding in found if finding.status == "error"]
+        findings = run_checks(config, this_machine()).findings
+        assert wanted.value.what in [finding.what for finding in findings if finding.status == "error"]
         return
     with pytest.raises(UserError) as refused:
         prepare_run(config) if way == "set-up" else check_run(config)

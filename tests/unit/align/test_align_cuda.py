@@ -33,11 +33,11 @@ def test_norms_round_once(size: int, after_sum: bool) -> None:
     if missing := layer_ops.unavailable():
         pytest.skip(missing)
     x, weight = random(200, size), random(size, seed=2)
-    found, expected = layer_ops.rms_norm(x, weight, 1e-6, after_sum=after_sum), rms_norm_reference(x, weight, 1e-6)
-    step = (found.float() - expected.float()).abs()
+    output, expected = layer_ops.rms_norm(x, weight, 1e-6, after_sum=after_sum), rms_norm_reference(x, weight, 1e-6)
+    step = (output.float() - expected.float()).abs()
     assert bool((step <= BF16_STEP * expected.float().abs() + 1e-6).all()) and float((step > 0).float().mean()) < 1e-3
     rounded_twice = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
-    assert float((rounded_twice.bfloat16() * weight != found).float().mean()) > 0.1
+    assert float((rounded_twice.bfloat16() * weight != output).float().mean()) > 0.1
 
 
 def attention_inputs(length: int, heads: int = 4, kv_heads: int = 2, size: int = 128) -> tuple[torch.Tensor, ...]:
@@ -111,13 +111,13 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.T
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_against_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_vllm(monkeypatch)
-    function, exact, given = GRADIENTS[name]
-    ours = [tensor.clone().requires_grad_() for tensor in given]
-    truth = [tensor.double().requires_grad_() for tensor in given]
+    function, exact, inputs = GRADIENTS[name]
+    ours = [tensor.clone().requires_grad_() for tensor in inputs]
+    truth = [tensor.double().requires_grad_() for tensor in inputs]
     output = function(*ours)
     grad = random(*output.shape, seed=9)
     output.backward(grad)
     exact(*truth).backward(grad.double())
-    for found, expected in zip(ours, truth, strict=True):
-        assert found.grad is not None and expected.grad is not None and found.grad.dtype == torch.bfloat16
-        assert float((found.grad.double() - expected.grad).norm() / expected.grad.norm()) < 6e-3
+    for leaf, expected in zip(ours, truth, strict=True):
+        assert leaf.grad is not None and expected.grad is not None and leaf.grad.dtype == torch.bfloat16
+        assert float((leaf.grad.double() - expected.grad).norm() / expected.grad.norm()) < 6e-3

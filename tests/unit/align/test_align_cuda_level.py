@@ -87,15 +87,15 @@ def test_the_aligned_model_runs_vllms_operators_in_vllms_order() -> None:
     _, model = aligned()
     tokens = torch.randint(0, 64, (200,))
     with torch.no_grad():
-        found = model(tokens[None]).logits[0]
-        assert torch.equal(found, as_vllm_computes(model, tokens))
+        logits = model(tokens[None]).logits[0]
+        assert torch.equal(logits, as_vllm_computes(model, tokens))
 
 
 def test_the_first_norm_has_no_residual_and_all_others_do() -> None:
     _, model = aligned()
     after_sum = {name: norm.after_sum for name, norm in model.named_modules() if isinstance(norm, cuda.CudaRMSNorm)}
     first = {"model.layers.0.input_layernorm"} | {f"model.layers.{i}.self_attn.{n}_norm" for i in (0, 1) for n in "qk"}
-    assert {name for name, found in after_sum.items() if not found} == first
+    assert {name for name, has_residual in after_sum.items() if not has_residual} == first
     assert len(after_sum) == 9
 
 
@@ -109,8 +109,8 @@ def test_packed_and_padded_rows_have_the_same_bits() -> None:
         packed = model(torch.cat(rows)[None], position_ids=positions, row_lengths=(9, 30)).logits[0]
         assert torch.equal(packed, torch.cat(alone))
         padded = torch.stack([F.pad(row, (0, 30 - len(row))) for row in rows])
-        found = model(padded, row_lengths=(9, 30)).logits
-        assert torch.equal(found[0, :9], alone[0]) and torch.equal(found[1], alone[1])
+        logits = model(padded, row_lengths=(9, 30)).logits
+        assert torch.equal(logits[0, :9], alone[0]) and torch.equal(logits[1], alone[1])
         mask = torch.ones(2, 30, dtype=torch.long)
         mask[0, :21] = 0
         with pytest.raises(ValueError, match="without attention_mask"):
@@ -158,10 +158,10 @@ def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
     ids=["hopper", "unknown", "ampere", "npu", "experts"],
 )
 def test_where_the_level_is_built(config: Any, device: str, capability: Any, level: str, why: str) -> None:
-    found, reasons = resolve_level(config, "model", device_type=device, kernels=set(), capability=capability)
-    assert found == level and why in "".join(reasons)
-    found, reasons = resolve_level(config, "exact", device_type=device, kernels=set(), capability=capability)
-    assert found == level and reasons
+    resolved, reasons = resolve_level(config, "model", device_type=device, kernels=set(), capability=capability)
+    assert resolved == level and why in "".join(reasons)
+    resolved, reasons = resolve_level(config, "exact", device_type=device, kernels=set(), capability=capability)
+    assert resolved == level and reasons
 
 
 def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,15 +170,15 @@ def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> No
     from qarl.quant.scheme import get_scheme
     from qarl.rollout.engine_config import EngineConfig, llm_arguments
 
-    given = layer_ops.ENGINE_ARGUMENTS
-    compilation = CompilationConfig(**given["compilation_config"])
+    engine_arguments = layer_ops.ENGINE_ARGUMENTS
+    compilation = CompilationConfig(**engine_arguments["compilation_config"])
     assert compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode.has_full_cudagraphs()
-    assert AttentionConfig(**given["attention_config"]).flash_attn_max_num_splits_for_cuda_graph == 1
+    assert AttentionConfig(**engine_arguments["attention_config"]).flash_attn_max_num_splits_for_cuda_graph == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for eager, asked in ((False, True), (True, True), (False, False)):
         config = EngineConfig("x", get_scheme("bf16"), (), 8, enforce_eager=eager, aligned=asked)
         arguments = llm_arguments(config)
-        assert (given.items() <= arguments.items()) == (asked and not eager)
+        assert (engine_arguments.items() <= arguments.items()) == (asked and not eager)
 
 
 @pytest.mark.parametrize(("applied", "one_split"), [("linears", False), ("model", True)])

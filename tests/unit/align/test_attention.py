@@ -96,15 +96,15 @@ def test_what_the_operator_refuses_is_computed_in_fp32(case):
 def test_queries_are_scaled_without_rounding():
     """By a scale that is no power of two a BF16 product would be off by half a percent of a score."""
     query, key, value = (tensor.bfloat16() for tensor in random_attention(2, 40))
-    found = fp32_attention(torch.nn.Module(), query, key, value, None, 0.3)[0]
+    output = fp32_attention(torch.nn.Module(), query, key, value, None, 0.3)[0]
     groups = query.shape[1] // key.shape[1]
     q, k, v = (
         tensor.double() for tensor in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
     )
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3).transpose(1, 2)
-    assert (found != exact.bfloat16()).float().mean() < 0.02
+    assert (output != exact.bfloat16()).float().mean() < 0.02
     fine = query.float() * (1 + 2**-10)  # between two BF16 numbers: the engine sees the nearer one
-    assert torch.equal(fp32_attention(torch.nn.Module(), fine, key, value, None, 0.3)[0], found)
+    assert torch.equal(fp32_attention(torch.nn.Module(), fine, key, value, None, 0.3)[0], output)
 
 
 @needs_engine_attention
@@ -114,12 +114,12 @@ def test_the_engines_operator_gets_a_prompt_as_one_prefill_and_tokens_as_decodes
 
     original, asked = ops.cpu_attn_get_scheduler_metadata, []
     monkeypatch.setattr(
-        ops, "cpu_attn_get_scheduler_metadata", lambda **given: asked.append(given) or original(**given)
+        ops, "cpu_attn_get_scheduler_metadata", lambda **arguments: asked.append(arguments) or original(**arguments)
     )
     query, key, value = random_attention(1, 8)
     engine_attention(torch.nn.Module(), query, key, value, None, 0.2, prompt_lengths=torch.tensor([5]))
-    (given,) = asked
-    assert given["seq_lens"].tolist() == [5, 6, 7, 8] and given["query_start_loc"].tolist() == [0, 5, 6, 7, 8]
+    (arguments,) = asked
+    assert arguments["seq_lens"].tolist() == [5, 6, 7, 8] and arguments["query_start_loc"].tolist() == [0, 5, 6, 7, 8]
 
 
 @needs_engine_attention

@@ -30,43 +30,43 @@ def module(causal: bool = True) -> Any:
     return made
 
 
-def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     """transformers' eager attention of one row, with the mask that its classes make of the same arguments."""
-    given = dict(given)
+    kwargs = dict(kwargs)
     length = q.shape[2]
     seen = torch.ones(length, length, dtype=torch.bool)
-    if given.pop("is_causal", True):
+    if kwargs.pop("is_causal", True):
         seen = seen.tril()
-    if window := given.pop("sliding_window", None):
+    if window := kwargs.pop("sliding_window", None):
         seen = seen.triu(1 - window)
     mask = torch.zeros(1, 1, length, length, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)
     source = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
-    scaling = given.pop("scaling", SIZE**-0.5)
-    found: torch.Tensor = source.eager_attention_forward(module(), q, k, v, mask, scaling=scaling, **given)[0]
-    return found
+    scaling = kwargs.pop("scaling", SIZE**-0.5)
+    output: torch.Tensor = source.eager_attention_forward(module(), q, k, v, mask, scaling=scaling, **kwargs)[0]
+    return output
 
 
-def run(form: str, attend: Any, tensors: list[torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
+def run(form: str, attend: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> torch.Tensor:
     """The attention [tokens, H, D] of rows of `ROWS` tokens, in one of three forms of a forward."""
     parts = list(zip(*(tensor.split(ROWS, 2) for tensor in tensors), strict=True))
     if form == "alone":
-        window = given.get("sliding_window")
+        window = kwargs.get("sliding_window")
         # transformers makes the mask of a row that is not packed.
-        alone = [attend(module(), *part, packed_attention._window_mask(part[0], window), **given)[0] for part in parts]
+        alone = [attend(module(), *part, packed_attention._window_mask(part[0], window), **kwargs)[0] for part in parts]
         return torch.cat(alone, 1)[0]
     if form == "packed":
-        return attend(module(), *tensors, None, row_lengths=ROWS, **given)[0][0]
+        return attend(module(), *tensors, None, row_lengths=ROWS, **kwargs)[0][0]
     if form == "packed, told by positions":
         positions = torch.cat([torch.arange(length) for length in ROWS])[None]
-        return attend(module(), *tensors, None, **given, position_ids=positions)[0][0]
+        return attend(module(), *tensors, None, **kwargs, position_ids=positions)[0][0]
     longest = max(ROWS)
     padded = [
         torch.cat([nn.functional.pad(part[i], (0, 0, 0, longest - part[i].shape[2]), value=9.0) for part in parts])
         for i in range(3)
     ]
-    found = attend(module(), *padded, None, row_lengths=ROWS, **given)[0]
-    assert not any(row[length:].any() for row, length in zip(found, ROWS, strict=True)), "zeros in the padding"
-    return torch.cat([row[:length] for row, length in zip(found, ROWS, strict=True)])
+    output = attend(module(), *padded, None, row_lengths=ROWS, **kwargs)[0]
+    assert not any(row[length:].any() for row, length in zip(output, ROWS, strict=True)), "zeros in the padding"
+    return torch.cat([row[:length] for row, length in zip(output, ROWS, strict=True)])
 
 
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -87,9 +87,9 @@ def test_an_argument_acts_as_in_eager_attention(name, form):
         expected = torch.cat([eager(*part, case) for part in parts], 1)[0]
         without = torch.cat([eager(*part, {k: v for k, v in case.items() if k != name}) for part in parts], 1)[0]
         assert (expected - without).abs().max() > 1e-3, "the case must tell whether the argument acts"
-        found = run(form, rows_attention, tensors, case)
+        output = run(form, rows_attention, tensors, case)
         # eager's softmax rounds scores, here up to 50, to FP32: by 2e-6, and two of them to a quotient
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", [{}, {"softcap": 2.0}])
@@ -97,10 +97,10 @@ def test_an_argument_acts_as_in_eager_attention(name, form):
 def test_dropout_acts(form, case):
     tensors = inputs()
     torch.manual_seed(0)
-    kept = run(form, rows_attention, tensors, case)
+    without_dropout = run(form, rows_attention, tensors, case)
     draws = torch.stack([run(form, rows_attention, tensors, case | {"dropout": 0.3}) for _ in range(400)])
     assert draws.std(0).amax() > 0.1
-    error = (draws.mean(0) - kept).abs() / (draws.std(0) / 20 + 1e-9)
+    error = (draws.mean(0) - without_dropout).abs() / (draws.std(0) / 20 + 1e-9)
     assert error[draws.std(0) > 0.01].max() < 6
 
 
@@ -120,13 +120,13 @@ def test_blocks_of_queries_give_the_same_values_and_gradients(monkeypatch):
     results = []
     for block in (1024, 4):
         monkeypatch.setattr("qarl.align.packed_attention._QUERIES", block)
-        for given in (
+        for kwargs in (
             {"mask": None, "causal": True},
             {"mask": torch.ones(27, 27).bool().tril()[None, None], "causal": False},
         ):
             tensors = [tensor.requires_grad_() for tensor in inputs()]
-            found = scored_attention(*tensors, softcap=2.0, **given)
-            found.square().sum().backward()
-            results.append([found.detach(), *(tensor.grad for tensor in tensors)])
+            output = scored_attention(*tensors, softcap=2.0, **kwargs)
+            output.square().sum().backward()
+            results.append([output.detach(), *(tensor.grad for tensor in tensors)])
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])

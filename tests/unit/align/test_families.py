@@ -30,9 +30,9 @@ def test_the_table_is_what_was_measured():
     """Every family that was measured and agreed is in it, with its figure; nothing else is."""
     results = json.loads(MEASURED.read_text())["results"]
     agreed = {
-        name.removesuffix(" w4a16"): found["linears"]["mean"]
-        for name, found in results.items()
-        if "linears" in found and found["linears"]["mean"] <= families.LARGEST_SHARE * found["off"]["mean"]
+        name.removesuffix(" w4a16"): row["linears"]["mean"]
+        for name, row in results.items()
+        if "linears" in row and row["linears"]["mean"] <= families.LARGEST_SHARE * row["off"]["mean"]
     }
     assert {"mistral", "gemma2", "granite"} <= set(agreed) and not {"opt", "ministral3", "cohere2"} & set(agreed)
     listed = {family: mean for family, mean in agreed.items() if family not in (*FAMILIES, *OTHER_EXPERTS)}

@@ -34,9 +34,9 @@ BY_NAME = (" is refused", "are refused", "would compute different rotary embeddi
 
 
 def test_every_row_was_measured_or_refused_by_name() -> None:
-    found = family_tables.by_family()
+    measured = family_tables.by_family()
     for family in ALL:
-        assert set(found[family]) == set(rows(family)), family
+        assert set(measured[family]) == set(rows(family)), family
     for family, name, row in results():
         assert "failed" not in row, (family, name, row)
         assert "w4a16" in row or any(words in row["refused"] for words in BY_NAME), (family, name, row)
@@ -70,8 +70,8 @@ def test_every_row_is_accepted_or_refused_in_the_words_of_its_measurement(family
     for name, row in family_tables.by_family()[family].items():
         if row.get("refused", "").startswith(BY_LOADING):
             continue
-        found = refusal(small_config(family, **rows(family)[name]))
-        assert found is None if "w4a16" in row else row["refused"].startswith(found or "accepted"), name
+        message = refusal(small_config(family, **rows(family)[name]))
+        assert message is None if "w4a16" in row else row["refused"].startswith(message or "accepted"), name
 
 
 def test_every_key_that_counts_has_a_measured_row() -> None:

@@ -51,12 +51,12 @@ def test_a_packed_or_padded_row_is_the_row_alone(family, cap):
         return
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     padded = torch.cat([nn.functional.pad(row, (0, max(LENGTHS) - row.shape[1])) for row in ids.split(LENGTHS, 1)])
-    for given in ({}, {"row_lengths": LENGTHS}):
-        packed = model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits
+    for arguments in ({}, {"row_lengths": LENGTHS}):
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits
         torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
-        rows = model(input_ids=padded, attention_mask=(padded > 0).long(), use_cache=False, **given).logits
-        found = torch.cat([row[:length] for row, length in zip(rows, LENGTHS, strict=True)])[None]
-        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+        rows = model(input_ids=padded, attention_mask=(padded > 0).long(), use_cache=False, **arguments).logits
+        unpadded = torch.cat([row[:length] for row, length in zip(rows, LENGTHS, strict=True)])[None]
+        torch.testing.assert_close(unpadded, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_that_attention_cannot_tell_apart_are_not_packed():
@@ -79,8 +79,8 @@ def test_plain_and_masked_forwards_are_transformers_own():
     ids = torch.randint(1, 64, (3, 24), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
-    for given in ({}, {"attention_mask": mask}):
-        assert torch.equal(rows(input_ids=ids, **given).logits, plain(input_ids=ids, **given).logits)
+    for arguments in ({}, {"attention_mask": mask}):
+        assert torch.equal(rows(input_ids=ids, **arguments).logits, plain(input_ids=ids, **arguments).logits)
     how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(rows.generate(ids, **how), plain.generate(ids, **how))
 

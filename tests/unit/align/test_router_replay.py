@@ -126,8 +126,8 @@ def test_the_replayed_router_has_its_gradient_and_checkpointing_keeps_it(folder:
         model.train(checkpointing)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        given = torch.tensor([[0, 3]]).expand(40, LAYERS, TOP_K) if replay else torch.zeros(40, LAYERS, TOP_K).long()
-        with replayed_routing(model, given):
+        routing = torch.tensor([[0, 3]]).expand(40, LAYERS, TOP_K) if replay else torch.zeros(40, LAYERS, TOP_K).long()
+        with replayed_routing(model, routing):
             model(input_ids=tokens(), use_cache=False).logits.float().logsumexp(-1).sum().backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 

@@ -30,7 +30,7 @@ SOME = Arguments(device="cpu", group_size=32)
 
 
 @pytest.mark.parametrize(
-    ("part", "given", "message"),
+    ("part", "options", "message"),
     [
         ("kernels", "sheme=fp8", "nearest: scheme"),
         ("kernels", "scheme=w4a15", "nearest: w4a16"),
@@ -52,9 +52,9 @@ SOME = Arguments(device="cpu", group_size=32)
         ("plan", "model=Qwen3-30B-A3B gpu=a100 gpu_memory_utilization=0.4", "has room for"),
     ],
 )
-def test_invalid_arguments(part: str, given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    device = [] if "device" in given or part == "plan" else ["device=cpu"]
-    assert main([part, *device, *given.split()]) == 2
+def test_invalid_arguments(part: str, options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    device = [] if "device" in options or part == "plan" else ["device=cpu"]
+    assert main([part, *device, *options.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
 
@@ -66,9 +66,9 @@ def test_invalid_arguments(part: str, given: str, message: str, capsys: pytest.C
 def test_every_competitor_computes_the_same(operation: str) -> None:
     torch.manual_seed(0)
     layer = Layer(torch.randn(64, 96).bfloat16(), SOME)
-    found = kernel_cases.BUILDERS[operation](layer, 300)
-    assert found and [(competitor.name, competitor.wrong()) for competitor in found if competitor.wrong()] == []
-    assert all(competitor.bytes_moved > 0 for competitor in found)
+    cases = kernel_cases.BUILDERS[operation](layer, 300)
+    assert cases and [(competitor.name, competitor.wrong()) for competitor in cases if competitor.wrong()] == []
+    assert all(competitor.bytes_moved > 0 for competitor in cases)
 
 
 @pytest.mark.parametrize("routing", kernel_cases.ROUTINGS)
@@ -77,10 +77,10 @@ def test_every_competitor_of_experts_computes_the_same(routing: str, tokens: int
     """150 tokens are more rows than are compared."""
     torch.manual_seed(0)
     layer = ExpertLayer(ExpertsShape(6, 2, 96, 64), SOME, torch.device("cpu"))
-    found = experts(layer, tokens, routing)
-    assert {competitor.scheme for competitor in found} == {"bf16", "w4a16", "w8a8", "fp8"}
-    assert [competitor.wrong() for competitor in found] == [None] * len(found)
-    assert all(competitor.bytes_moved > 0 and competitor.flop > 0 for competitor in found)
+    cases = experts(layer, tokens, routing)
+    assert {competitor.scheme for competitor in cases} == {"bf16", "w4a16", "w8a8", "fp8"}
+    assert [competitor.wrong() for competitor in cases] == [None] * len(cases)
+    assert all(competitor.bytes_moved > 0 and competitor.flop > 0 for competitor in cases)
 
 
 @pytest.mark.parametrize("value", [1000.0, float("nan")])

@@ -96,7 +96,7 @@ def test_a_failed_run_has_no_figure_and_leaves_no_worktree(checkout: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("argv", "message"),
     [
         ([], "no revision"),
         (["pairs=2"], "no revision"),
@@ -107,8 +107,8 @@ def test_a_failed_run_has_no_figure_and_leaves_no_worktree(checkout: Path) -> No
     ],
 )
 def test_invalid_arguments(
-    checkout: Path, given: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkout: Path, argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("qarl.bench.against_revision.CHECKOUT", checkout)
-    assert main(["against", *given]) == 2 and message in capsys.readouterr().err
+    assert main(["against", *argv]) == 2 and message in capsys.readouterr().err
     assert not (checkout / "order.txt").exists()

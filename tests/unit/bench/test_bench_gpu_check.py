@@ -29,8 +29,8 @@ def entry(operation: str, m: int, name: str, seconds: float, copy: float = 0.5) 
 
 
 def verdict(results: list[dict[str, Any]], text: str) -> tuple[str, str]:
-    ((_, _, figure, found),) = (line for line in verdicts(results) if line[0] == text)
-    return found, figure
+    ((_, _, figure, status),) = (line for line in verdicts(results) if line[0] == text)
+    return status, figure
 
 
 @pytest.mark.parametrize("bound", [bound for bound in BOUNDS if bound.against], ids=lambda bound: bound.text)
@@ -39,8 +39,8 @@ def test_speeds(bound: Bound) -> None:
     (kernel,), against, least = bound.kernels, bound.against or "", float(bound.text.split(": ")[1].split("x")[0])
     mine = entry(bound.operation, m, kernel, 1.0)
     for ratio, expected in ((least + 0.011, "met"), (least - 0.011, "missed")):
-        found, figure = verdict([mine, entry(bound.operation, m, against, ratio)], bound.text)
-        assert found == expected and figure.startswith(f"{ratio:.2f}x")
+        status, figure = verdict([mine, entry(bound.operation, m, against, ratio)], bound.text)
+        assert status == expected and figure.startswith(f"{ratio:.2f}x")
         assert ("50% of a copy's bytes/s, 25% of the BF16 product's" in figure) == (expected == "missed")
     assert verdict([mine], bound.text)[0] == "not measured"
     other = entry(bound.operation, m, against, 1.0)
@@ -93,7 +93,7 @@ def driver(folder: Path, *names: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def kept(folder: Path) -> dict[str, Any]:
+def parts_of(folder: Path) -> dict[str, Any]:
     (path,) = folder.glob("cpu_check_*.json")
     parts: dict[str, Any] = json.loads(path.read_text())["parts"]
     return parts
@@ -103,8 +103,8 @@ def test_a_part_that_fails_or_is_skipped_says_why(tmp_path: Path) -> None:
     names = ("one", "gpu", "lacks", "wrong", "after")
     done = subprocess.run(driver(tmp_path, *names), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
-    found = {name: (part["status"], part["why"]) for name, part in kept(tmp_path).items()}
-    assert found == {
+    parts = {name: (part["status"], part["why"]) for name, part in parts_of(tmp_path).items()}
+    assert parts == {
         "one": ("passed", None),
         "gpu": ("skipped", "needs a GPU"),
         "lacks": ("skipped", "no_such_package not installed"),
@@ -123,7 +123,7 @@ def test_a_part_for_which_time_runs_out_has_not_failed(tmp_path: Path, monkeypat
     monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 0)
     monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 0.3)
     assert session.run([PARTS["slow"], PARTS["one"]], again=False) == 0
-    assert kept(tmp_path).keys() == {"slow"} and kept(tmp_path)["slow"]["status"] == "skipped"
+    assert parts_of(tmp_path).keys() == {"slow"} and parts_of(tmp_path)["slow"]["status"] == "skipped"
     monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 100)
     assert session.run([PARTS["slow"]._replace(seconds=0.3)], again=False) == 1
 
@@ -139,7 +139,7 @@ def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(tmp_pa
             break
     process.send_signal(number)
     rest = process.communicate(timeout=60)[0]
-    parts = kept(tmp_path)
+    parts = parts_of(tmp_path)
     assert {name: part["status"] for name, part in parts.items()} == {"one": "passed", "slow": "stopped"}
     log = next(tmp_path.glob("*.log")).read_text()
     assert "one is done\n" in log and log.count("half\n") == 1
@@ -147,7 +147,7 @@ def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(tmp_pa
         assert process.returncode == 130 and "stopped in slow" in rest and parts["slow"]["output"] == ["half"]
     later = subprocess.run(driver(tmp_path, "one", "after"), capture_output=True, text=True, timeout=120)
     assert later.returncode == 0 and "== one: passed before" in later.stdout
-    assert {name: part["status"] for name, part in kept(tmp_path).items()}["after"] == "passed"
+    assert {name: part["status"] for name, part in parts_of(tmp_path).items()}["after"] == "passed"
 
 
 def runs(pid: int) -> bool:
@@ -168,12 +168,12 @@ def test_a_part_does_not_outlive_the_script(tmp_path: Path, number: int) -> None
     process.send_signal(number)
     process.wait(timeout=60)
     deadline = time.monotonic() + 10
-    while (found := runs(pid)) and time.monotonic() < deadline:
+    while (alive := runs(pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    if found:
+    if alive:
         os.kill(pid, signal.SIGKILL)
-    assert not found
-    assert kept(tmp_path)["pid"]["output"] == ([str(pid)] if number == signal.SIGHUP else [])
+    assert not alive
+    assert parts_of(tmp_path)["pid"]["output"] == ([str(pid)] if number == signal.SIGHUP else [])
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_the_rehearsal_on_a_cpu(tmp_path: Path) -> None:
     command = ["scripts/gpu_check.sh", "--cpu", "--output", str(tmp_path), "--parts", names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=1500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    parts = kept(tmp_path)
+    parts = parts_of(tmp_path)
     skipped = {"graphs", "steps"}
     assert {name: part["status"] for name, part in parts.items()} == {
         name: "skipped" if name in skipped else "passed" for name in names.split(",")

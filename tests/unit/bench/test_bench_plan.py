@@ -49,39 +49,39 @@ def step(size: ModelSize, of: Rates, work: Work = WORK, scheme: str = "bf16", le
 
 def test_arithmetic_by_hand() -> None:
     """One FLOP a second. Four rows of 33 tokens, of which 25 are scored; attention 2 x 33² x 64 a layer and row."""
-    found = step(SMALL, rates(flop=1.0))
+    costs = step(SMALL, rates(flop=1.0))
     one_row = 2 * 33 * WEIGHTS + 2 * 25 * HEAD + 2 * 33**2 * 64 * 2
-    assert found["old_log_prob"] == found["forward"] == 4 * one_row
-    assert found["backward"] == 2 * 4 * one_row
+    assert costs["old_log_prob"] == costs["forward"] == 4 * one_row
+    assert costs["backward"] == 2 * 4 * one_row
     prefill = 2 * 8 * WEIGHTS + 2 * 8**2 * 64 * 2 + 2 * HEAD
-    assert found["prefill"] == 4 * prefill, "without a prefix cache every response has its prompt prefilled"
-    assert found["decode"] == 24 * 4 * 2 * (WEIGHTS + HEAD)
-    assert found["optimizer"] == found["publish"] == found["communication"] == 0
-    assert found.keys() <= TERMS.keys() | {"gathered", "published"}, "each term has a phase"
+    assert costs["prefill"] == 4 * prefill, "without a prefix cache every response has its prompt prefilled"
+    assert costs["decode"] == 24 * 4 * 2 * (WEIGHTS + HEAD)
+    assert costs["optimizer"] == costs["publish"] == costs["communication"] == 0
+    assert costs.keys() <= TERMS.keys() | {"gathered", "published"}, "each term has a phase"
 
 
 @pytest.mark.parametrize(("scheme", "bytes_a_weight"), [("bf16", 2.0), ("w8a8", 1.0), ("w4a16", 0.5 + 2 / 32)])
 def test_memory_by_hand(scheme: str, bytes_a_weight: float) -> None:
     """One byte a second, and infinite arithmetic: 24 decode steps read all weights, lm_head in BF16, and the caches."""
-    found, off = (step(SMALL, rates(memory=1.0), scheme=scheme, level=level) for level in ("linears", "off"))
+    costs, off = (step(SMALL, rates(memory=1.0), scheme=scheme, level=level) for level in ("linears", "off"))
     extra = {"bf16": 0, "w8a8": 4 * 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64), "w4a16": 16 * 14}[scheme]
     wire = bytes_a_weight * WEIGHTS + extra
     cache = 4 * (8 + 12.5) * SMALL.kv_bytes_per_token()
-    assert found["decode"] == pytest.approx(24 * (wire + 2 * HEAD + cache))
-    assert found["published"] == wire + 2 * (PARAMETERS - WEIGHTS) and found["publish"] == 4 * found["published"]
-    assert found["optimizer"] == 4 * 38 * PARAMETERS
+    assert costs["decode"] == pytest.approx(24 * (wire + 2 * HEAD + cache))
+    assert costs["published"] == wire + 2 * (PARAMETERS - WEIGHTS) and costs["publish"] == 4 * costs["published"]
+    assert costs["optimizer"] == 4 * 38 * PARAMETERS
     quantizer = 0 if scheme == "bf16" else 2 * WEIGHTS + wire
-    assert (found["quantize"], off["quantize"]) == (quantizer * 4, quantizer), "at off only the publish quantizes"
+    assert (costs["quantize"], off["quantize"]) == (quantizer * 4, quantizer), "at off only the publish quantizes"
     assert off["forward"] == step(SMALL, rates(memory=1.0))["forward"], "at off the trainer multiplies in BF16"
 
 
 def test_links_by_hand() -> None:
     """Two GPUs, one micro-batch each: three gathers of the BF16 weights' other half, half of the FP32 gradients."""
     work = replace(WORK, gpus=2, rates=None)
-    found = step(SMALL, rates(link=10.0), work)
+    costs = step(SMALL, rates(link=10.0), work)
     passes = 3 * PARAMETERS + 2 * PARAMETERS
-    assert found["gathered"] == passes + PARAMETERS, "and the publish gathers once more"
-    assert found["communication"] == passes / 10 and found["publish"] == PARAMETERS / 10
+    assert costs["gathered"] == passes + PARAMETERS, "and the publish gathers once more"
+    assert costs["communication"] == passes / 10 and costs["publish"] == PARAMETERS / 10
     hidden = step(SMALL, rates(flop=1e3, link=10.0), work)
     beside = 2 * hidden["forward"] + hidden["backward"]
     assert hidden["communication"] == pytest.approx(max(passes / 10 - beside, 0))
@@ -96,12 +96,12 @@ def test_links_by_hand() -> None:
 def test_gpus_engines_and_room() -> None:
     """Half the responses each; a prompt once; blocks again in the backward; a small KV cache takes more steps."""
     on_gpu = replace(WORK, rates=None)
-    one, two = (step(SMALL, rates(flop=1.0), replace(on_gpu, gpus=gpus)) for gpus in (1, 2))
-    assert two["forward"] == one["forward"] / 2 and two["decode"] == one["decode"] / 2
-    assert one["prefill"] == step(SMALL, rates(flop=1.0))["prefill"] / 2
-    assert one["backward"] == 3 * one["forward"] - 4 * 2 * 25 * HEAD
+    one_gpu, two_gpus = (step(SMALL, rates(flop=1.0), replace(on_gpu, gpus=gpus)) for gpus in (1, 2))
+    assert two_gpus["forward"] == one_gpu["forward"] / 2 and two_gpus["decode"] == one_gpu["decode"] / 2
+    assert one_gpu["prefill"] == step(SMALL, rates(flop=1.0))["prefill"] / 2
+    assert one_gpu["backward"] == 3 * one_gpu["forward"] - 4 * 2 * 25 * HEAD
     engine = step(SMALL, rates(flop=1.0), replace(on_gpu, gpus=2, tensor_parallel=2))
-    assert engine["decode"] == one["decode"] / 2
+    assert engine["decode"] == one_gpu["decode"] / 2
     full, tight = (step(SMALL, rates(memory=1.0), on_gpu, kv_tokens=room)["decode"] for room in (math.inf, 41.0))
     weights = 2 * (WEIGHTS + HEAD)
     assert tight - full == pytest.approx(24 * weights), "two at a time read the weights twice as often"
@@ -110,16 +110,16 @@ def test_gpus_engines_and_room() -> None:
 def test_decode_steps_and_the_longest_response_by_hand() -> None:
     work = replace(WORK, rates=None, response_length=(25, 35))
     of = rates(memory=1.0, link=1.0)
-    found = step(MOE, of, work, "w4a16")
-    assert found["small_kernels"] == pytest.approx(24 * 2 * 18 * 3e-6) and found["all_reduce"] == found["engine"] == 0
-    assert found["sampler"] == 24 * (125e-6 + 8 * 4 * 4 * 100)
+    costs = step(MOE, of, work, "w4a16")
+    assert costs["small_kernels"] == pytest.approx(24 * 2 * 18 * 3e-6) and costs["all_reduce"] == costs["engine"] == 0
+    assert costs["sampler"] == 24 * (125e-6 + 8 * 4 * 4 * 100)
     assert step(SMALL, of, work, "w8a8")["small_kernels"] == pytest.approx(24 * 2 * 18 * 3e-6), "not compiled"
     two = step(MOE, of, replace(work, gpus=2, tensor_parallel=2), "w4a16")
     assert two["all_reduce"] == pytest.approx(24 * 2 * 2 * (12e-6 + 2 * 2 * 4 * 64))
     wire = step(MOE, of, work, "w4a16")["published"] - 2 * (MOE.parameters - MOE.matrix_parameters + 2 * 4 * 64)
     active = wire * (1 - 0.5 * 2 * 4 * 6144 / (2 * (4 * 6144 + 12288)))
     alone = active + 2 * HEAD + 2 * 18 * 3e-6 + 125e-6 + 8 * 4 * 100
-    assert found["tail"] == pytest.approx(10 * alone, rel=1e-3), "one token reads two of four experts"
+    assert costs["tail"] == pytest.approx(10 * alone, rel=1e-3), "one token reads two of four experts"
     fast = step(MOE, rates(), work, "w4a16")
     assert fast["tail"] == pytest.approx(10 * 8e-3), "the host takes longer"
     assert fast["engine"] == pytest.approx(24 * 8e-3 - fast["small_kernels"] - fast["sampler"])
@@ -133,11 +133,11 @@ def test_measured_rates(tmp_path: Path) -> None:
     ]  # fmt: skip
     path = tmp_path / "k.json"
     path.write_text(json.dumps({"device": "d", "ceilings": {"copy_bytes_per_s": 5.0}, "results": entries}))
-    found = measured_rates(path)
-    assert found.product["bf16"] == ((1.0, 200.0), (100.0, 2000.0)) and found.product["w8a8"] == ((1.0, 400.0),)
-    assert [found.flop_per_s("bf16", rows) for rows in (1, 9, 11, 10**6)] == [200, 200, 2000, 2000]
-    assert found.product["fp8"] == found.product["bf16"] and found.memory == 5.0
-    said = dict.fromkeys(found.said)
+    measured = measured_rates(path)
+    assert measured.product["bf16"] == ((1.0, 200.0), (100.0, 2000.0)) and measured.product["w8a8"] == ((1.0, 400.0),)
+    assert [measured.flop_per_s("bf16", rows) for rows in (1, 9, 11, 10**6)] == [200, 200, 2000, 2000]
+    assert measured.product["fp8"] == measured.product["bf16"] and measured.memory == 5.0
+    said = dict.fromkeys(measured.said)
     assert any("fp8" in line and "assumed" in line for line in said) and not any(
         "assumed" in line for line in said if line.startswith(("bf16", "w8a8", "memory"))
     )
@@ -148,15 +148,15 @@ def test_measured_rates(tmp_path: Path) -> None:
 
 def test_the_stated_error_is_that_of_the_committed_measurements() -> None:
     document = json.loads((RESULTS / "steps_cpu.json").read_text())
-    given, of = document["workload"], measured_rates(RESULTS / "kernels_cpu.json")
+    workload, of = document["workload"], measured_rates(RESULTS / "kernels_cpu.json")
     keys = ("prompts", "n", "prompt_length", "mini_batches")
-    work = Work(**{key: given[key] for key in keys}, response_length=(given["response_length"],), gpus=1,
-                micro_batch=given["micro_batch_size"], rates=Path("kernels_cpu.json"))  # fmt: skip
+    work = Work(**{key: workload[key] for key in keys}, response_length=(workload["response_length"],), gpus=1,
+                micro_batch=workload["micro_batch_size"], rates=Path("kernels_cpu.json"))  # fmt: skip
     size = ModelSize.from_config(document["model"])
     quotients: dict[str, list[float]] = {phase: [] for phase in ERROR}
     for result in document["results"]:
         seconds, _, _ = Roofline(
-            size, of, work, result["scheme"], result["level"], given["group_size"], math.inf
+            size, of, work, result["scheme"], result["level"], workload["group_size"], math.inf
         ).step()
         predicted = seconds | {
             "step": sum(seconds.values()),
@@ -172,8 +172,8 @@ def test_the_stated_error_is_that_of_the_committed_measurements() -> None:
 def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Low bits shorten decode, the publish and the memory of nothing else; the quotients stand beside."""
     path = tmp_path / "plan.json"
-    given = ["model=qwen3-30b-a3b", "gpu=h800", "tensor_parallel=2", "schemes=bf16,w4a16", f"json={path}"]
-    assert main(["plan", *given]) == 0
+    arguments = ["model=qwen3-30b-a3b", "gpu=h800", "tensor_parallel=2", "schemes=bf16,w4a16", f"json={path}"]
+    assert main(["plan", *arguments]) == 0
     base, off, linears = json.loads(path.read_text())["results"]
     assert off["seconds"]["decode"] < base["seconds"]["decode"] and off["published_bytes"] < base["published_bytes"] / 3
     assert base["gathered_bytes"] > off["gathered_bytes"] > 1.5 * linears["gathered_bytes"] > 1e12, "in low bits"
@@ -194,10 +194,10 @@ def test_the_page_shows_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> No
     assert tables.rewrite(page) == page
     assert set(re.findall(r"<!-- plan: (\w+) -->", page)) == set(tables.TABLES)
     joined = page.replace("\n", " ")
-    for command, given in (("plan gpu=h100 gpus=8", tables.SPEED), ("plan model=Qwen3-30B-A3B", tables.LONG)):
+    for command, settings in (("plan gpu=h100 gpus=8", tables.SPEED), ("plan model=Qwen3-30B-A3B", tables.LONG)):
         words = joined.partition(f"`{command}")[2].partition("`")[0].split()
         for word in words:
             key, _, value = word.partition("=")
-            said = given[key]
+            said = settings[key]
             assert value == (",".join(map(str, said)) if isinstance(said, tuple) else str(said))
-        assert given.keys() - {word.partition("=")[0] for word in words} <= {"gpu", "gpus", "model", "optimizer"}
+        assert settings.keys() - {word.partition("=")[0] for word in words} <= {"gpu", "gpus", "model", "optimizer"}

@@ -184,11 +184,11 @@ def test_what_will_not_do_is_one_message(tmp_path, capsys, arguments, expected):
         (tmp_path / "run" / "checkpoints" / f"step_{step}").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     folders = {"RUN": str(tmp_path / "run"), "EMPTY": str(tmp_path / "empty")}
-    given = []
+    overrides = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        given.append(f"{key}={folders.get(value, value)}")
-    assert main(given) == 2
+        overrides.append(f"{key}={folders.get(value, value)}")
+    assert main(overrides) == 2
     assert re.search(expected, capsys.readouterr().err)
     assert not Path("x").exists()
 

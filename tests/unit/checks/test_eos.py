@@ -69,8 +69,8 @@ WARN: list[tuple[dict[str, Any], str]] = [
 def test_a_difference_is_worth_a_warning(
     folder: Path, tmp_path: Path, files: dict[str, Any], message: str | None
 ) -> None:
-    found = warnings_of(edited(folder, tmp_path, **files))
-    assert found == [] if message is None else re.search(message, *found), found
+    warnings = warnings_of(edited(folder, tmp_path, **files))
+    assert warnings == [] if message is None else re.search(message, *warnings), warnings
 
 
 @pytest.mark.parametrize("files", [*AGREE, *(files for files, _ in WARN)], ids=str)
@@ -82,8 +82,8 @@ def test_these_are_the_ids_that_vllm_stops_at(folder: Path, tmp_path: Path, file
 
     model = edited(folder, tmp_path, **files)
     tokenizer, hf_config = load_tokenizer(str(model))
-    found = try_get_generation_config(str(model), trust_remote_code=False)
+    config = try_get_generation_config(str(model), trust_remote_code=False)
     params = SamplingParams()
-    params.update_from_generation_config(found.to_diff_dict() if found else {}, tokenizer.eos_token_id)
+    params.update_from_generation_config(config.to_diff_dict() if config else {}, tokenizer.eos_token_id)
     theirs = {params.eos_token_id, *(params.stop_token_ids or [])} - {None}
     assert theirs == {tokenizer.eos_token_id, *model_eos(str(model), hf_config)[1]} - {None}

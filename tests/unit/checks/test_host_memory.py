@@ -17,8 +17,8 @@ MODEL = ROOT / "qarl" / "bench" / "models" / "Qwen3-30B-A3B"
 
 
 def paper(*changes: str) -> Config:
-    given = [f"config={ROOT / 'configs' / 'qwen3_30b_w4a16.yaml'}", f"model.path={MODEL}", *changes]
-    return load_config(given)
+    overrides = [f"config={ROOT / 'configs' / 'qwen3_30b_w4a16.yaml'}", f"model.path={MODEL}", *changes]
+    return load_config(overrides)
 
 
 def planned(config: Config, device: str = "cuda", *, offload: bool = False) -> MemoryEstimate:
@@ -26,27 +26,27 @@ def planned(config: Config, device: str = "cuda", *, offload: bool = False) -> M
     return estimate(size, config, device=device, gpu_memory_bytes=80 * 10**9, offload=offload)
 
 
-def names(found: MemoryEstimate) -> dict[str, int]:
-    return {part.name: part.bytes for part in found.host}
+def names(memory: MemoryEstimate) -> dict[str, int]:
+    return {part.name: part.bytes for part in memory.host}
 
 
 def test_what_is_offloaded_is_in_host_memory():
-    found = planned(paper(), offload=True)
+    memory = planned(paper(), offload=True)
     on_gpu = sum(part.bytes for part in planned(paper()).parts if "masters" in part.name or "state" in part.name)
-    assert names(found) == {OFFLOADED: pytest.approx(on_gpu, rel=1e-6)}
-    assert found.processes == 8 and found.host_total == 8 * names(found)[OFFLOADED]
-    assert found.host_lines()[-1].startswith("together on one machine, 8 GPUs: ")
+    assert names(memory) == {OFFLOADED: pytest.approx(on_gpu, rel=1e-6)}
+    assert memory.processes == 8 and memory.host_total == 8 * names(memory)[OFFLOADED]
+    assert memory.host_lines()[-1].startswith("together on one machine, 8 GPUs: ")
     local = load_config([f"config={ROOT / 'configs' / 'quickstart.yaml'}", f"model.path={MODEL}"])
     assert names(planned(local)).keys() == {"vLLM's weights while it sleeps"} and planned(local).processes == 1
 
 
 def test_the_doctor_compares_it_with_this_machine():
-    found = planned(paper(), offload=True)
-    error = host_memory(found, 100 * GIB)
+    memory = planned(paper(), offload=True)
+    error = host_memory(memory, 100 * GIB)
     assert error.status == "error" and "of 100.0 GiB that are free" in error.what and "offloading" in error.fix
     assert [OFFLOADED in line for line in error.lines] == [True, False]
-    assert host_memory(found, found.host_total).status == "warning"
-    assert host_memory(found, 2 * found.host_total).status == "ok"
-    elsewhere = host_memory(found, None)
+    assert host_memory(memory, memory.host_total).status == "warning"
+    assert host_memory(memory, 2 * memory.host_total).status == "ok"
+    elsewhere = host_memory(memory, None)
     assert elsewhere.status == "note" and "GiB for tensors" in elsewhere.what and elsewhere.lines
     assert not planned(paper()).host

@@ -120,8 +120,8 @@ def config(workers: int, group: int = 128, **changes: Any) -> Config:
         KEY: workers,
         "quant.ignore": '[lm_head, "re:.*gate$"]',
     }
-    given = [f"{key}={value}" for key, value in {**keys, **changes}.items()]
-    return load_config([f"config={ROOT / 'configs/quickstart.yaml'}", "backend=verl", *given])
+    overrides = [f"{key}={value}" for key, value in {**keys, **changes}.items()]
+    return load_config([f"config={ROOT / 'configs/quickstart.yaml'}", "backend=verl", *overrides])
 
 
 ROWS = [

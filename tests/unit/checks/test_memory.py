@@ -34,10 +34,10 @@ def test_a_token_in_the_kv_cache_by_hand() -> None:
 
 def test_the_local_trainer_by_hand() -> None:
     shapes = set(SMALL.linears().values())
-    found = estimate(SMALL, run(), device="cpu", kernels=dict.fromkeys(shapes, "vllm_cpu_wna16"))
+    memory = estimate(SMALL, run(), device="cpu", kernels=dict.fromkeys(shapes, "vllm_cpu_wna16"))
     # Weight, scales and shape: q, o 2048 + 256 + 16; k, v 1024 + 128 + 16; gate, up, down 3072 + 384 + 16.
     wire = 2 * (2 * 2320 + 2 * 1168 + 3 * 3472)
-    assert parts(found) == {
+    assert parts(memory) == {
         "weights, BF16": 149120,
         "FP32 masters": 298240,
         "adamw state, FP32": 596480,
@@ -57,26 +57,26 @@ def test_the_local_trainer_by_hand() -> None:
         "libraries and runtime (allowance)": RUNTIME_BYTES,
     }
     assert wire == 34784
-    assert found.kv_tokens == 2**29 // 256
+    assert memory.kv_tokens == 2**29 // 256
     rollout = 149120 + 298240 + 596480 + 2 * wire - 224 + (wire + 26240) + 2**29 + 2**30 + RUNTIME_BYTES
-    assert found.total("rollout") == rollout
+    assert memory.total("rollout") == rollout
     update = rollout + 298240 + 149120 + 122880 + 227200 + 33600
-    assert found.total("update") == update
-    assert found.peak == ("update", update)
+    assert memory.total("update") == update
+    assert memory.peak == ("update", update)
 
 
 def test_the_local_engine_sleeps_on_a_gpu() -> None:
     """It gives back its memory after the rollout, and its weights lie in host memory; the key keeps it awake."""
     wire, gpu = 34784 + 2 * 320 + 2 * 12800, {"device": "cuda", "gpu_memory_bytes": 2**33}
-    kept = estimate(SMALL, run(rollout__free_cache_engine=False), **gpu)
-    found = estimate(SMALL, run(), **gpu)
+    awake = estimate(SMALL, run(rollout__free_cache_engine=False), **gpu)
+    memory = estimate(SMALL, run(), **gpu)
     share = 2**32
-    assert kept.total("rollout") == found.total("rollout")
+    assert awake.total("rollout") == memory.total("rollout")
     for phase in ("old_log_prob", "update", "step"):
-        assert kept.total(phase) - found.total(phase) == share - ENGINE_ASLEEP_BYTES
-    host = {part.name: part.bytes for part in found.host}
+        assert awake.total(phase) - memory.total(phase) == share - ENGINE_ASLEEP_BYTES
+    host = {part.name: part.bytes for part in memory.host}
     assert host.pop("vLLM's weights while it sleeps") == wire
-    assert host == {part.name: part.bytes for part in kept.host}
+    assert host == {part.name: part.bytes for part in awake.host}
 
 
 def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
@@ -110,11 +110,11 @@ def test_one_micro_batch_sums_no_gradients_while_activations_live() -> None:
 
 def test_sharded_by_hand() -> None:
     config = run(backend="verl", trainer__n_gpus_per_node=2, trainer__nnodes=2, rollout__tensor_model_parallel_size=2)
-    found = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB)
+    memory = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB)
     weights = (34784 + 640 + 25600) // 2
-    assert found.engine_weights == weights
-    assert found.kv_cache == 4 * GIB - weights - ENGINE_WORKSPACE_BYTES
-    sharded = parts(found)
+    assert memory.engine_weights == weights
+    assert memory.kv_cache == 4 * GIB - weights - ENGINE_WORKSPACE_BYTES
+    sharded = parts(memory)
     assert sharded["FP32 masters, sharded"] == 74560
     assert sharded["adamw state, FP32"] == 149120
     assert sharded["FP32 gradients, sharded"] == 74560
@@ -126,16 +126,16 @@ def test_sharded_by_hand() -> None:
     assert sharded["dequantized weight of one layer, BF16"] == 2 * 96 * 64
     assert sharded["logits, log-probs"] == 8 * 4 * 20 * 100  # of prompt and response
     assert sharded["logits, update"] == 14 * 2 * 20 * 100
-    held = 74560 + 149120 + 34784 // 4 + RUNTIME_BYTES
-    assert found.total("rollout") == held + 4 * GIB  # vLLM's whole share
+    resident = 74560 + 149120 + 34784 // 4 + RUNTIME_BYTES
+    assert memory.total("rollout") == resident + 4 * GIB  # vLLM's whole share
     asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUP_BYTES  # the engine's model is on two GPUs
-    assert found.total("step") == held + 74560 + 16 * 6400 // 4 + asleep
-    assert estimate(SMALL, config, device="cpu").total("step") > held + GIB // 2  # on CPU it does not
+    assert memory.total("step") == resident + 74560 + 16 * 6400 // 4 + asleep
+    assert estimate(SMALL, config, device="cpu").total("step") > resident + GIB // 2  # on CPU it does not
     offloaded = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB, offload=True)
-    assert offloaded.total("rollout") == found.total("rollout") - 74560 - 149120
-    assert offloaded.total("old_log_prob") == found.total("old_log_prob") - 149120
-    assert offloaded.total("update") == found.total("update")  # verl loads all of it when an update begins
-    assert offloaded.total("step") == found.total("step")
+    assert offloaded.total("rollout") == memory.total("rollout") - 74560 - 149120
+    assert offloaded.total("old_log_prob") == memory.total("old_log_prob") - 149120
+    assert offloaded.total("update") == memory.total("update")  # verl loads all of it when an update begins
+    assert offloaded.total("step") == memory.total("step")
 
 
 def test_rows_of_experts_by_hand() -> None:
@@ -155,8 +155,8 @@ def test_rows_of_experts_by_hand() -> None:
 def test_only_the_backward_of_sharded_int4_experts_has_a_second_layout() -> None:
     moe = replace(SMALL, experts=4, experts_per_token=2, moe_intermediate=32, sparse_layers=(0,))
     for scheme, expected in (("w4a16", 4 * 3 * (64 * 32 // 2 + 2 * 64 * 32 // 32 + 16)), ("w8a8", 0)):
-        found = estimate(moe, run(backend="verl", quant__scheme=scheme, quant__align="linears"), device="cpu")
-        restored = [part for part in found.parts if part.name == "experts of one layer, restored"]
+        memory = estimate(moe, run(backend="verl", quant__scheme=scheme, quant__align="linears"), device="cpu")
+        restored = [part for part in memory.parts if part.name == "experts of one layer, restored"]
         assert [(part.bytes, part.phases) for part in restored] == ([(expected, ("update",))] if expected else [])
     assert "experts of one layer, restored" not in parts(estimate(moe, run(), device="cpu"))
 
@@ -165,9 +165,9 @@ def test_only_the_backward_of_sharded_int4_experts_has_a_second_layout() -> None
 def test_many_logits_are_computed_in_blocks(backend: str) -> None:
     """At 2**27 logits: 10 or 8 bytes for each, and in the update 18 and 4 bytes for each weight of lm_head."""
     changes = {"backend": backend, "data__max_response_length": 2**21, "actor__log_prob_micro_batch_size_per_gpu": 2}
-    found = parts(estimate(SMALL, run(**changes), device="cpu"))
-    assert found["logits, log-probs"] == {"local": 10, "verl": 8}[backend] * LOGITS_AT_A_TIME
-    assert found["logits, update"] == 18 * LOGITS_AT_A_TIME + 4 * 6400
+    sizes = parts(estimate(SMALL, run(**changes), device="cpu"))
+    assert sizes["logits, log-probs"] == {"local": 10, "verl": 8}[backend] * LOGITS_AT_A_TIME
+    assert sizes["logits, update"] == 18 * LOGITS_AT_A_TIME + 4 * 6400
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("max", 4096), (str(2**30), 4096), ("3000", 2000)])

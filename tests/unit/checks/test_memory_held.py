@@ -89,10 +89,10 @@ def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
     weight = torch.randn(96, 128, dtype=torch.bfloat16)
     prepared = kernel.prepare(quantize(weight, get_scheme(scheme, group_size=32), name="w").tensors)
     tensors = [prepared] if isinstance(prepared, torch.Tensor) else list(prepared)
-    found = sum(t.nbytes for t in tensors)
+    size = sum(t.nbytes for t in tensors)
     if kernel is VllmCpuFP8Linear and not _fp32_matmul_equals_scaled_mm(weight.shape[1]):
-        found += 3 * weight.numel()  # kept as e4m3 where FP32 sums have other bits: less than is counted
-    assert prepared_bytes(scheme, kernel.name, 32, (96, 128)) == found
+        size += 3 * weight.numel()  # kept as e4m3 where FP32 sums have other bits: less than is counted
+    assert prepared_bytes(scheme, kernel.name, 32, (96, 128)) == size
 
 
 @pytest.mark.parametrize("level", ["off", "linears", "model", "exact", CUDA_MODEL])
@@ -101,7 +101,7 @@ def test_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch, fa
     """Bytes of one row; the difference of three layers and one layer leaves out what is not in the blocks."""
     if level == "model":  # on a CPU it is `exact`, if the engine's operator can be called
         monkeypatch.setattr("qarl.align.levels.exact_unavailable", lambda *_: "without the operator")
-    kept = []
+    saved = []
     for layers in (1, 3):
         config = tiny(family)
         config.num_hidden_layers = layers
@@ -113,24 +113,24 @@ def test_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch, fa
         device = torch.device("cuda" if level == CUDA_MODEL else "cpu")  # PyTorch stands for the GPU's operators
         if align_model(model, level.split()[0], device=device).level != level.split()[0]:
             pytest.skip("this machine does not have the level")
-        kept.append(saved_bytes(model, torch.zeros(1, 192, dtype=torch.long)))
-    assert (kept[1] - kept[0]) / 2 / 192 == ModelSize.from_config(config).activation_bytes_per_token(level)
+        saved.append(saved_bytes(model, torch.zeros(1, 192, dtype=torch.long)))
+    assert (saved[1] - saved[0]) / 2 / 192 == ModelSize.from_config(config).activation_bytes_per_token(level)
 
 
 def saved_bytes(model: nn.Module, input_ids: torch.Tensor) -> int:
     """Storage that the graph of the decoder holds, parameters left out."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage
+            storages[storage.data_ptr()] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.model(input_ids=input_ids, use_cache=False)
-    return sum(storage.nbytes() for storage in held.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "hidden_size": 256}
@@ -151,12 +151,12 @@ def test_rows_of_the_experts_are_what_their_backward_holds(scheme: str) -> None:
         actor__log_prob_micro_batch_size_per_gpu=None,
     )
     align = "off" if scheme == "off" else "linears"
-    found = parts(estimate(size, planned, device="cuda", align=align))["rows of a layer's experts"]
+    estimated = parts(estimate(size, planned, device="cuda", align=align))["rows of a layer's experts"]
     if scheme == "off":
-        held, found = peak_of_transformers(config, tokens), found + tokens * size.expert_row_bytes
+        peak, estimated = peak_of_transformers(config, tokens), estimated + tokens * size.expert_row_bytes
     else:
-        held = peak_of_ours(size, scheme, tokens) - 2 * 8 * 3 * 128 * 256  # less the stacks' gradients, another part
-    assert found <= held <= found + 4 * tokens * 56 + tokens * 256 * (scheme in ("w8a8", "fp8"))
+        peak = peak_of_ours(size, scheme, tokens) - 2 * 8 * 3 * 128 * 256  # less the stacks' gradients, another part
+    assert estimated <= peak <= estimated + 4 * tokens * 56 + tokens * 256 * (scheme in ("w8a8", "fp8"))
     saved = [parts(estimate(size, planned, device="cuda", align=to))["activations, update"] for to in ("off", align)]
     assert saved[0] - saved[1] == (0 if align == "off" else 4 * tokens * size.expert_row_bytes)
 

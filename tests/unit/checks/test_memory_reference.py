@@ -33,15 +33,15 @@ def test_a_reference_policy_is_as_large_as_what_it_holds(scheme: str, tmp_path: 
         assert isinstance(layer, QuantLinear)
         prepared = [layer.prepared] if isinstance(layer.prepared, torch.Tensor) else list(layer.prepared)
         tensors += [*layer.quantized().tensors.values(), *prepared]
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     size = ModelSize.from_config(policy.model.config)
     kernels = {tuple(layer.weight.shape): layer.kernel.name for layer in low_bit_layers(policy.model).values()}
     plain = estimate(size, config.model_copy(update={"actor": run().actor}), device="cpu", kernels=kernels)
-    found = estimate(size, config, device="cpu", kernels=kernels)
-    assert parts(found).keys() - parts(plain).keys() == {REFERENCE}
-    assert parts(found)[REFERENCE] == sum(held.values())
+    memory = estimate(size, config, device="cpu", kernels=kernels)
+    assert parts(memory).keys() - parts(plain).keys() == {REFERENCE}
+    assert parts(memory)[REFERENCE] == sum(storages.values())
     for phase in ("rollout", "old_log_prob", "update", "step"):
-        assert found.total(phase) - plain.total(phase) == parts(found)[REFERENCE]
+        assert memory.total(phase) - plain.total(phase) == parts(memory)[REFERENCE]
 
 
 def test_verls_reference_policy() -> None:

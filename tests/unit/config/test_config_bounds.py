@@ -41,7 +41,7 @@ def test_nonsense_is_questioned_by_a_run_a_dry_run_and_the_doctor(
 
 
 @pytest.mark.parametrize(
-    ("key", "given"),
+    ("key", "extra"),
     [
         ("actor.old_log_probs", ["actor.old_log_probs=rollout"]),
         ("rollout_correction.bypass_mode", ["rollout_correction.bypass_mode=true"]),
@@ -50,7 +50,7 @@ def test_nonsense_is_questioned_by_a_run_a_dry_run_and_the_doctor(
         (None, ["actor.old_log_probs=rollout", "actor.loss=reinforce", "actor.ppo_mini_batch_size=4"]),
     ],
 )
-def test_a_ratio_that_contains_the_mismatch_is_questioned(key: str | None, given: list[str]) -> None:
-    keys = dict(one.split("=") for one in ["actor.loss=grpo", "quant.align=off", "data.train_batch_size=4", *given])
-    found = unusual_values(load_config(["config=run.yaml", *(f"{name}={value}" for name, value in keys.items())]))
-    assert [unusual.where for unusual in found] == ([] if key is None else [key])
+def test_a_ratio_that_contains_the_mismatch_is_questioned(key: str | None, extra: list[str]) -> None:
+    keys = dict(pair.split("=") for pair in ["actor.loss=grpo", "quant.align=off", "data.train_batch_size=4", *extra])
+    findings = unusual_values(load_config(["config=run.yaml", *(f"{name}={value}" for name, value in keys.items())]))
+    assert [unusual.where for unusual in findings] == ([] if key is None else [key])

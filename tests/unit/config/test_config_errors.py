@@ -17,8 +17,8 @@ def test_a_config_is_required(folder: Path) -> None:
     problem = problem_of("config=quickstrat.yaml", "rollout.n=1")
     assert (problem.key, problem.value) == ("config", "quickstrat.yaml")
     assert "configs/quickstrat.yaml" in problem.reason
-    for one in (problem, problem_of("seed=1")):
-        assert one.key == "config" and all(name in one.fix for name in available_configs())
+    for error in (problem, problem_of("seed=1")):
+        assert error.key == "config" and all(name in error.fix for name in available_configs())
 
 
 @pytest.mark.parametrize("argument", ["dry_run", "--dry_run=true", "other.yaml", "=3", "quant.=3"])
@@ -145,8 +145,8 @@ actor.loss=grpo actor.band_scaling=length | actor.band_scaling | no effect
 
 @pytest.mark.parametrize("row", MISFITS.strip().splitlines())
 def test_keys_that_do_not_fit(folder: Path, row: str) -> None:
-    given, key, words = row.replace("BY_TOKENS", " ".join([BY_TOKENS, *SIZES])).split(" | ")
-    problem = override_problem(*given.split())
+    overrides, key, words = row.replace("BY_TOKENS", " ".join([BY_TOKENS, *SIZES])).split(" | ")
+    problem = override_problem(*overrides.split())
     assert problem.key == key and words in f"{problem.reason} {problem.fix}", str(problem)
 
 

@@ -105,13 +105,13 @@ def test_every_line_of_the_papers_table(config: Config) -> None:
 
 
 def test_verl_gets_the_same_values(config: Config) -> None:
-    given = verl_keys(config, on_cpu=False)
+    keys = verl_keys(config, on_cpu=False)
     for row in TABLE:
         if row.ours == "optim.name":  # verl has no such key, but names a class
-            assert given[f"{ACTOR}.optim.optimizer"] == "MuonAdamW"
+            assert keys[f"{ACTOR}.optim.optimizer"] == "MuonAdamW"
             continue
-        assert given.get(row.verl, row.value) == value_of(config, row), row.paper
-        assert (row.verl in given) == (row.ours is not None), row.paper
+        assert keys.get(row.verl, row.value) == value_of(config, row), row.paper
+        assert (row.verl in keys) == (row.ours is not None), row.paper
 
 
 def test_the_page_shows_the_same_table() -> None:
@@ -163,10 +163,10 @@ def peak_gib(config: Config) -> float:
 def test_the_page_shows_the_plan(config: Config) -> None:
     column = 1 + list(MODELS).index(config.name)
     rows = page_table("term, per GPU")
-    found = plan(config)
+    memory = plan(config)
     shown = {row[0]: row[column] for row in rows if row[column]}
-    parts = {part.name: f"{part.bytes / GIB:.1f}" for part in found.parts if "update" in part.phases}
-    assert shown == parts | {"together": f"{found.total('update') / GIB:.1f}"}
+    parts = {part.name: f"{part.bytes / GIB:.1f}" for part in memory.parts if "update" in part.phases}
+    assert shown == parts | {"together": f"{memory.total('update') / GIB:.1f}"}
 
 
 def test_a_gpu_of_80_gb_has_room(config: Config) -> None:

@@ -34,12 +34,12 @@ ROWS = [
 """A decider with a value for which the key beside it is not read."""
 
 
-@pytest.mark.parametrize(("off", "given"), ROWS)
-def test_a_key_that_is_not_read(folder: Path, off: str, given: str) -> None:
-    key, _, value = given.partition("=")
+@pytest.mark.parametrize(("off", "override"), ROWS)
+def test_a_key_that_is_not_read(folder: Path, off: str, override: str) -> None:
+    key, _, value = override.partition("=")
     section, _, name = key.partition(".")
     with pytest.raises(ConfigError) as caught:
-        load_config(["config=minimal.yaml", off, given])
+        load_config(["config=minimal.yaml", off, override])
     (problem,) = caught.value.problems
     assert problem.key == key and problem.source == "command line"
     assert problem.reason.startswith(f"it has no effect with {off.partition('=')[0]} = ")

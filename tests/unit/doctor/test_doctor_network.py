@@ -32,14 +32,14 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds of every `time.sleep` of a second and more, which is how huggingface_hub waits between its requests."""
-    real, found = time.sleep, []
+    real, slept = time.sleep, []
 
     def sleep(seconds: float) -> None:
-        found.extend([seconds] if seconds >= 1 else [])
+        slept.extend([seconds] if seconds >= 1 else [])
         real(min(seconds, 0.1))
 
     monkeypatch.setattr(time, "sleep", sleep)
-    return found
+    return slept
 
 
 def test_whether_the_hub_can_be_reached(monkeypatch: pytest.MonkeyPatch, endpoint: Callable[[str], None]) -> None:

@@ -107,19 +107,19 @@ def test_bf16_is_what_vllm_chooses(intermediate: int) -> None:
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
 
     *_, gate_up, down = make(SHAPE._replace(intermediate=intermediate))
-    given = config.FusedMoEConfig(
+    moe_config = config.FusedMoEConfig(
         num_experts=6, num_local_experts=6, num_logical_experts=6, experts_per_token=3, hidden_dim=128,
         intermediate_size=intermediate, activation=MoEActivation.SILU, device="cpu", in_dtype=torch.bfloat16,
         routing_method=config.RoutingMethodType.Renormalize,
         moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
     )  # fmt: skip
-    _, chosen = select_unquantized_moe_backend(moe_config=given)
-    experts: Any = chosen(given, config.FUSED_MOE_UNQUANTIZED_CONFIG)
+    _, chosen = select_unquantized_moe_backend(moe_config=moe_config)
+    experts: Any = chosen(moe_config, config.FUSED_MOE_UNQUANTIZED_CONFIG)
     layer: Any = torch.nn.Module()
     layer.w13_weight = torch.nn.Parameter(gate_up.clone(), requires_grad=False)
     layer.w2_weight = torch.nn.Parameter(down.clone(), requires_grad=False)
     layer.use_grouped_topk, layer.renormalize, layer.scoring_func = False, True, "softmax"
-    layer.custom_routing_function, layer.moe_config = None, given
+    layer.custom_routing_function, layer.moe_config = None, moe_config
     experts.process_weights_after_loading(layer)
     made = VllmCpuBf16Experts.prepare({"weight": gate_up}, {"weight": down})
     assert experts.isa == made.isa and not experts._use_zentorch

@@ -25,8 +25,8 @@ def test_int4_from_tiles_is_int4_from_the_wire() -> None:
     tiles = {"weight_tiles": to_tiles(tensors["weight_packed"]), "weight_scale": tensors["weight_scale"]}
     assert torch.equal(from_tiles(tiles["weight_tiles"]), tensors["weight_packed"])
     expected = VllmCpuWNA16Linear.prepare(tensors)
-    for found in (VllmCpuWNA16Linear.prepare_gathered(tiles), VllmCpuWNA16Linear.prepare_gathered(tensors)):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for layout in (VllmCpuWNA16Linear.prepare_gathered(tiles), VllmCpuWNA16Linear.prepare_gathered(tensors)):
+        assert all(torch.equal(a, b) for a, b in zip(layout, expected, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64, 600])
@@ -56,10 +56,10 @@ def test_the_layout_is_vllms_and_goes_back(sizes: tuple[int, int, int], group_si
     pytest.importorskip("vllm")
     torch.manual_seed(0)
     tensors = random_stack(*sizes, group_size)
-    found = to_marlin(tensors)
+    layout = to_marlin(tensors)
     codes, scales = vllm_layout(tensors, group_size)
-    assert torch.equal(found[CODES], codes) and torch.equal(found[SCALES], scales)
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in from_marlin(found).items())
+    assert torch.equal(layout[CODES], codes) and torch.equal(layout[SCALES], scales)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in from_marlin(layout).items())
 
 
 @pytest.mark.parametrize("layout", [TILES, MARLIN], ids=lambda layout: layout.codes)

@@ -186,11 +186,11 @@ def test_fp8_by_scaled_mm_has_the_same_bits(monkeypatch):
     x, bias = make_input(40, 320), torch.randn(96).bfloat16()
     upcast = cpu.VllmCpuFP8Linear.prepare(tensors)
     monkeypatch.setattr(cpu, "_fp32_matmul_equals_scaled_mm", lambda features: False)
-    kept = cpu.VllmCpuFP8Linear.prepare(tensors)
-    assert (upcast.weight.dtype, kept.weight.dtype) == (torch.float32, torch.float8_e4m3fn)
+    scaled = cpu.VllmCpuFP8Linear.prepare(tensors)
+    assert (upcast.weight.dtype, scaled.weight.dtype) == (torch.float32, torch.float8_e4m3fn)
     for rows in (1, 40):
         expected = cpu.VllmCpuFP8Linear.linear(x[:rows], upcast, bias)
-        assert torch.equal(cpu.VllmCpuFP8Linear.linear(x[:rows], kept, bias), expected)
+        assert torch.equal(cpu.VllmCpuFP8Linear.linear(x[:rows], scaled, bias), expected)
 
 
 @needs_w4a16_cpu
@@ -274,7 +274,7 @@ def test_an_int8_layer_with_a_bias_rounds_once():
     def multiply(values: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(sums[values[:, 0].long()])
 
-    found = cpu.int8_linear(multiply, (rows, scale), 3000, bias)
+    output = cpu.int8_linear(multiply, (rows, scale), 3000, bias)
     once = (sums.double() * scale.double() + bias.double()).float()
     twice = (sums * scale).add(bias.float())
-    assert torch.equal(found, once.bfloat16()) and not torch.equal(found, twice.bfloat16())
+    assert torch.equal(output, once.bfloat16()) and not torch.equal(output, twice.bfloat16())

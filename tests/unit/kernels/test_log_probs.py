@@ -49,9 +49,9 @@ def test_same_bits_as_with_all_logits(rows: int, temperature: float) -> None:
     expected, expected_top = unfused(hidden, weight, tokens, temperature)
     expected.backward(grad)
     mine = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
-    found, top = chosen_log_probs(*mine, tokens, temperature=temperature, rows=rows)
-    assert found.dtype == torch.float32 and torch.equal(found, expected) and torch.equal(top, expected_top)
-    found.backward(grad)
+    log_probs, top = chosen_log_probs(*mine, tokens, temperature=temperature, rows=rows)
+    assert log_probs.dtype == torch.float32 and torch.equal(log_probs, expected) and torch.equal(top, expected_top)
+    log_probs.backward(grad)
     assert torch.equal(mine[0].grad, hidden.grad)
     assert mine[1].grad.dtype == torch.bfloat16
     if rows >= TOKENS:
@@ -62,11 +62,11 @@ def test_same_bits_as_with_all_logits(rows: int, temperature: float) -> None:
 @pytest.mark.parametrize("rows", [64, 300])
 def test_entropies_are_torchs_and_log_probs_the_same_bits(rows: int, temperature: float) -> None:
     hidden, weight, tokens, _ = operands()
-    found, entropies = log_probs_and_entropies(hidden, weight, tokens, temperature=temperature, rows=rows)
-    assert torch.equal(found, unfused(hidden, weight, tokens, temperature)[0])
+    log_probs, entropies = log_probs_and_entropies(hidden, weight, tokens, temperature=temperature, rows=rows)
+    assert torch.equal(log_probs, unfused(hidden, weight, tokens, temperature)[0])
     exact = torch.distributions.Categorical(logits=F.linear(hidden, weight).double() / temperature).entropy()
     assert float((entropies - exact).abs().max()) < 1e-5
-    assert not found.requires_grad and not entropies.requires_grad
+    assert not log_probs.requires_grad and not entropies.requires_grad
 
 
 def test_weight_gradient_is_as_near_to_float64() -> None:
@@ -78,7 +78,7 @@ def test_weight_gradient_is_as_near_to_float64() -> None:
     logits = F.linear(hidden, weight).detach().requires_grad_()
     log_probs_of_logits(logits, tokens, temperature=0.7)[0].backward(grad)
     exact = logits.grad.double().t() @ hidden.detach().double()
-    error, theirs = ((found.double() - exact).norm() / exact.norm() for found in (blocks.grad, weight.grad))
+    error, theirs = ((gradient.double() - exact).norm() / exact.norm() for gradient in (blocks.grad, weight.grad))
     assert error <= 1.001 * theirs < 3e-3
 
 
@@ -92,12 +92,12 @@ def test_bytes_for_each_logit_are_those_of_the_memory_estimate(blocks: int) -> N
         log_probs, _ = chosen_log_probs(hidden, weight, tokens, temperature=0.7, rows=rows)
     with LiveBytes() as backward:
         log_probs.backward(grad)
-    found = [one.peak / (rows * VOCABULARY) for one in (entropies, forward, backward)]
-    assert found[:2] == pytest.approx([8, 10], rel=0.02)
+    bytes_per_logit = [memory.peak / (rows * VOCABULARY) for memory in (entropies, forward, backward)]
+    assert bytes_per_logit[:2] == pytest.approx([8, 10], rel=0.02)
     if blocks == 1:
-        assert found[2] == pytest.approx(14, rel=0.02)
+        assert bytes_per_logit[2] == pytest.approx(14, rel=0.02)
     else:
-        assert 16 < found[2] - 4 * HIDDEN / rows < 18
+        assert 16 < bytes_per_logit[2] - 4 * HIDDEN / rows < 18
 
 
 def test_blocks_are_whole_tiles_within_the_limit() -> None:
@@ -138,8 +138,8 @@ def test_only_a_plain_head_is_split(monkeypatch: pytest.MonkeyPatch, family: str
     policy: Any = object.__new__(Policy)
     policy.model = policy.called = model
     policy.fp32_head = False
-    found = [policy.logits_in_blocks(positions) for positions in (1, 5, 6, 10**6)]
-    assert found == [False, False, plain, plain]
+    split = [policy.logits_in_blocks(positions) for positions in (1, 5, 6, 10**6)]
+    assert split == [False, False, plain, plain]
 
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])

@@ -56,8 +56,8 @@ def by_numpy(tensors: dict[str, torch.Tensor], x: torch.Tensor, bias: torch.Tens
 def test_w4a8_has_the_bits_of_the_stated_arithmetic(n: int, k: int, group: int, bias: bool) -> None:
     tensors, x = weight_and_input(n, k, group, 70)
     added = torch.randn(n).bfloat16() if bias else None
-    found = CpuW4A8Linear.linear(x, CpuW4A8Linear.prepare(tensors), added)
-    assert torch.equal(found, torch.from_numpy(by_numpy(tensors, x, added)).bfloat16())
+    output = CpuW4A8Linear.linear(x, CpuW4A8Linear.prepare(tensors), added)
+    assert torch.equal(output, torch.from_numpy(by_numpy(tensors, x, added)).bfloat16())
 
 
 @pytest.mark.parametrize(("n", "k", "group"), SHAPES)

@@ -56,9 +56,9 @@ def test_repetition_equals_the_sets_on_random_text() -> None:
     rng = random.Random(0)
     responses = [[rng.randrange(3) for _ in range(rng.randrange(1, 400))] for _ in range(60)]
     tokens, mask = rows(*responses)
-    found = repetition(tokens, mask)
-    assert found.tolist() == pytest.approx([by_sets(response) for response in responses])
-    assert 0.1 < float(found.mean()) < 0.9
+    shares = repetition(tokens, mask)
+    assert shares.tolist() == pytest.approx([by_sets(response) for response in responses])
+    assert 0.1 < float(shares.mean()) < 0.9
 
 
 def test_masked_tokens_do_not_count() -> None:

@@ -26,8 +26,8 @@ MISTAKES = [
 def test_the_temperature_by_hand():
     for temperature, scale in ((1.0, 1), (2.0, 1), (0.5, 2), (0.25, 4), (0.1, 4), (0.005, 4)):
         for level, base in (("model", 6e-3), ("linears", 0.15), ("off", 1.0)):
-            found = resolve_limit(None, level, response_length=200, temperature=temperature)
-            assert found == pytest.approx(scale * base, rel=1e-12)
+            limit = resolve_limit(None, level, response_length=200, temperature=temperature)
+            assert limit == pytest.approx(scale * base, rel=1e-12)
         assert resolve_limit(None, "exact", temperature=temperature) == 1e-4
         assert resolve_limit(0.02, "model", temperature=temperature) == 0.02
 

@@ -125,9 +125,9 @@ def test_healthy_runs_give_no_warning(seed: int) -> None:
     ],
 )
 def test_the_size_of_updates_by_hand(sizes: list[float], seen: str | None) -> None:
-    found = find([{"step": step, "actor/update_size": size} for step, size in enumerate(sizes, 1)])
-    assert [warning.sign for warning in found] == ([] if seen is None else ["update_size"])
-    assert seen is None or seen in found[0].text
+    warnings = find([{"step": step, "actor/update_size": size} for step, size in enumerate(sizes, 1)])
+    assert [warning.sign for warning in warnings] == ([] if seen is None else ["update_size"])
+    assert seen is None or seen in warnings[0].text
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_resumed_run_says_the_same(tmp_path: Path, capsys: Any, resumed_after:
     write(tmp_path / "resumed", whole[:90], capsys)
     out = write(tmp_path / "resumed", whole[resumed_after:], capsys, start_step=resumed_after)
     assert warnings_of(tmp_path / "resumed") == warnings_of(tmp_path / "whole")
-    again = [one["sign"] for one in warnings_of(tmp_path / "whole") if one["step"] > resumed_after]
+    again = [warning["sign"] for warning in warnings_of(tmp_path / "whole") if warning["step"] > resumed_after]
     assert out.count("warning sign") == len(again)
     assert read_metrics(tmp_path / "resumed") == read_metrics(tmp_path / "whole")
 

@@ -47,8 +47,8 @@ def test_every_value_has_its_row(heading: str, values: tuple[str, ...]) -> None:
 
 
 def test_every_key_of_the_section_is_on_the_page() -> None:
-    found = named("Weights") | named("Rejection") | set(re.findall(r"`(bypass_mode)=true`", PAGE))
-    assert set(RolloutCorrectionConfig.model_fields) <= found
+    names = named("Weights") | named("Rejection") | set(re.findall(r"`(bypass_mode)=true`", PAGE))
+    assert set(RolloutCorrectionConfig.model_fields) <= names
 
 
 def test_the_variants_of_the_paper_are_configs_that_run() -> None:
@@ -58,8 +58,8 @@ def test_the_variants_of_the_paper_are_configs_that_run() -> None:
     assert [len(row) for row in rows] == [3, 1, 4, 1]
     whole: dict[str, object] = {}
     for row in rows:
-        given = {key: yaml.safe_load(value) for key, value in row}
-        whole = whole | given if len(row) == 1 else given
+        keys = {key: yaml.safe_load(value) for key, value in row}
+        whole = whole | keys if len(row) == 1 else keys
         assert run_config("grpo", whole).rollout_correction.rollout_rs
 
 

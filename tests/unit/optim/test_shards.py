@@ -18,7 +18,7 @@ MESHES = ["1", "2", "3", "4", "2 x 2"]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    output = tmp_path_factory.mktemp("ranks") / "found.pt"
+    output = tmp_path_factory.mktemp("ranks") / "states.pt"
     run_ranks("optim_ranks.py", optim_ranks.RANKS, str(output))
     return torch.load(output, weights_only=False)
 
@@ -31,11 +31,11 @@ def test_updates_on_shards_are_those_of_one_device(results: Any, case: str, mesh
     dtype, settings = optim_ranks.CASES[case]
     torch.set_num_threads(1)
     expected = optim_ranks.train(dtype, settings, None, resume=False)
-    found = results[case, mesh]
-    assert found.keys() == expected.keys()
+    tensors = results[case, mesh]
+    assert tensors.keys() == expected.keys()
     assert any(name.endswith("momentum_buffer") for name in expected) == ("muon" in case)
     for name, tensor in expected.items():
-        assert same_bytes(found[name], tensor), name
+        assert same_bytes(tensors[name], tensor), name
         assert tensor.dtype == (dtype if name in optim_ranks.SHAPES else torch.float32)
 
 
@@ -43,6 +43,6 @@ def test_updates_on_shards_are_those_of_one_device(results: Any, case: str, mesh
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
 def test_bounds_are_torchs(length: int, parts: int) -> None:
     whole = torch.arange(length)
-    found = [whole[start:stop].tolist() for start, stop in muon.bounds(length, parts)]
+    shards = [whole[start:stop].tolist() for start, stop in muon.bounds(length, parts)]
     split, _ = Shard(0)._split_tensor(whole, parts, with_padding=False)
-    assert found == [part.tolist() for part in split]
+    assert shards == [part.tolist() for part in split]

@@ -98,9 +98,9 @@ def test_forward_and_all_gradients_against_a_float64_loop_over_experts(scheme: s
     expected = exact(scheme, inputs[0], inputs[1], ids, *stacks)
     expected.backward(grad.double())
     assert y.dtype == torch.bfloat16 and off(y, expected) < 0.006
-    for found, other in zip((x, weights, layer.gate_up_proj, layer.down_proj), (*inputs, *stacks), strict=True):
-        assert found.grad is not None and other.grad is not None and found.grad.dtype == torch.bfloat16
-        assert off(found.grad, other.grad) < (0.02 if found is weights else 0.01)
+    for tensor, other in zip((x, weights, layer.gate_up_proj, layer.down_proj), (*inputs, *stacks), strict=True):
+        assert tensor.grad is not None and other.grad is not None and tensor.grad.dtype == torch.bfloat16
+        assert off(tensor.grad, other.grad) < (0.02 if tensor is weights else 0.01)
     idle = [expert for expert in range(EXPERTS) if expert not in ids]
     for stack in (layer.gate_up_proj, layer.down_proj):
         assert stack.grad is not None and not stack.grad[idle].any()
@@ -112,7 +112,7 @@ def test_bytes_are_those_of_each_matrix_compressed_alone_by_compressed_tensors(s
     with torch.no_grad():
         layer.gate_up_proj[1, :INTERMEDIATE] *= 100  # a scale of gate must not reach up
         layer.down_proj[2] = 0
-    found = {name: tensor for stack in layer.quantized().values() for name, tensor in stack.named()}
+    tensors = {name: tensor for stack in layer.quantized().values() for name, tensor in stack.named()}
     for expert in range(EXPERTS):
         gate, up = layer.gate_up_proj[expert].detach().chunk(2)
         down = layer.down_proj[expert].detach()
@@ -120,8 +120,8 @@ def test_bytes_are_those_of_each_matrix_compressed_alone_by_compressed_tensors(s
             theirs = compressed_tensors_compress(weight.contiguous(), scheme, GROUP)[0]
             for leaf, tensor in theirs.items():
                 tensor = tensor.float() if leaf == "weight_scale" and scheme != "w4a16" else tensor
-                assert same_bytes(found.pop(f"mlp.experts.{expert}.{matrix}.{leaf}"), tensor)
-    assert not found
+                assert same_bytes(tensors.pop(f"mlp.experts.{expert}.{matrix}.{leaf}"), tensor)
+    assert not tensors
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -200,9 +200,9 @@ def test_bf16_is_published_under_the_names_that_save_pretrained_writes(folder: A
 
     saved, model = load_file(folder / "model.safetensors"), load(folder)
     for published in (packed_state_dict(model), packed_state_dict(model, scheme=Scheme("bf16"))):
-        found = dict(published)
-        assert found.keys() == saved.keys()
-        assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
+        tensors = dict(published)
+        assert tensors.keys() == saved.keys()
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in tensors.items())
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     assert unstacked_shapes(shapes) == {name: tuple(t.shape) for name, t in saved.items()}
     parts = dict(unstacked(model.state_dict().items()))

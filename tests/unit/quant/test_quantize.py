@@ -165,19 +165,19 @@ def test_unpack_inverts_pack() -> None:
 def test_wire_names_dtypes_and_shapes(name: str) -> None:
     scheme = get_scheme(name, 32)
     quantized = quantize(torch.randn(17, 256).bfloat16(), scheme)
-    found = {leaf: (tensor.dtype, tuple(tensor.shape)) for leaf, tensor in quantized.tensors.items()}
+    formats = {leaf: (tensor.dtype, tuple(tensor.shape)) for leaf, tensor in quantized.tensors.items()}
     if name in EIGHT_BIT:
         dtype = {"w8a8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
-        assert found == {"weight": (dtype, (17, 256)), "weight_scale": (torch.float32, (17, 1))}
+        assert formats == {"weight": (dtype, (17, 256)), "weight_scale": (torch.float32, (17, 1))}
     else:
-        assert found == {
+        assert formats == {
             "weight_packed": (torch.int32, (17, 32)),
             "weight_scale": (torch.bfloat16, (17, 8)),
             "weight_shape": (torch.int64, (2,)),
         }
         assert quantized.tensors["weight_shape"].tolist() == [17, 256]
-    assert found == scheme.wire_tensors(17, 256)
-    assert [full for full, _ in quantized.named("layers.0.up_proj")] == [f"layers.0.up_proj.{leaf}" for leaf in found]
+    assert formats == scheme.wire_tensors(17, 256)
+    assert [full for full, _ in quantized.named("layers.0.up_proj")] == [f"layers.0.up_proj.{leaf}" for leaf in formats]
     assert all(tensor.is_contiguous() for tensor in quantized.tensors.values())
 
 

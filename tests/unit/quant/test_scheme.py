@@ -117,10 +117,10 @@ ENTRIES = [
 
 def test_matches_as_compressed_tensors_and_vllm_do() -> None:
     utils = pytest.importorskip("vllm.model_executor.layers.quantization.compressed_tensors.utils")
-    found = {(name, entry): is_ignored(name, [entry]) for name in NAMES for entry in ENTRIES}
-    assert found == {(name, entry): match_name(name, entry) for name, entry in found}
-    assert found == {(name, entry): utils.should_ignore_layer(name, ignore=[entry]) for name, entry in found}
-    assert 0 < sum(found.values()) < len(found)
+    ignored = {(name, entry): is_ignored(name, [entry]) for name in NAMES for entry in ENTRIES}
+    assert ignored == {(name, entry): match_name(name, entry) for name, entry in ignored}
+    assert ignored == {(name, entry): utils.should_ignore_layer(name, ignore=[entry]) for name, entry in ignored}
+    assert 0 < sum(ignored.values()) < len(ignored)
     for name in NAMES:
         assert is_ignored(name, ENTRIES[:3]) == utils.should_ignore_layer(name, ignore=ENTRIES[:3]), name
 

@@ -24,8 +24,8 @@ Results = Callable[[int, str], list[dict[str, Any]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     output = tmp_path_factory.mktemp("ranks") / "output"
     run_ranks("sharded_layers.py", 4, str(output))
-    found = [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(4)]
-    return lambda world, scheme: [found[rank][world, scheme] for rank in range(world)]
+    reports = [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(4)]
+    return lambda world, scheme: [reports[rank][world, scheme] for rank in range(world)]
 
 
 def local_model(scheme: str, masters: dict[str, torch.Tensor] | None = None) -> Model:
@@ -40,12 +40,12 @@ def local_model(scheme: str, masters: dict[str, torch.Tensor] | None = None) -> 
 
 def local_gradients(scheme: str, inputs: list[int]) -> list[dict[str, torch.Tensor]]:
     """The BF16 gradients of each input alone."""
-    found = []
+    gradients = []
     for number in inputs:
         model = local_model(scheme)
         loss_of(model(make_input(number)), number).backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    return found
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return gradients
 
 
 @CASES
@@ -102,9 +102,9 @@ def test_an_update_changes_forward_and_publish(results: Results, world: int, sch
             assert torch.equal(rank["second_output"], model(make_input(0)))
         assert not torch.equal(rank["second_output"], rank["output"])
         published = dict(packed_state_dict(model, stacks=True))
-        for found in (rank["second_published"], *rank["checkpointed"]):
-            assert found.keys() == published.keys()
-            assert all(same_bytes(found[name], tensor) for name, tensor in published.items())
+        for tensors in (rank["second_published"], *rank["checkpointed"]):
+            assert tensors.keys() == published.keys()
+            assert all(same_bytes(tensors[name], tensor) for name, tensor in published.items())
 
 
 @CASES
@@ -114,7 +114,7 @@ def test_each_rank_quantizes_once_per_update_and_clips_by_the_whole_norm(
     """Gathered tensors are freed after the forward."""
     for rank in results(world, scheme):
         assert set(rank["before"]) == {1} and set(rank["after"]) == {2} and set(rank["third"]) == {3}
-        assert all(rank["moved"]) and len(rank["held"]) == 8 and set(rank["held"]) == {0}
+        assert all(rank["moved"]) and len(rank["stored_bytes"]) == 8 and set(rank["stored_bytes"]) == {0}
         expected = torch.stack([tensor.double().norm() for tensor in rank["gradients"].values()]).norm()
         assert float(rank["norm"]) == pytest.approx(float(expected), rel=1e-6)
 

@@ -30,7 +30,7 @@ VOID = {"meta", "link", "img", "br", "input", "hr"}
 def metrics_of(step: int) -> dict[str, Any]:
     """Return numbers that look like those of a run: a learning curve, a heavy tail, NaN now and then."""
     wave = math.sin(step * 12.9898) * 43758.5453 % 1.0
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "critic/score/mean": 0.3 + 0.5 * (1 - math.exp(-step / 120)) + 0.05 * wave,
         "mismatch/k3": 1e-4 * (1 + wave) * (100 if step % 97 == 0 else 1),
         "mismatch/abs_max": 0.3 * (1 + wave),
@@ -39,8 +39,8 @@ def metrics_of(step: int) -> dict[str, Any]:
         **{f"part{place % 5}/metric_{place}": place + wave for place in range(OTHER_METRICS)},
     }
     if step % 40 == 0:
-        found["val/accuracy"] = 0.3 + 0.001 * step
-    return found
+        metrics["val/accuracy"] = 0.3 + 0.001 * step
+    return metrics
 
 
 def make_run(folder: Path, steps: int, *, tokens: int = 600) -> Path:
@@ -135,10 +135,10 @@ def test_it_is_one_file_under_5_mb_that_names_no_address(run: Path, report: str)
 
 def test_hostile_text_stays_text(run: Path, report: str) -> None:
     assert report.count("</script") == 2 and "<img" not in report and "<!--" not in report
-    found = embedded(report)
-    assert found["warnings"][0]["text"] == found["summary"]["note"] == HOSTILE
-    assert found["samples"][0]["tokens"][0] == HOSTILE and found["samples"][0]["prompt"].endswith(HOSTILE)
-    assert "</script><script>" in found["config"]
+    data = embedded(report)
+    assert data["warnings"][0]["text"] == data["summary"]["note"] == HOSTILE
+    assert data["samples"][0]["tokens"][0] == HOSTILE and data["samples"][0]["prompt"].endswith(HOSTILE)
+    assert "</script><script>" in data["config"]
     named = make_run(run.parent / "<b>@@DATA@@&", 3)
     text = write_report(named).read_text(encoding="utf-8")
     reader = Reader(text)
@@ -164,25 +164,25 @@ def test_a_long_series_keeps_its_spikes() -> None:
     lost = (10_000, 20_037, 30_051, 40_064, 45_099)
     for step in lost:
         entries[step]["x"] = math.nan
-    found = series_of(entries, "x")
-    assert found is not None and len(found["s"]) <= MOST_POINTS and found["s"] == sorted(set(found["s"]))
-    at = dict(zip(found["s"], found["v"], strict=True))
+    series = series_of(entries, "x")
+    assert series is not None and len(series["s"]) <= MOST_POINTS and series["s"] == sorted(set(series["s"]))
+    at = dict(zip(series["s"], series["v"], strict=True))
     assert (at[31_415], at[27_182]) == (40, -30) and [at.get(step) for step in lost] == ["nan"] * len(lost)
     assert series_of([{"step": 1, "x": "text"}, {"step": 2, "x": None}], "x") is None
 
 
 def test_samples_that_do_not_fit_lose_steps_evenly_but_not_the_last() -> None:
     samples = [{"step": step, "tokens": ["x" * 100_000], "delta": [0]} for step in range(10, 810, 10)]
-    kept = [sample["step"] for sample in fitting_samples(samples)]
-    assert kept[-1] == 800 and 5 <= len(kept) <= SAMPLE_CHARACTERS // 100_000
-    assert len({b - a for a, b in itertools.pairwise(kept)}) == 1
+    steps = [sample["step"] for sample in fitting_samples(samples)]
+    assert steps[-1] == 800 and 5 <= len(steps) <= SAMPLE_CHARACTERS // 100_000
+    assert len({b - a for a, b in itertools.pairwise(steps)}) == 1
     assert fitting_samples([{"step": 1, "tokens": ["x" * 3 * SAMPLE_CHARACTERS]}]) == []
 
 
 def test_missing_files_leave_their_part_empty(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mismatch/k3": "inf"}\n{"step": 2, "mism')
-    found = contents(tmp_path)
-    assert (found["step"], found["total"], found["summary"], found["samples"]) == (1, None, None, [])
+    data = contents(tmp_path)
+    assert (data["step"], data["total"], data["summary"], data["samples"]) == (1, None, None, [])
     (tmp_path / "summary.json").write_text('{"seconds": NaN, "finished": true}')
     assert embedded(write_report(tmp_path).read_text())["summary"] == {"seconds": "NaN", "finished": True}
 
@@ -216,8 +216,8 @@ def test_a_resumed_run_replaces_the_samples_of_repeated_steps(tmp_path: Path) ->
     append_samples(tmp_path, [sample(20, "c")])
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     assert len(lines) == 6 and "" not in lines
-    found = [(one["step"], one["prompt"]) for one in read_samples(tmp_path)]
-    assert found == [(10, "a"), (20, "b"), (20, "c")]
+    samples = [(sample["step"], sample["prompt"]) for sample in read_samples(tmp_path)]
+    assert samples == [(10, "a"), (20, "b"), (20, "c")]
     assert read_samples(tmp_path)[0]["delta"] == ["nan"]
 
 
@@ -251,7 +251,7 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
         [0.25],
         "stop",
     )
-    (only,) = [one for one in log(20, True, known=(False, True)) if one["step"] == 20]
+    (only,) = [sample for sample in log(20, True, known=(False, True)) if sample["step"] == 20]
     assert only["tokens"] == ["4"]  # nobody knows δ of the other response
 
 

@@ -40,7 +40,7 @@ CHANGES: dict[str, tuple[Callable[[RolloutBatch], object], str]] = {
     "moved": (lambda r: r.response_token_ids[0].insert(0, r.prompt_token_ids[0].pop()), "response 0 of the step"),
     "swapped": (swap_responses, "response 0 of the step and 1 more"),
     "left out": (
-        lambda r: [one.pop() for one in (r.prompt_token_ids, r.response_token_ids, r.rollout_log_probs)],
+        lambda r: [column.pop() for column in (r.prompt_token_ids, r.response_token_ids, r.rollout_log_probs)],
         "2 responses, of which 3 were sampled",
     ),
 }

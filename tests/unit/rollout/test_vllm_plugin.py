@@ -141,9 +141,9 @@ def test_other_schemes_are_left_to_vllm(name: str, part: str, change: dict[str, 
     from compressed_tensors.quantization import QuantizationArgs
 
     group = get_scheme(name, 32).quantization_config([])["config_groups"]["group_0"]
-    given = {key: group.get(key) for key in ("weights", "input_activations")}
-    given[part] = {**given[part], **change}
-    read = {key: None if args is None else QuantizationArgs.model_validate(args) for key, args in given.items()}
+    arguments = {key: group.get(key) for key in ("weights", "input_activations")}
+    arguments[part] = {**arguments[part], **change}
+    read = {key: None if args is None else QuantizationArgs.model_validate(args) for key, args in arguments.items()}
     assert experts.scheme_of_weights(read) is None
 
 
@@ -156,16 +156,16 @@ def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any
 
 @needs_w4a16_cpu
 @pytest.mark.parametrize(
-    ("given", "sizes", "why"),
+    ("refusing", "sizes", "why"),
     [
         (method(ep=True), (128, 64), "expert parallelism"),
         (method(bias=True), (128, 64), "without biases"),
         (method(group_size=48), (96, 64), "not a multiple of the group size 48"),
     ],
 )
-def test_experts_that_the_kernel_does_not_multiply_are_refused(given: Any, sizes: tuple[int, int], why: str) -> None:
+def test_experts_that_the_kernel_does_not_multiply_are_refused(refusing: Any, sizes: tuple[int, int], why: str) -> None:
     layer: Any = torch.nn.Module()  # with what `create_weights` reads of vLLM's RoutedExperts
     layer.layer_name, layer.activation = "model.layers.0.mlp.experts", experts.MoEActivation.SILU
     layer.apply_router_weight_on_input = False
     with pytest.raises(UserError, match=rf"(?s)no kernel supports these w4a16 experts.*layers\.0\.mlp.*{why}"):
-        given.create_weights(layer, 4, *sizes, torch.bfloat16)
+        refusing.create_weights(layer, 4, *sizes, torch.bfloat16)

@@ -72,8 +72,8 @@ def test_the_figures_of_a_run() -> None:
 
 
 def entry(arm: str, seed: int, after: float | None, failed: str | None = None, **more: Any) -> dict[str, Any]:
-    found = {"arm": arm, "seed": seed, "failed": failed, "minutes": 2.0}
-    return found if failed else found | {"accuracy_after": after, "collapsed": after is not None and after < 0.1} | more
+    row = {"arm": arm, "seed": seed, "failed": failed, "minutes": 2.0}
+    return row if failed else row | {"accuracy_after": after, "collapsed": after is not None and after < 0.1} | more
 
 
 def test_the_table() -> None:
@@ -104,7 +104,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         state.calls.append(folder.name)
         folder.mkdir(parents=True, exist_ok=True)
         rewards = [0.3 + 0.01 * step for step in range(30)]
-        lines = [json.dumps(one | {"mismatch/k3": 1e-3}) for one in history(rewards, [0.3, 0.6])]
+        lines = [json.dumps(entry | {"mismatch/k3": 1e-3}) for entry in history(rewards, [0.3, 0.6])]
         (folder / "metrics.jsonl").write_text("\n".join(lines))
         failed = "exit code 2: error: made to fail" if folder.name in state.fail else None
         record = {"arguments": list(arguments), "failed": failed, "minutes": 1.5, "commit": "abc"}

@@ -34,8 +34,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("parts", [[slice(0, 3)], [slice(0, 1), slice(1, 2), slice(2, 3)]])
 def test_by_hand_in_one_part_and_in_three(parts: list[slice]) -> None:
-    found = [token_statistics(OLD[p] + MOVED[p], OLD[p], ADVANTAGE[p], VALID[p]) for p in parts]
-    assert token_metrics(combine(found)) == pytest.approx(EXPECTED, rel=1e-5, abs=1e-6)
+    statistics = [token_statistics(OLD[p] + MOVED[p], OLD[p], ADVANTAGE[p], VALID[p]) for p in parts]
+    assert token_metrics(combine(statistics)) == pytest.approx(EXPECTED, rel=1e-5, abs=1e-6)
 
 
 def test_the_edges_of_the_classes() -> None:

@@ -40,12 +40,12 @@ def small_trainer(tmp_path: Path, master_dtype: str) -> Any:
 def everything(trainer: Any) -> dict[str, torch.Tensor]:
     """Weights, masters, moments and published tensors, cloned."""
     state = trainer.optimizer.state_dict()
-    found = {f"weight.{name}": p for name, p in trainer.policy.model.named_parameters()}
-    found |= {f"master.{name}": p for name, p in state["masters"].items()}
+    tensors = {f"weight.{name}": p for name, p in trainer.policy.model.named_parameters()}
+    tensors |= {f"master.{name}": p for name, p in state["masters"].items()}
     for index, slots in state["inner"]["state"].items():
-        found |= {f"moment.{index}.{name}": v for name, v in slots.items() if torch.is_tensor(v)}
-    found |= {f"published.{name}": tensor for name, tensor in trainer.policy.packed_state_dict()}
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+        tensors |= {f"moment.{index}.{name}": v for name, v in slots.items() if torch.is_tensor(v)}
+    tensors |= {f"published.{name}": tensor for name, tensor in trainer.policy.packed_state_dict()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])

@@ -51,11 +51,11 @@ def make_policy(folder: Path, level: str, scheme: str = "w4a16", *, packed: bool
 
 
 def log_probs(policy: Policy, batch: Batch, packs: list[list[int]]) -> torch.Tensor:
-    found = torch.full_like(batch.rollout_log_probs, torch.nan)
+    log_probs = torch.full_like(batch.rollout_log_probs, torch.nan)
     with torch.no_grad():
         for pack in packs:
-            found[pack] = policy.response_log_probs(batch, torch.tensor(pack), temperature=1.0)
-    return found
+            log_probs[pack] = policy.response_log_probs(batch, torch.tensor(pack), temperature=1.0)
+    return log_probs
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -106,7 +106,7 @@ def test_the_loss_and_the_gradient_do_not_depend_on_the_micro_batches(folders, f
     loss, _, whole = results["all"]
     for name, (other, statistics, gradients) in results.items():
         assert other == pytest.approx(loss, rel=1e-5) and abs(loss) > 0.01, name
-        assert sum(one["sum/responses"] for one in statistics) == 7
+        assert sum(part["sum/responses"] for part in statistics) == 7
         for parameter, gradient in whole.items():
             if gradient.norm() > 1e-6:  # BF16 roundings of each product, and of an embedding's every occurrence
                 bound = 0.1 if "embed_tokens" in parameter else 2**-5
@@ -142,5 +142,5 @@ def test_a_layout_by_hand():
     assert padded.inputs["input_ids"].tolist() == batch.input_ids[rows].tolist()
     assert padded.inputs["row_lengths"] == (5, 6)
     assert padded.predictors.tolist() == [1, 2, 3, 10]
-    for one in (layout, padded):
-        assert torch.equal(one.unflatten(one.flatten(batch.input_ids[rows], -1)), batch.input_ids[rows] * one.valid)
+    for form in (layout, padded):
+        assert torch.equal(form.unflatten(form.flatten(batch.input_ids[rows], -1)), batch.input_ids[rows] * form.valid)

@@ -44,16 +44,16 @@ def batch_of(routing: list[torch.Tensor] | None) -> Batch:
 
 def own_routing(policy: Policy) -> list[torch.Tensor]:
     """The model's own choice for each sequence, as an engine returns it: the last token's is missing."""
-    found = []
+    routing = []
     for prompt, response in SEQUENCES:
         with torch.no_grad(), recorded_routing(policy.model) as record:
             policy.model(input_ids=torch.tensor([prompt + response]), use_cache=False)
-        found.append(record.experts()[:-1].to(torch.uint8))
-    return found
+        routing.append(record.experts()[:-1].to(torch.uint8))
+    return routing
 
 
 def shifted(routing: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [(one + 1) % EXPERTS for one in routing]
+    return [(layer + 1) % EXPERTS for layer in routing]
 
 
 def log_probs(policy: Policy, batch: Batch) -> torch.Tensor:

@@ -53,7 +53,7 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         monkeypatch.setattr(checkpointing, "save_checkpoint", save)
         monkeypatch.setattr(checkpointing, "forward_weights", lambda policy: [])
         monkeypatch.setattr(checkpointing, "training_state", lambda trainer, metrics: {})
-        monkeypatch.setattr(checkpointing, "restore", lambda trainer, found: setattr(trainer, "step", found.step))
+        monkeypatch.setattr(checkpointing, "restore", lambda trainer, saved: setattr(trainer, "step", saved.step))
         return trainer
 
     return make

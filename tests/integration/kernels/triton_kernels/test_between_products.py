@@ -36,21 +36,21 @@ def test_swiglu_backward(shape: tuple[int, int], scheme: str, weighted: bool) ->
     weight = weights[order, None].double()
     product.backward(grad.double() * weight)
     inputs = (grad, gate_up, *codes, weights, order)
-    found = swiglu_backward(*(t if t is None else t.to(DEVICE) for t in inputs), weighted=weighted)
+    gradients = swiglu_backward(*(t if t is None else t.to(DEVICE) for t in inputs), weighted=weighted)
 
     assert gate.grad is not None and up.grad is not None
     expected, g = torch.cat((gate.grad, up.grad), 1), gate.detach()
     # Where the slope of silu is near 0, terms of this size cancel.
     factor = (grad.double() * weight).abs()
     size = torch.cat((factor * up.detach().abs() * (1 + g.abs()), factor * g.abs()), 1)
-    assert found.hidden.dtype == torch.bfloat16 and found.router.dtype == torch.float32
-    assert ((found.hidden.cpu().double() - expected).abs() <= expected.abs() * ROUNDING + size * 1e-6 + TINY).all()
+    assert gradients.hidden.dtype == torch.bfloat16 and gradients.router.dtype == torch.float32
+    assert ((gradients.hidden.cpu().double() - expected).abs() <= expected.abs() * ROUNDING + size * 1e-6 + TINY).all()
     parts = grad.double() * a
-    error = (found.router.cpu().double()[order] - parts.sum(1)).abs()
+    error = (gradients.router.cpu().double()[order] - parts.sum(1)).abs()
     assert (error <= parts.abs().sum(1) * (roundings * ROUNDING * (1 + ROUNDING) + 1e-6) + TINY).all()
-    assert (found.weighted is not None) == weighted
-    if found.weighted is not None:
-        error = (found.weighted.cpu().double() - a * weight).abs()
+    assert (gradients.weighted is not None) == weighted
+    if gradients.weighted is not None:
+        error = (gradients.weighted.cpu().double() - a * weight).abs()
         assert (error <= (a * weight).abs() * ((roundings + 1) * ROUNDING * (1 + ROUNDING) + 1e-6) + TINY).all()
 
 
@@ -60,8 +60,8 @@ def test_combine(shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     rows, place = torch.randn(tokens * top_k, columns).bfloat16(), torch.randperm(tokens * top_k)
     each = rows[place].view(shape).double()
-    found = combine(rows.to(DEVICE), place.to(DEVICE), top_k)
-    error = (found.cpu().double() - each.sum(1)).abs()
+    output = combine(rows.to(DEVICE), place.to(DEVICE), top_k)
+    error = (output.cpu().double() - each.sum(1)).abs()
     assert (error <= each.sum(1).abs() * ROUNDING + each.abs().sum(1) * 1e-6).all()
 
 
@@ -69,6 +69,6 @@ def test_combine(shape: tuple[int, int, int]) -> None:
 def test_only_experts_without_rows_are_cleared(counts: list[int]) -> None:
     stack = torch.full((len(counts), 33, 41), 7.0, device=DEVICE).bfloat16()
     stack[torch.tensor(counts) == 0] = torch.nan
-    found = clear_unused(stack, torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE))
+    cleared = clear_unused(stack, torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE))
     expected = torch.tensor([7.0 if count else 0.0 for count in counts])[:, None, None].expand(-1, 33, 41)
-    assert found is stack and torch.equal(found.cpu().float(), expected)
+    assert cleared is stack and torch.equal(cleared.cpu().float(), expected)

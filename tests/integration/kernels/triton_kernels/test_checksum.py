@@ -14,7 +14,7 @@ from qarl.rollout.publish.checksum import BLOCK, checksum, has_nonfinite, weight
 WORDS = [1, 2, 77, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 13]
 
 
-def found(tensor: torch.Tensor, *, finite: bool = True) -> tuple[int, bool]:
+def by_kernel(tensor: torch.Tensor, *, finite: bool = True) -> tuple[int, bool]:
     result = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     inner, outer = (weights(seed, count, result.device) for seed, count in ((1, BLOCK), (2, 64)))
     add_checksum(tensor, inner, outer, result, FLOAT_BITS.get(tensor.dtype) if finite else None)
@@ -30,8 +30,8 @@ def test_the_bits_of_pytorch(words: int, dtype: torch.dtype) -> None:
     data = torch.randint(0, 256, (8 * words + 8,), dtype=torch.uint8, device=DEVICE)[8:]
     tensor = data.view(dtype)
     floats = dtype in FLOAT_BITS and bool(words)
-    assert found(tensor) == (checksum(tensor).item(), floats and has_nonfinite(tensor).item())
-    assert found(tensor, finite=False) == (checksum(tensor).item(), False)
+    assert by_kernel(tensor) == (checksum(tensor).item(), floats and has_nonfinite(tensor).item())
+    assert by_kernel(tensor, finite=False) == (checksum(tensor).item(), False)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_BITS, ids=str)
@@ -41,12 +41,12 @@ def test_nan_and_inf_are_found_wherever_they_are(dtype: torch.dtype) -> None:
     largest = torch.full((size,), bits.nonfinite - 1, dtype=bits.integer, device=DEVICE)
     sign = -1 - bits.magnitude_mask if bits.integer != torch.uint8 else 0x80
     largest[::2] |= sign
-    assert not found(largest.view(dtype))[1]
+    assert not by_kernel(largest.view(dtype))[1]
     for place in (0, 1, size // 2 + 1, size - 1):
         for value in (bits.nonfinite, bits.magnitude_mask, bits.nonfinite | sign):
             spoilt = largest.clone()
             spoilt[place] = value
-            assert found(spoilt.view(dtype))[1], (place, value)
+            assert by_kernel(spoilt.view(dtype))[1], (place, value)
 
 
 @pytest.mark.parametrize("small", [-1, 64, 8 * BLOCK, 1 << 20])
@@ -65,9 +65,9 @@ def test_a_unit_by_the_kernel_is_a_unit_by_pytorch(finite: bool, small: int, mon
     monkeypatch.setattr(module, "_SMALL", small)
     monkeypatch.setattr(module, "is_gpu", lambda device: True)
     assert [module._way(tensor) for tensor in tensors].count("kernel") == 5
-    found = module.check_unit(tensors, finite=finite)
-    assert torch.equal(found[0], wanted[0])
-    assert bad(found) == bad(wanted) == ({4} if finite else set())
+    checked = module.check_unit(tensors, finite=finite)
+    assert torch.equal(checked[0], wanted[0])
+    assert bad(checked) == bad(wanted) == ({4} if finite else set())
     assert module.nonfinite(tensors[4:6]).tolist() == flags == [True, False]
 
 

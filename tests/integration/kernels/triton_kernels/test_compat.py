@@ -52,11 +52,11 @@ def fp32_near_ties() -> torch.Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same(output: torch.Tensor, expected: torch.Tensor) -> bool:
     """Bit for bit but for which NaN."""
     nan = expected.isnan()
     integer = {2: torch.int16, 4: torch.int32}[expected.element_size()]
-    return bool((found.isnan() == nan).all()) and torch.equal(found[~nan].view(integer), expected[~nan].view(integer))
+    return bool((output.isnan() == nan).all()) and torch.equal(output[~nan].view(integer), expected[~nan].view(integer))
 
 
 def test_bf16_rounds_half_to_even() -> None:

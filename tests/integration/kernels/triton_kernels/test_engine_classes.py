@@ -43,7 +43,7 @@ def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
 def trainers_layers(scheme: str) -> list[QuantLinear]:
     torch.manual_seed(0)
     linears = [nn.Linear(K, n, dtype=torch.bfloat16, device=DEVICE) for n in PARTS]
-    return [QuantLinear(one, get_scheme(scheme, 32), qualified_name="layer", kernels="qarl") for one in linears]
+    return [QuantLinear(linear, get_scheme(scheme, 32), qualified_name="layer", kernels="qarl") for linear in linears]
 
 
 def engines_kernel(scheme: str) -> Any:
@@ -115,5 +115,5 @@ def test_the_engine_calls_one_operator_on_the_wire_tensors(scheme: str) -> None:
     operands = (weight.t() if scheme == "fp8" else weight, scale, None, "qarl", scheme, sum(PARTS))
     x = torch.randn(5, K).bfloat16().to(DEVICE)
     torch.library.opcheck(torch.ops.qarl.linear.default, (x, *operands), test_utils="test_faketensor")
-    found = kernel.apply_weights(module, x.view(1, 5, K))
-    assert found.shape == (1, 5, sum(PARTS)) and found.dtype == torch.bfloat16
+    output = kernel.apply_weights(module, x.view(1, 5, K))
+    assert output.shape == (1, 5, sum(PARTS)) and output.dtype == torch.bfloat16

@@ -39,10 +39,10 @@ def test_forward_and_gradients(scheme: str) -> None:
         y = fused_experts(*inputs[:2], ids.to(DEVICE), *inputs[2:], LowBitExperts.of(kernel, *tensors))
         y.backward(grad.to(DEVICE))
         made.append([y.detach(), *(t.grad for t in inputs)])
-    for found, expected in zip(*made, strict=True):
-        assert found is not None and expected is not None
+    for tensor, expected in zip(*made, strict=True):
+        assert tensor is not None and expected is not None
         # A code of 8 bits may be the next one where the two quantizers' arithmetics part.
-        error = (found.double() - expected.double()).norm() / expected.double().norm()
+        error = (tensor.double() - expected.double()).norm() / expected.double().norm()
         assert error < (5e-3 if scheme == "w4a16" else 2e-2)
 
 
@@ -52,9 +52,9 @@ def test_the_input_gradient_of_8_bit_experts(scheme: str) -> None:
     tensors = wire(torch.randn(3, 40, 64).bfloat16(), scheme)
     ends = torch.tensor([5, 5, 21], dtype=torch.int32, device=DEVICE)
     grad = torch.randn(21, 40, device=DEVICE).bfloat16()
-    found = grouped_scaled_backward_input(grad, tensors["weight"], tensors["weight_scale"], ends)
+    gradient = grouped_scaled_backward_input(grad, tensors["weight"], tensors["weight_scale"], ends)
     expected = grouped_linear(grad.double(), experts.dequantized(tensors).mT.double(), ends)
-    assert ((found.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-3).all()
+    assert ((gradient.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-3).all()
 
 
 class Sizes(TorchDispatchMode):

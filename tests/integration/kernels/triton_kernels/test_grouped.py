@@ -32,9 +32,9 @@ def make(counts: list[int], n: int, k: int, group: int) -> tuple[torch.Tensor, t
     return packed, scale, weight
 
 
-def assert_products(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
+def assert_products(product: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
     x, weight = x.double(), weight.double()
-    assert_one_rounding(found, grouped_linear(x, weight, ends), grouped_linear(x.abs(), weight.abs(), ends))
+    assert_one_rounding(product, grouped_linear(x, weight, ends), grouped_linear(x.abs(), weight.abs(), ends))
 
 
 @pytest.mark.parametrize("tile", [None, Tile(16, 32, 64)], ids=str)
@@ -61,8 +61,8 @@ def test_int8_is_exact(k: int, counts: list[int], tile: Tile | None) -> None:
     sums = grouped_linear(x.double(), weight.double(), ends).float()
     experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     expected = ((sums * weight_scale[experts].squeeze(-1)) * x_scale).bfloat16()
-    found = grouped_scaled_mm(*(t.to(DEVICE) for t in (x, x_scale, weight, weight_scale, ends)), tile=tile)
-    assert torch.equal(found.cpu(), expected)
+    product = grouped_scaled_mm(*(t.to(DEVICE) for t in (x, x_scale, weight, weight_scale, ends)), tile=tile)
+    assert torch.equal(product.cpu(), expected)
 
 
 @needs_e4m3
@@ -75,8 +75,10 @@ def test_fp8(counts: list[int], fast: bool) -> None:
     ends = ends_of(counts)
     a, b = x.double() * x_scale.double(), weight.double() * weight_scale.double()
     exact, size = grouped_linear(a, b, ends), grouped_linear(a.abs(), b.abs(), ends)
-    found = grouped_scaled_mm(*(t.to(DEVICE) for t in (x, x_scale, weight, weight_scale, ends)), fast_accumulation=fast)
-    assert_one_rounding(found, exact, size, 1e-6 if INTERPRETED else 2**-11)
+    product = grouped_scaled_mm(
+        *(t.to(DEVICE) for t in (x, x_scale, weight, weight_scale, ends)), fast_accumulation=fast
+    )
+    assert_one_rounding(product, exact, size, 1e-6 if INTERPRETED else 2**-11)
 
 
 def test_past_the_ridge_experts_are_dequantized() -> None:

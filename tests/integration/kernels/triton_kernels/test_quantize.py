@@ -115,10 +115,10 @@ def test_dequantize_int4(group_size: int, cols: int, dtype: torch.dtype) -> None
     torch.manual_seed(5)
     packed = torch.randint(-(2**31), 2**31 - 1, (7, cols // 8), dtype=torch.int32, device=DEVICE)
     scale = torch.randn(7, cols // group_size, device=DEVICE).to(dtype)
-    found = dequantize_int4(packed, scale)
-    assert torch.equal(found, int4.dequantize_int4(packed, scale))
+    weight = dequantize_int4(packed, scale)
+    assert torch.equal(weight, int4.dequantize_int4(packed, scale))
     strided = torch.stack((packed, packed), dim=2)[:, :, 0]
-    assert torch.equal(dequantize_int4(strided, scale), found)
+    assert torch.equal(dequantize_int4(strided, scale), weight)
 
 
 @DTYPES
@@ -135,10 +135,10 @@ def test_dequantize_rows(dtype: torch.dtype, cols: int) -> None:
 
 def check_tokens(x: torch.Tensor, dtype: torch.dtype) -> None:
     values, scale = (quantize_fp8_cuda if dtype == FP8 else quantize_int8_cuda)(x)
-    found = quantize_tokens(x, dtype)
-    assert found[0].dtype == dtype and found[0].shape == x.shape
-    assert torch.equal(found[1], scale)
-    assert torch.equal(found[0].view(torch.int8), values.view(torch.int8))
+    quantized = quantize_tokens(x, dtype)
+    assert quantized[0].dtype == dtype and quantized[0].shape == x.shape
+    assert torch.equal(quantized[1], scale)
+    assert torch.equal(quantized[0].view(torch.int8), values.view(torch.int8))
 
 
 @pytest.mark.parametrize("scheme", CODES)

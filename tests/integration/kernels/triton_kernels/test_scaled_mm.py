@@ -37,13 +37,13 @@ def test_int8_has_the_bits_of_the_exact_sum_scaled_in_order(m: int, n: int, k: i
     assert torch.equal(scaled_mm(*on_device(tensors), tile=tile).cpu(), scaled.bfloat16())
     bias = torch.randn(n).bfloat16()
     fused = ((sums * weight_scale.t()).double() * x_scale.double() + bias.double()).float()
-    found = scaled_mm(*on_device(tensors), bias.to(DEVICE), tile=tile).cpu()
+    product = scaled_mm(*on_device(tensors), bias.to(DEVICE), tile=tile).cpu()
     if INTERPRETED:  # it rounds the product before it adds, where a GPU does not
         near = fused.abs() * 2**-7 + scaled.abs() * 2**-23
-        assert ((found.double() - fused.double()).abs() <= near).all()
-        assert (found == fused.bfloat16()).float().mean() > 0.99
+        assert ((product.double() - fused.double()).abs() <= near).all()
+        assert (product == fused.bfloat16()).float().mean() > 0.99
     else:
-        assert torch.equal(found, fused.bfloat16())
+        assert torch.equal(product, fused.bfloat16())
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -56,9 +56,9 @@ def test_fp8(m: int, n: int, k: int, tile: Tile | None, fast: bool) -> None:
     a, b = x.double() * x_scale.double(), (weight.double() * weight_scale.double()).t()
     # Hopper keeps 14 bits of a sum: of all of it if `fast`, else of a step's, at most 128 terms.
     error = 2**-11 if fast and not INTERPRETED else 1e-6 if INTERPRETED else 2**-13
-    for given, added in (((), 0), ((bias.to(DEVICE),), bias.double())):
-        found = scaled_mm(*on_device(tensors), *given, fast_accumulation=fast, tile=tile)
-        assert_one_rounding(found, a @ b + added, a.abs() @ b.abs(), error)
+    for bias_argument, added in (((), 0), ((bias.to(DEVICE),), bias.double())):
+        product = scaled_mm(*on_device(tensors), *bias_argument, fast_accumulation=fast, tile=tile)
+        assert_one_rounding(product, a @ b + added, a.abs() @ b.abs(), error)
 
 
 @pytest.mark.parametrize("kind", KINDS)

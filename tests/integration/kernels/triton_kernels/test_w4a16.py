@@ -30,8 +30,8 @@ def make_rows(rows: int, columns: int) -> torch.Tensor:
     return (torch.randn(rows, columns) * torch.randn(rows, 1).exp()).bfloat16()
 
 
-def assert_product(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | float = 0.0) -> None:
-    assert_one_rounding(found, a.double() @ b.double() + bias, a.double().abs() @ b.double().abs())
+def assert_product(product: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | float = 0.0) -> None:
+    assert_one_rounding(product, a.double() @ b.double() + bias, a.double().abs() @ b.double().abs())
 
 
 @pytest.mark.parametrize("tile", [None, *FORWARD_TILES], ids=str)

@@ -44,7 +44,7 @@ from qarl.checkpoint.storage import write_text
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 520
 LEAST_SECONDS = 5
-KEPT_LINES = 400
+MOST_LINES = 400
 DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 if prctl := getattr(ctypes.CDLL(None), "prctl", None):
@@ -135,7 +135,7 @@ class Session:
             start, report, seconds = time.monotonic(), folder / f"{part.name}.json", min(limit, left)
             code = self.process(command, folder, report, seconds, result["output"])
             result["failing"] = failing(result["output"])
-            del result["output"][:-KEPT_LINES]
+            del result["output"][:-MOST_LINES]
             result.update(seconds=time.monotonic() - start, report=read_report(part, folder, report))
             if not STOP.is_set() and code is None and left < limit:
                 result.update(status="skipped", why=NO_TIME)

@@ -158,7 +158,7 @@ SMALL: Row = {
     "actor.ppo_micro_batch_size_per_gpu": 12,
     "actor.log_prob_micro_batch_size_per_gpu": 24,
 }
-KEPT = (
+METRICS = (
     "actor/pg_loss", "actor/grad_norm", "actor/skipped_steps", "mismatch/abs_mean", "mismatch/abs_max",
     "critic/score/mean", "old_log_probs/recomputed", "correction/rejected_response_frac",
     "correction/rejected_token_frac", "correction/weight_mean", "actor/inside_band_frac", "actor/pg_clipfrac",
@@ -190,7 +190,7 @@ def judged(keys: Row, level: str, steps: Sequence[Row], bit: float) -> Row:
             wrong.append(f"step {number} has no gradient")
         if level == "model" and step.get("mismatch/abs_max", 0.0) > bit:
             wrong.append(f"step {number}: max |δ| is {step['mismatch/abs_max']}")
-    logged = [{name: step[name] for name in KEPT if name in step} for step in steps]
+    logged = [{name: step[name] for name in METRICS if name in step} for step in steps]
     return {"keys": keys, "level": level, "steps": logged, "wrong": wrong}
 
 

@@ -93,7 +93,7 @@ def digest(tensors: Any) -> str:
 
 
 def run(settings: dict[str, Any], *, processes: int = 1, may_die: bool = False) -> list[Row]:
-    """Run `train` in `processes` new processes. Return what each found; nothing if they died and may."""
+    """Run `train` in `processes` new processes. Return the row of each; nothing if they died and may."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = {"output_dir": str(Path(folder) / "run"), **SETTINGS, **settings}
         bands = BANDS if arguments.get("loss_type", "tbpo") != "tbpo" else ()

@@ -19,7 +19,7 @@ from qarl.metrics.mismatch_limit import resolve_limit
 CONFIG = "quickstart_verl.yaml"
 FOLDER = ROOT / "runs" / "proofs"
 ONCE = QUIET | {"trainer.resume_mode": "disable"}
-KEPT = ("mismatch/abs_mean", "mismatch/abs_max", "mismatch/k3", "mismatch/over_limit", "rollout/preemptions",
+METRICS = ("mismatch/abs_mean", "mismatch/abs_max", "mismatch/k3", "mismatch/over_limit", "rollout/preemptions",
         "actor/pg_loss", "actor/inside_band_frac", "response_length/mean")  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def judged(case: Case, code: int, error: list[str], logged: list[Row]) -> tuple[
     """Return the row of a run, and whether it is as it should be."""
     steps = [
         {"step": entry["step"], "limit": resolve_limit(None, case.level, response_length=entry["response_length/mean"])}
-        | {key: entry[key] for key in KEPT if key in entry}
+        | {key: entry[key] for key in METRICS if key in entry}
         for entry in logged
     ]
     fired = any("trainer and engine disagree" in line for line in error)

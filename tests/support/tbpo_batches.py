@@ -1,4 +1,4 @@
-"""Batches with given sequence ratios, and bands wide enough to read."""
+"""Batches with chosen sequence ratios, and bands wide enough to read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDE: dict[str, Any] = {
 def make_batch(
     ratios: list[float], weights: list[float], lengths: list[int], width: int = 5
 ) -> dict[str, torch.Tensor]:
-    """log-probs whose sequence ratios are the given ones, spread unevenly over each response's tokens."""
+    """log-probs whose sequence ratios are `ratios`, spread unevenly over each response's tokens."""
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(len(ratios), width, generator=generator) - 0.1
     mask = torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]

@@ -73,7 +73,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_old_log_probs_are_the_rollouts_and_r_is_1_for_the_whole_update(trainer, sampled, kind):
-    """At learning rate 0, over two epochs of two mini-batches: other batching, other passes, one kept set."""
+    """At learning rate 0, over two epochs of two mini-batches: other batching, other passes, one sampling mask."""
     batch, _ = sampled(**KINDS[kind])
     old = trainer.old_log_probs(batch)
     metrics = mismatch_metrics(old, batch.rollout_log_probs, batch.response_mask)
@@ -90,7 +90,7 @@ def test_the_old_log_probs_are_the_rollouts_and_r_is_1_for_the_whole_update(trai
     assert torch.equal(again.detach(), old)
 
 
-def test_a_kept_set_stays_when_the_weights_move(trainer, sampled):
+def test_a_sampling_mask_stays_when_the_weights_move(trainer, sampled):
     """Every sampled token stays finite and gets a gradient though the nucleus of the new weights may lack it."""
     batch, _ = sampled(top_p=0.3)
     trainer.old_log_probs(batch)

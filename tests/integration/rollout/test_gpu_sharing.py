@@ -71,7 +71,7 @@ def memory(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_an_engine_is_not_started_without_room(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before vLLM, in the first start and in a rebuild. The refusal names a share that is free."""
-    memory(free=30.7, total=80, held=47)
+    memory(free=30.7, total=80, allocated=47)
     check_free_memory(0.38)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **arguments: pytest.fail("vLLM was started")))
     engine = object.__new__(RolloutEngine)

@@ -92,7 +92,7 @@ def test_a_reward_that_raises_or_runs_out_of_time(monkeypatch: pytest.MonkeyPatc
 def test_training_set_counts_everything_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     published = [{"problem": "What is $2+2$?", "answer": "4"}, {"problem": "Prove it.", "answer": None}]
     published.append({"problem": "Say nothing.", "answer": "\\text{}"})
-    held_out = write_jsonl(tmp_path / "held.jsonl", published)
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", published)
     assert evaluate(tmp_path / "eval", "--sets", "math500", "--file", f"math500={held_out}") == 0
     source = write_jsonl(
         tmp_path / "source.jsonl",

@@ -73,12 +73,12 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
 
 
 SEARCH = "hydra.searchpath=[pkg://qarl.verl]"
-GIVEN = (SEARCH, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+FIXED = (SEARCH, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
 
 
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*GIVEN, *overrides])
+        return compose("ppo_trainer", overrides=[*FIXED, *overrides])
 
 
 def test_on_gpus_the_group_gives_the_engine_what_the_level_needs():
@@ -168,7 +168,7 @@ CONTRADICTIONS = [
 def test_a_contradiction_is_refused_before_ray_starts_through_both_doors(keys, words, capsys):
     overrides = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=[*GIVEN, "+qarl=w4a16", *overrides], return_hydra_config=True)
+        config = compose("ppo_trainer", overrides=[*FIXED, "+qarl=w4a16", *overrides], return_hydra_config=True)
     with pytest.raises(SystemExit) as ended:  # Hydra only warns of other exceptions of a callback
         instantiate(config.hydra.callbacks.qarl).on_job_start(config, task_function=None)
     text = " ".join(capsys.readouterr().err.split())

@@ -15,25 +15,25 @@ pytest.importorskip("verl")
 PROBE = """
 import json, logging, os, sys
 import verl
-found = {"loaded": "qarl.verl.entry_point" in sys.modules}
-found["early"] = sorted(m for m in sys.modules if m.startswith("verl.workers") or m.startswith("qarl.verl.fsdp"))
+report = {"loaded": "qarl.verl.entry_point" in sys.modules}
+report["early"] = sorted(m for m in sys.modules if m.startswith("verl.workers") or m.startswith("qarl.verl.fsdp"))
 from verl.plugin.platform import PlatformRegistry, get_platform
-found["platforms"] = sorted(PlatformRegistry.registered_names())
+report["platforms"] = sorted(PlatformRegistry.registered_names())
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-found["loss"] = get_policy_loss_fn("tbpo").__module__
+report["loss"] = get_policy_loss_fn("tbpo").__module__
 from verl.workers.engine import EngineRegistry
-found["engine"] = {}
+report["engine"] = {}
 for strategy in ("fsdp", "fsdp2"):
     try:
-        found["engine"][strategy] = EngineRegistry.get_engine_cls("language_model", strategy).__name__
+        report["engine"][strategy] = EngineRegistry.get_engine_cls("language_model", strategy).__name__
     except Exception as error:
-        found["engine"][strategy] = repr(error)
+        report["engine"][strategy] = repr(error)
 import verl.workers.engine
-found["file"] = verl.workers.engine.__file__.endswith("__init__.py")
+report["file"] = verl.workers.engine.__file__.endswith("__init__.py")
 from verl.plugin.platform import platform_manager
 del os.environ["VERL_PLATFORM"]
-found["detected"] = platform_manager._detect_platform_name()
-print("RESULT" + json.dumps(found))
+report["detected"] = platform_manager._detect_platform_name()
+print("RESULT" + json.dumps(report))
 """
 
 

@@ -9,7 +9,7 @@ from benchmarks.proofs.harness import Record, differences
 
 
 def test_a_result_is_written_row_by_row_and_continued(tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
+    path = tmp_path / "rows.json"
     record = Record(path, "the command")
     assert record.wants("a") and not record.ok
     record.add("a", {"x": 1})

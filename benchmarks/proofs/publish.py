@@ -53,9 +53,12 @@ def fresh_vllm(folder: str, prompts: list[list[int]], tokens: int, length: int, 
     )  # fmt: skip
     asked = SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=ignore_eos)
     done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
-    found = [output.outputs[0] for output in done]
-    values = [[p[t].logprob for t, p in zip(one.token_ids, one.logprobs, strict=True)] for one in found]
-    return [[list(one.token_ids) for one in found], values]
+    completions = [output.outputs[0] for output in done]
+    values = [
+        [p[t].logprob for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]
+        for completion in completions
+    ]
+    return [[list(c.token_ids) for c in completions], values]
 
 
 def _greedy(engine: RolloutEngine, prompts: list[list[int]], tokens: int) -> list[Any]:
@@ -276,15 +279,15 @@ def exported_row(scheme: str, prompts: int, kind: str = "dense") -> Row:
         rollout = RolloutBatch(tokens, answers[0], answers[1], ["stop"] * len(tokens), weight_version=0)
         batch = batch_of(rollout)
         stock, unfit = transformers_log_probs(exported, rollout)
-        found = {"exact": trainer_log_probs(config, checkpoint, batch)}
+        forwards = {"exact": trainer_log_probs(config, checkpoint, batch)}
         digests = {name: tensor_digest(tensor) for name, tensor in read_tensors(exported)}
         row: Row = {"kind": kind, "scheme": scheme, "tokens": int(batch.response_mask.sum())}
         row["published"] = digests == open_checkpoint(checkpoint).state["published"]
     if not unfit:
-        found["transformers"] = torch.zeros_like(batch.rollout_log_probs)
-        for i, one in enumerate(stock):
-            found["transformers"][i, : len(one)] = torch.tensor(one)
-    for name, values in found.items():
+        forwards["transformers"] = torch.zeros_like(batch.rollout_log_probs)
+        for i, row in enumerate(stock):
+            forwards["transformers"][i, : len(row)] = torch.tensor(row)
+    for name, values in forwards.items():
         apart = (values - batch.rollout_log_probs)[batch.response_mask].abs()
         row[name] = {"mean": float(apart.mean()), "max": float(apart.max())}
     return row | ({"transformers": unfit} if unfit else {})
@@ -292,8 +295,8 @@ def exported_row(scheme: str, prompts: int, kind: str = "dense") -> Row:
 
 def prompt_tokens(config: Config, count: int) -> list[list[int]]:
     tokenizer, _ = load_tokenizer(config.model.path)
-    found = load_prompts(config.data.val_files, tokenizer=tokenizer, max_prompt_length=32, limit=count)
-    return [prompt.prompt_token_ids for prompt in found]
+    prompts = load_prompts(config.data.val_files, tokenizer=tokenizer, max_prompt_length=32, limit=count)
+    return [prompt.prompt_token_ids for prompt in prompts]
 
 
 @torch.no_grad()
@@ -305,16 +308,16 @@ def transformers_log_probs(folder: Path, rollout: RolloutBatch) -> tuple[list[li
     model, told = loaded
     if any(told.values()):
         return [], {kind: len(names) for kind, names in told.items() if names}
-    found = []
+    rows = []
     for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True):
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
-        found.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist())
-    return found, {}
+        rows.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist())
+    return rows, {}
 
 
 def trainer_log_probs(config: Config, checkpoint: Path, batch: Any) -> torch.Tensor:
     """Return the log-probs of the trainer's forward at level `exact`, with the weights of the checkpoint."""
     path = config.model.model_copy(update={"path": str(checkpoint)})
     policy = Policy.load(with_keys(config.model_copy(update={"model": path}), {"quant.align": "exact"}))
-    found: torch.Tensor = log_probs(policy, batch, rows=len(batch))
-    return found
+    own: torch.Tensor = log_probs(policy, batch, rows=len(batch))
+    return own

@@ -118,13 +118,13 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
                 parameter = self.get_parameter(name)
                 getattr(parameter, "weight_loader", lambda p, t: p.data.copy_(t))(parameter, tensor)
 
-    found: Any = Model()
-    found.one = nn.Module()
-    found.one.weight = nn.Parameter(torch.zeros(3, 2), requires_grad=False)
-    found.one.quant_method, found.one.scheme = Method(), Kernel()
-    reloading.record_metadata_for_reloading(found)
-    found.one.quant_method.process_weights_after_loading(found.one)
-    return found
+    model: Any = Model()
+    model.one = nn.Module()
+    model.one.weight = nn.Parameter(torch.zeros(3, 2), requires_grad=False)
+    model.one.quant_method, model.one.scheme = Method(), Kernel()
+    reloading.record_metadata_for_reloading(model)
+    model.one.quant_method.process_weights_after_loading(model.one)
+    return model
 
 
 def receiver(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> WeightReceiver:
@@ -142,12 +142,12 @@ def receiver(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> WeightReceive
 def test_a_publish_through_vllms_reload_leaves_the_workspace_in_its_place(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = receiver(model, monkeypatch)
+    receiving = receiver(model, monkeypatch)
     weight, workspace = model.one.weight.data_ptr(), model.one.scheme.workspace
     workspace.fill_(3)
     for version in (1, 2):
-        found.feed(encode_publish([("one.weight", torch.full((3, 2), float(version)))], version=version))
-        assert found.version == version
+        receiving.feed(encode_publish([("one.weight", torch.full((3, 2), float(version)))], version=version))
+        assert receiving.version == version
         assert model.one.weight.data_ptr() == weight and model.one.weight.tolist() == [[2 * version] * 2] * 3
         assert model.one.scheme.workspace is workspace and workspace.tolist() == [0] * 4
 
@@ -155,20 +155,20 @@ def test_a_publish_through_vllms_reload_leaves_the_workspace_in_its_place(
 @pytest.mark.vllm
 def test_the_next_publish_reports_what_an_aborted_one_moved(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.one.table = functools.partial(max, torch.ones(6))
-    found = receiver(model, monkeypatch)
-    found.feed(list(encode_publish([("one.weight", torch.ones(3, 2))], version=1))[:-1])
+    receiving = receiver(model, monkeypatch)
+    receiving.feed(list(encode_publish([("one.weight", torch.ones(3, 2))], version=1))[:-1])
     model.one.table = functools.partial(max, torch.ones(6))
-    found.abort("the sender died")
+    receiving.abort("the sender died")
     with pytest.raises(ReloadFailed, match=r"(?s)version 2 moved 1 tensors.*model\.one\.table"):
-        found.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=2))
+        receiving.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=2))
 
 
 @pytest.mark.vllm
 def test_an_engine_whose_graphs_lost_a_tensor_is_broken(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.one.steps = functools.partial(max, torch.ones(6))
-    found = receiver(model, monkeypatch)
+    receiving = receiver(model, monkeypatch)
     with pytest.raises(TensorsMoved, match=r"(?s)version 1 moved.*model\.one\.steps.*fix: .*enforce_eager=true"):
-        found.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=1))
-    assert found.broken and found.stale
+        receiving.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=1))
+    assert receiving.broken and receiving.stale
     with pytest.raises(ReloadFailed, match="takes no more publishes"):
-        found.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=2))
+        receiving.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=2))

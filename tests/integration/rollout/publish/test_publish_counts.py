@@ -80,12 +80,12 @@ def counts(
     model, config = worker_model(save_checkpoint(folder / "model", like, scheme, tensors), 0, 1)
     expected = expected_manifest(config.model_config.hf_config, scheme, IGNORE)
     receiver = WeightReceiver(model, config, expected, kv_caches=list)
-    given = list(stacked(tensors.items()))
+    published = list(stacked(tensors.items()))
     cache = None if changed is None else PublishedCache()
-    receiver.feed(encode_publish(given, version=1, cache=cache))
+    receiver.feed(encode_publish(published, version=1, cache=cache))
     if changed is not None:
-        given = [(name, other_word(tensor) if name.startswith(changed) else tensor) for name, tensor in given]
-    stream = encode_publish(given, version=2, cache=cache, is_delta=cache is not None)
+        published = [(name, other_word(tensor) if name.startswith(changed) else tensor) for name, tensor in published]
+    stream = encode_publish(published, version=2, cache=cache, is_delta=cache is not None)
     bucket, units = list[Any](), 0
     while True:
         with Kernels() as sent, Waits() as waits:
@@ -118,9 +118,9 @@ def other_word(tensor: torch.Tensor) -> torch.Tensor:
 
 def conversions_to_tiles() -> int:
     """Kernels that bring q/k/v, o and the two stacks of a layer into the layout of vLLM's int4 kernel on a CPU."""
-    with Kernels() as found:
+    with Kernels() as kernels:
         to_tiles(torch.zeros(16, 4, dtype=torch.int32))
-    return 4 * (len(found.names) - found.names.count("aten.zeros.default"))
+    return 4 * (len(kernels.names) - kernels.names.count("aten.zeros.default"))
 
 
 @pytest.mark.parametrize(

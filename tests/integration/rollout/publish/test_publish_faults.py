@@ -169,13 +169,13 @@ def receiver_of(world: World) -> WeightReceiver:
 
 def nearby(tensors: Tensors, word: int) -> Tensors:
     """Another bit in one word of each tensor of a matrix."""
-    found = []
+    moved = []
     for name, tensor in tensors:
         if name.startswith((LINEAR, EXPERT)) and not name.endswith("shape"):
             tensor = tensor.clone()
             tensor.view(torch.uint8).view(-1)[word * tensor.itemsize] ^= 1
-        found.append((name, tensor))
-    return found
+        moved.append((name, tensor))
+    return moved
 
 
 def other_value(payload: torch.Tensor) -> torch.Tensor:

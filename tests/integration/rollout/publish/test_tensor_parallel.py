@@ -78,9 +78,9 @@ def receiver_of(model: nn.Module, config: Any, scheme: Scheme) -> WeightReceiver
     return WeightReceiver(model, config, expected, kv_caches=list)
 
 
-def check_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+def check_equal(written: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert written.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(written[name], wanted[name])] == []
 
 
 @pytest.mark.parametrize(("rank", "workers"), [(0, 2), (1, 2), (3, 4)])
@@ -97,8 +97,8 @@ def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, ran
         tensors = checkpoints.tensors[which]
         stream = encode_publish(tensors.items(), version=version)
         if version >= 2:
-            held = receiver.cache.fingerprint if receiver.cache else None
-            stream = sender.stream(tensors.items(), version=version, receivers=[held])
+            fingerprint = receiver.cache.fingerprint if receiver.cache else None
+            stream = sender.stream(tensors.items(), version=version, receivers=[fingerprint])
         receiver.feed(stream)
         assert sender.tally.known == (version > 2)
         check_equal(multiplied(model), (first, second)[which])

@@ -49,12 +49,12 @@ def engine_model(method: Any, **sizes: Any) -> Any:
 
 def stacks(*, scales: bool = False, experts: int = EXPERTS) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    found = {}
+    tensors = {}
     for name, shape in SHAPES.items():
-        found[f"{name}.weight"] = torch.randn(experts, *shape)
+        tensors[f"{name}.weight"] = torch.randn(experts, *shape)
         if scales:
-            found[f"{name}.weight_scale"] = torch.randn(experts, shape[0], 1)
-    return found
+            tensors[f"{name}.weight_scale"] = torch.randn(experts, shape[0], 1)
+    return tensors
 
 
 def plan_of(model: Any, tensors: dict[str, torch.Tensor], **arguments: Any) -> WritePlan:
@@ -92,11 +92,11 @@ def test_prepared_fp8_stacks_are_not_the_senders_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch_linears, "_fp32_matmul_equals_scaled_mm", lambda columns: same_bits)
     tensors = {"weight": torch.randn(2, 16, 8).to(torch.float8_e4m3fn), "weight_scale": torch.rand(2, 16, 1)}
     prepared = torch_linears.VllmCpuFP8Linear.prepare_stack(tensors)
-    before = [(one.weight.clone(), one.scale.clone()) for one in prepared]
+    before = [(matrix.weight.clone(), matrix.scale.clone()) for matrix in prepared]
     for tensor in tensors.values():
         tensor.zero_()
-    for one, (weight, scale) in zip(prepared, before, strict=True):
-        assert torch.equal(one.weight.float(), weight.float()) and torch.equal(one.scale, scale)
+    for matrix, (weight, scale) in zip(prepared, before, strict=True):
+        assert torch.equal(matrix.weight.float(), weight.float()) and torch.equal(matrix.scale, scale)
 
 
 def test_a_parameter_of_experts_that_nothing_writes_is_refused() -> None:
@@ -220,11 +220,11 @@ def marlin_method(**settings: Any) -> Any:
 def int4_stacks(groups: tuple[int, int] = (2, 2), rows: int = 64) -> dict[str, torch.Tensor]:
     """gate_up_proj [E, `rows`, 32] and down_proj [E, 64, 32] in `groups` groups."""
     torch.manual_seed(0)
-    found = {}
+    tensors = {}
     for name, n, count in zip((GATE_UP, DOWN), (rows, 64), groups, strict=True):
-        found[f"{name}.weight_packed"] = torch.randint(-(2**31), 2**31 - 1, (EXPERTS, n, 4), dtype=torch.int32)
-        found[f"{name}.weight_scale"] = torch.randn(EXPERTS, n, count).bfloat16()
-    return found
+        tensors[f"{name}.weight_packed"] = torch.randint(-(2**31), 2**31 - 1, (EXPERTS, n, 4), dtype=torch.int32)
+        tensors[f"{name}.weight_scale"] = torch.randn(EXPERTS, n, count).bfloat16()
+    return tensors
 
 
 def marlin_model(method: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -293,4 +293,4 @@ def test_vllm_stores_what_it_has_loaded(name: str, backend: str) -> None:
     else:
         convert = getattr(int8, "convert_to_int8_moe_kernel_format", None)  # vLLM 0.24 converts nothing
         made = convert(int8.Int8MoeBackend[backend], *stacks) if convert else stacks
-    assert [one.data_ptr() for one in made] == [one.data_ptr() for one in stacks]
+    assert [stack.data_ptr() for stack in made] == [stack.data_ptr() for stack in stacks]

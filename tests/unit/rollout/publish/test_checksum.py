@@ -11,7 +11,7 @@ from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.manifest import not_finite
 
 
-def one(tensor: torch.Tensor) -> int:
+def checksum_of(tensor: torch.Tensor) -> int:
     return checksums([tensor])[0]
 
 
@@ -40,37 +40,37 @@ def by_hand(data: bytes) -> int:
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4096 * 8, 4096 * 8 + 8, 4096 * 8 + 13, 3 * 4096 * 8 + 24])
 def test_it_is_the_sum_that_it_says(size, monkeypatch):
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    assert one(data) == by_hand(data.numpy().tobytes())
+    assert checksum_of(data) == by_hand(data.numpy().tobytes())
     monkeypatch.setattr(checksum, "CHUNK", 4096)
-    assert one(data) == by_hand(data.numpy().tobytes()), "in chunks"
+    assert checksum_of(data) == by_hand(data.numpy().tobytes()), "in chunks"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.float8_e4m3fn])
 def test_every_flipped_bit_shows(dtype):
     tensor = torch.randn(7, 11).to(dtype)
-    before = one(tensor)
+    before = checksum_of(tensor)
     raw = tensor.view(torch.uint8).view(-1)
     for place in range(raw.numel()):
         for bit in range(8):
             raw[place] ^= 1 << bit
-            assert one(tensor) != before, (place, bit)
+            assert checksum_of(tensor) != before, (place, bit)
             raw[place] ^= 1 << bit
-    assert one(tensor) == before
+    assert checksum_of(tensor) == before
 
 
 @pytest.mark.parametrize("bit", [0, 7, 31, 32, 47, 62, 63])
 def test_the_same_bit_flipped_in_several_words_shows(bit):
     """Signs above all: an odd multiple of 2**63 is 2**63, and two of them are nothing."""
     words = torch.randint(-(2**62), 2**62, (3 * checksum.BLOCK + 77,), dtype=torch.int64)
-    before, flip = one(words), torch.tensor(1 << bit if bit < 63 else -(1 << 63))
+    before, flip = checksum_of(words), torch.tensor(1 << bit if bit < 63 else -(1 << 63))
     for places in ([0, 1], [5, 4096 + 5], [3, 9000, 9001, 12300], list(range(0, 4096, 4)), list(range(12365))):
         damaged = words.clone()
         damaged[places] ^= flip
-        assert one(damaged) != before, places
+        assert checksum_of(damaged) != before, places
     signs = torch.randn(256, 256).bfloat16()
     negated = signs.clone()
     negated.view(-1)[3::4] *= -1
-    assert one(negated) != one(signs)
+    assert checksum_of(negated) != checksum_of(signs)
 
 
 def test_swapped_words_and_zeros_at_the_end_show():
@@ -80,21 +80,21 @@ def test_swapped_words_and_zeros_at_the_end_show():
     blocks = tensor.clone()
     blocks[:4096], blocks[4096:8192] = tensor[4096:8192].clone(), tensor[:4096].clone()
     longer = torch.cat([tensor, torch.zeros(1, dtype=torch.int64)])
-    assert len({one(tensor), one(swapped), one(blocks), one(longer)}) == 4
+    assert len({checksum_of(tensor), checksum_of(swapped), checksum_of(blocks), checksum_of(longer)}) == 4
 
 
 def test_strides_and_alignment_do_not_matter():
     tensor = torch.randn(32, 24).bfloat16()
-    assert one(tensor.t()) == one(tensor.t().contiguous())
+    assert checksum_of(tensor.t()) == checksum_of(tensor.t().contiguous())
     shifted = torch.cat([torch.zeros(3), torch.randn(50)]).bfloat16()
-    assert one(shifted[3:]) == one(shifted[3:].clone())
+    assert checksum_of(shifted[3:]) == checksum_of(shifted[3:].clone())
     raw = torch.randint(0, 256, (101,), dtype=torch.uint8)
-    assert one(raw[3:]) == one(raw[3:].clone())
+    assert checksum_of(raw[3:]) == checksum_of(raw[3:].clone())
 
 
 def test_several_at_once_are_each_alone():
     tensors = [torch.randn(3), torch.zeros(0), torch.randint(-8, 8, (5, 9), dtype=torch.int8)]
-    assert checksums(tensors) == [one(t) for t in tensors]
+    assert checksums(tensors) == [checksum_of(t) for t in tensors]
     assert checksums([]) == []
 
 
@@ -104,12 +104,12 @@ class Watcher(TorchDispatchMode):
     waits = largest = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         self.waits += function is torch.ops.aten._local_scalar_dense.default
-        given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
-        if isinstance(found, torch.Tensor) and found.untyped_storage()._cdata not in given:
-            self.largest = max(self.largest, found.nbytes)
-        return found
+        inputs = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in inputs:
+            self.largest = max(self.largest, result.nbytes)
+        return result
 
 
 def test_many_tensors_are_looked_at_with_one_wait_and_little_memory(monkeypatch):
@@ -127,5 +127,5 @@ def test_a_large_tensor_off_the_cpu_needs_no_large_intermediate_tensors(offset):
     """An embedding of 1.2 GB on the meta device, which takes the way of a GPU."""
     data = torch.empty(151936 * 4096 * 2 + offset, dtype=torch.uint8, device="meta")[offset:]
     with Watcher() as watched:
-        checksum.checksum(data)
+        checksum.checksum_of(data)
     assert watched.largest <= 8 * checksum._GPU_CHUNK <= 32 * 2**20

@@ -42,9 +42,9 @@ LATE = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture
 def server():
-    found = WeightServer(TOKEN, seconds=300)
-    yield found
-    found.close()
+    server = WeightServer(TOKEN, seconds=300)
+    yield server
+    server.close()
 
 
 def start(server: WeightServer, publishes: int = 1, *die_at: str) -> subprocess.Popen[str]:
@@ -112,28 +112,28 @@ def publish_in_thread(server: WeightServer, make_stream: Any) -> tuple[threading
 def feeders_of(clients: list[WeightClient], receivers: list[Any]) -> list[threading.Thread]:
     """Threads that feed a publish to each receiver, which is stale after an error."""
 
-    def feed(client: WeightClient, found: Any) -> None:
+    def feed(client: WeightClient, engine: Any) -> None:
         with client, suppress(UserError, OSError):
-            client.feed(found)
+            client.feed(engine)
 
     pairs = zip(clients, receivers, strict=True)
     return [threading.Thread(target=feed, args=pair, daemon=True) for pair in pairs]
 
 
-def client_of(server: WeightServer, found: Any, seconds: float = 10) -> WeightClient:
-    return WeightClient(server.address, TOKEN, fingerprint=found.fingerprint, seconds=seconds)
+def client_of(server: WeightServer, engine: Any, seconds: float = 10) -> WeightClient:
+    return WeightClient(server.address, TOKEN, fingerprint=engine.fingerprint, seconds=seconds)
 
 
 def test_a_refusal_reaches_both_sides(server):
     """The receiver reads to the end first, so that the sender learns why."""
-    found, tensors = receiver(engine_model("llama")), weights("llama")
+    engine, tensors = receiver(engine_model("llama")), weights("llama")
     spoilt = [(name, tensor[:1] if name == LATE else tensor) for name, tensor in tensors]
     spoilt[-1] = (spoilt[-1][0], torch.zeros(1 << 24))  # more than the sockets' buffers hold
     thread, outcome = publish_in_thread(server, lambda _: encode_publish(spoilt, version=1))
-    with client_of(server, found) as client, pytest.raises(Exception, match="the engine expects"):
-        client.feed(found)
+    with client_of(server, engine) as client, pytest.raises(Exception, match="the engine expects"):
+        client.feed(engine)
     thread.join(20)
-    assert isinstance(outcome[0], TransferFailed) and "the engine expects" in str(outcome[0]) and found.stale
+    assert isinstance(outcome[0], TransferFailed) and "the engine expects" in str(outcome[0]) and engine.stale
 
 
 def test_if_one_worker_refuses_no_worker_has_the_publish():
@@ -150,15 +150,15 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
 
         pair[1]._take = failing
         thread, outcome = publish_in_thread(server, partial(stream_of, sender, tensors, version))
-        feeders = feeders_of([client_of(server, found) for found in pair], pair)
-        for one in feeders:
-            one.start()
-        for one in (*feeders, thread):
-            one.join(20)
+        feeders = feeders_of([client_of(server, engine) for engine in pair], pair)
+        for feeder in feeders:
+            feeder.start()
+        for feeder in (*feeders, thread):
+            feeder.join(20)
         if fails:
             assert isinstance(outcome[0], TransferFailed) and "1 of 2 workers" in str(outcome[0])
             assert "no memory" in str(outcome[0])
-            assert [found.fingerprint for found in pair] == [None, None] and all(found.stale for found in pair)
+            assert [engine.fingerprint for engine in pair] == [None, None] and all(engine.stale for engine in pair)
             assert "another worker did not get the publish" in pair[0].stale_because and "no memory" in str(
                 pair[0].stale_because
             )
@@ -171,18 +171,18 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
 
 def test_a_sender_that_dies_before_its_verdict(server):
     """The receiver cannot know whether the others have the publish, so it is stale."""
-    found = receiver(engine_model("llama"))
+    engine = receiver(engine_model("llama"))
     listener, _ = false_trainer(*encode_publish(weights("llama"), version=1, cache=PublishedCache()), token=TOKEN)
     with WeightClient(listener.getsockname(), TOKEN, seconds=5) as client, pytest.raises(PeerLost):
-        client.feed(found)
-    assert found.stale and found.fingerprint is None
+        client.feed(engine)
+    assert engine.stale and engine.fingerprint is None
     listener.close()
 
 
 @pytest.mark.parametrize("when", ["before", "middle"])
 def test_the_sender_fails(server, when):
     """A loss in the trainer: the receiver ends at once, and is stale."""
-    found, tensors = receiver(engine_model("llama")), weights("llama")
+    engine, tensors = receiver(engine_model("llama")), weights("llama")
 
     def stream(_: Any):
         if when == "middle":
@@ -191,10 +191,10 @@ def test_the_sender_fails(server, when):
 
     thread, outcome = publish_in_thread(server, stream)
     start = time.monotonic()
-    with client_of(server, found) as client, pytest.raises(PeerLost, match="lost the trainer"):
-        client.feed(found)
+    with client_of(server, engine) as client, pytest.raises(PeerLost, match="lost the trainer"):
+        client.feed(engine)
     thread.join(20)
-    assert time.monotonic() - start < 5 and found.stale and "memory is gone" in str(outcome[0])
+    assert time.monotonic() - start < 5 and engine.stale and "memory is gone" in str(outcome[0])
 
 
 def test_nobody_comes_and_nobody_listens():
@@ -231,11 +231,11 @@ def test_towards_a_server():
     """Loopback for a server of this host. For another host, an address of this host at which one can listen."""
     assert own_address("localhost") == own_address("127.0.0.1") == LOOPBACK
     try:
-        found = own_address("192.0.2.1")  # reserved for documentation; nothing is sent
+        address = own_address("192.0.2.1")  # reserved for documentation; nothing is sent
     except UserError:
         pytest.skip("this machine has no route to other hosts")
-    assert found != LOOPBACK and found != "192.0.2.1"
-    socket.create_server((found, 0)).close()
+    assert address != LOOPBACK and address != "192.0.2.1"
+    socket.create_server((address, 0)).close()
     with pytest.raises(UserError, match="cannot find an address of this host that the engine at no-such-host"):
         own_address("no-such-host.invalid")
 

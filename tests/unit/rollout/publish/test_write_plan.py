@@ -23,9 +23,9 @@ from qarl.rollout.publish.writers import WritePlan, cut_of
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_model_whose_every_tensor_is_published_is_taken(family, tie):
     model = engine_model(family, tie=tie)
-    found = receiver(model)
-    found.feed(encode_publish(weights(family, tie=tie), version=3))
-    assert found.version == 3
+    receiving = receiver(model)
+    receiving.feed(encode_publish(weights(family, tie=tie), version=3))
+    assert receiving.version == 3
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights(family, tie=tie))
 
 
@@ -73,10 +73,10 @@ def test_a_fused_layer_is_written_whole_or_not_at_all():
 
 def test_a_tied_lm_head_multiplies_by_the_published_weight():
     model = engine_model("qwen3", tie=True)
-    found = receiver(model)
+    receiving = receiver(model)
     tensors = weights("qwen3", tie=True)
     assert "lm_head.weight" not in dict(tensors)
-    found.feed(encode_publish(tensors, version=1))
+    receiving.feed(encode_publish(tensors, version=1))
     assert torch.equal(model.lm_head.packed, dict(tensors)["model.embed_tokens.weight"])
 
 
@@ -108,27 +108,27 @@ def test_a_write_that_fails_leaves_a_stale_engine_that_the_next_one_repairs(monk
 
 def published(version: int = 1):
     """A receiver with a complete publish."""
-    found = receiver(engine_model("llama"))
-    found.feed(encode_publish(weights("llama"), version=version))
-    assert found.version == version and not found.stale
-    return found
+    receiving = receiver(engine_model("llama"))
+    receiving.feed(encode_publish(weights("llama"), version=version))
+    assert receiving.version == version and not receiving.stale
+    return receiving
 
 
 def test_a_publish_that_lacks_a_tensor_is_not_committed():
-    found, tensors = published(), weights("llama")
+    receiving, tensors = published(), weights("llama")
     lacking = [(name, tensor) for name, tensor in tensors if name != "model.norm.weight"]
     with pytest.raises(TransferFailed, match=r"version 2 is not complete[\s\S]*missing: model\.norm\.weight"):
-        found.feed(encode_publish(lacking, version=2))
-    assert found.stale and "version 2 did not complete" in found.stale_because
+        receiving.feed(encode_publish(lacking, version=2))
+    assert receiving.stale and "version 2 did not complete" in receiving.stale_because
 
 
 def test_the_end_of_one_publish_does_not_complete_another():
-    found = published()
+    receiving = published()
     mine, other = (list(encode_publish(weights("llama"), version=version)) for version in (2, 3))
     assert mine[-1][0] == other[-1][0] == COMMIT
     with pytest.raises(TransferFailed, match=r"version 2 is not complete[\s\S]*last record has version 3"):
-        found.feed([*mine[:-1], other[-1]])
-    assert found.stale
+        receiving.feed([*mine[:-1], other[-1]])
+    assert receiving.stale
 
 
 class CPUInt8ScaledMMLinearKernel:
@@ -168,12 +168,12 @@ def plan_of(layer: nn.Module, tensor: torch.Tensor) -> WritePlan:
 
 def test_a_subclass_that_is_not_known_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, tensor = StripedLinear(output_partition_sizes=[2]), torch.randn(4, 4)
-    found: list[Any] = []
-    monkeypatch.setattr(writers, "_reloading", lambda _, modules, owners: nullcontext(found.append(modules)))
+    calls: list[Any] = []
+    monkeypatch.setattr(writers, "_reloading", lambda _, modules, owners: nullcontext(calls.append(modules)))
     plan = plan_of(layer, tensor)
-    plan.model.load_weights = lambda weights: found.append(dict(weights))  # type: ignore[assignment]  # a ModuleDict
+    plan.model.load_weights = lambda weights: calls.append(dict(weights))  # type: ignore[assignment]  # a ModuleDict
     plan.write({"one.weight": tensor})
-    assert found == [[layer], {"one.weight": tensor}] and not layer.weight.any()
+    assert calls == [[layer], {"one.weight": tensor}] and not layer.weight.any()
 
 
 def test_a_matrix_that_is_fused_in_the_checkpoint_is_reloaded() -> None:

@@ -196,7 +196,7 @@ def test_the_engines_config_is_accepted(start: str, resolved: Any, engine: Any) 
     assert engine.parallel_config.tensor_parallel_size == rollout.tensor_model_parallel_size
     assert engine.parallel_config.worker_extension_cls.startswith("qarl.")
     compilation = engine.compilation_config
-    follows = quant.align == "model"
+    follows = quant.align in (None, "model")  # null in a group is the default
     assert compilation.mode == (CompilationMode.NONE if follows else CompilationMode.VLLM_COMPILE)
     graphs = CUDAGraphMode.FULL_DECODE_ONLY if follows else CUDAGraphMode.FULL_AND_PIECEWISE
     assert compilation.cudagraph_mode == graphs and not engine.model_config.enforce_eager

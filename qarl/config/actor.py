@@ -192,10 +192,11 @@ class ActorConfig(ObjectiveKeys):
     """Maximum number of tokens per forward when the old log-probs are computed, if use_dynamic_bsz is true. null means
     the value of ppo_max_token_len_per_gpu. In verl this key is in the section rollout."""
 
-    old_log_probs: Literal["recompute", "rollout", "auto"] = "recompute"
+    old_log_probs: Literal["recompute", "rollout", "auto"] = "auto"
     """Where the old log-probs come from. `recompute`: a forward over the batch before the update. `rollout`: the
     rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, which each step checks
-    (docs/alignment.md), otherwise as `recompute`. Only `recompute` works with rollout.top_p or rollout.top_k."""
+    (docs/alignment.md), otherwise as `recompute`. With rollout.top_p or rollout.top_k `auto` always recomputes, and
+    `rollout` is refused."""
 
     old_log_probs_sample: Annotated[float, Unit("share of the rows"), Sane(0.01, 1.0)] = Field(
         default=0.125, ge=0, le=1

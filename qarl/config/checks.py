@@ -206,9 +206,9 @@ def both_sides_sample_from_the_same_tokens(v: Values) -> Problems:
     elif align not in ("model", "exact"):
         reason += f"a trainer at quant.align={align} are too inexact to identify these tokens"
         yield bad(v, key, reason, f"set it to {off}, or set quant.align=model")
-    elif v["actor.old_log_probs"] != "recompute":
+    elif v["actor.old_log_probs"] == "rollout":
         reason = f"with {key}, the pass that recomputes old log-probs is needed to find the tokens that both sides keep"
-        yield bad(v, "actor.old_log_probs", reason, "set it to recompute")
+        yield bad(v, "actor.old_log_probs", reason, "set it to auto or recompute")
 
 
 def fp16_is_unquantized(v: Values) -> Problems:

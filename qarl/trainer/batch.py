@@ -65,6 +65,7 @@ class Batch:
     reference_log_probs          FP32 [B, R] or None; those of the reference policy of the KL term
     other_experts                bool [B, T] or None; True if, in the pass for the old log-probs, the trainer's own
                                  routers chose different experts for the token than the rollout
+    routing_compared             bool [B] or None; the rows that `other_experts` covers
     finish_reasons               why each response ended, in vLLM's words, or None
     """
 
@@ -81,6 +82,7 @@ class Batch:
     outside: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
     other_experts: torch.Tensor | None = None
+    routing_compared: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     reference_log_probs: torch.Tensor | None = None
     finish_reasons: list[str | None] | None = None
@@ -113,9 +115,10 @@ class Batch:
 
     def note_routing(self, rows: Rows, differing: torch.Tensor) -> None:
         """Store `differing`, bool [rows, T]: True if the trainer's routers chose other experts than the rollout."""
-        if self.other_experts is None:
+        if self.other_experts is None or self.routing_compared is None:
             self.other_experts = torch.zeros_like(self.input_ids, dtype=torch.bool)
-        self.other_experts[rows] = differing
+            self.routing_compared = torch.zeros_like(self.prompt_lengths, dtype=torch.bool)
+        self.other_experts[rows], self.routing_compared[rows] = differing, True
 
     def micro_batches(self, size: int, *, start: int = 0, stop: int | None = None) -> list[slice]:
         """Return slices of at most `size` rows that together cover the rows from `start` to `stop`."""

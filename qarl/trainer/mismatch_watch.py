@@ -161,8 +161,8 @@ def watch(
                 f"{outside:.0f} sampled tokens are outside the set that the trainer's top-p or top-k keeps; the "
                 "trainer added them to the set; look at mismatch/abs_max"
             )
-    if batch.routed_experts is not None and batch.other_experts is not None:
-        known = known_routing(batch.routed_experts).any(-1)
+    if batch.routed_experts is not None and batch.other_experts is not None and batch.routing_compared is not None:
+        known = known_routing(batch.routed_experts).any(-1) & batch.routing_compared[:, None]
         watched["mismatch/other_experts_frac"] = float(batch.other_experts[known].float().mean())
     if config.quant.kernels == "dequantized":
         watched["publish/dequantized"] = 1.0

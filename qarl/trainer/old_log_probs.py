@@ -2,7 +2,8 @@
 
     recompute  Recompute them in a forward over the whole batch before the update (the pass).
     rollout    Use the rollout's log-probs. The first step still measures the mismatch on all rows.
-    auto       Use the rollout's log-probs while they equal the trainer's. Otherwise recompute.
+    auto       Use the rollout's log-probs while they equal the trainer's. Otherwise recompute. With top-p or top-k it
+               always recomputes, because the pass also finds the tokens that these leave.
 
 `auto` skips the pass after a step in which all recomputed log-probs had δ = 0, that is, equalled the rollout's bit for
 bit. Before a skipped step changes any weight, it makes two checks:
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 import torch
 
 from qarl.config import Config
+from qarl.kernels.log_probs import Truncation
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.trainer.batch import Batch, Rows
 
@@ -96,6 +98,8 @@ class OldLogProbs:
     def __init__(self, config: Config, compute: Compute) -> None:
         """`compute`: runs the policy's forward (`LocalTrainer.old_log_probs`)."""
         self.mode, self.fraction = config.actor.old_log_probs, config.actor.old_log_probs_sample
+        if Truncation(config.rollout.top_p, config.rollout.top_k).active:
+            self.mode = "recompute"
         self.mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
         self.compute = compute
         self.skipping, self.started = Skipping(), False
@@ -184,7 +188,6 @@ class OldLogProbs:
         drawn = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))[:count]
         rows = others[drawn.to(others.device).sort().values]
         own = self.compute(batch, rows)
-        batch.other_experts = None  # only these rows have been counted
         self.measured.log_probs[rows], self.measured.known[rows] = own[rows], True
         self.values["old_log_probs/find_prob"] = count / len(others)
         return self._differs(batch, rows)

@@ -1,12 +1,12 @@
 """vLLM's attention and rotary embedding on a CPU, without an engine. The same operands give the engine's bits.
 
-Attention. The engine stores keys and values in a paged cache. `causal_attention` makes such a cache for each row
-(sequence). From 334 keys on (at head size 128), the order of the operator's sums depends on the number of queries in a
-request. So the prompt is one request here, as in the engine's prefill, and each response token is one request, as in
-its decoding. `causal_attention` is batch-invariant, because each row is a separate call, and the keys of one query are
-never split among threads (`enable_kv_split` is false, here and by `qarl.process` in the engine). The engine's prefill
-is not batch-invariant, because one call computes several requests, or only a piece of a long prompt. The operator has
-no autograd. `qarl.align.cpu` adds it.
+Attention. The engine stores keys and values in a paged cache. `causal_attention` makes such a cache for the rows
+(sequences) of a pack. From 334 keys on (at head size 128), the order of the operator's sums depends on the number of
+queries in a request. So the prompt is one request here, as in the engine's prefill, and each response token is one
+request, as in its decoding. `causal_attention` is batch-invariant, because rows share a call only where the operator
+cannot cut a prompt (`_calls_of_rows`), and the keys of one query are never split among threads (`enable_kv_split` is
+false, here and by `qarl.process` in the engine). With several threads the engine's prefill is not batch-invariant,
+because one call computes several long prompts. The operator has no autograd. `qarl.align.cpu` adds it.
 
 Rotary embedding. It is compared with transformers' (`qarl.align.rotary`). The two read different config keys, and may
 compute different angles from the same keys. For example, vLLM's `dynamic` changes the base for every length, but
@@ -16,14 +16,18 @@ transformers' `dynamic` only beyond the trained length.
 from __future__ import annotations
 
 import copy
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 from qarl.process import configure_vllm_process, vllm_missing
 
 BLOCK_SIZE = 128  # vLLM's default on CPU (cache_config.block_size); results do not depend on it
+_SMALLEST_TILE = 32
+"""Number of keys of the smallest tile. A shorter prompt is a single tile, however the operator cuts it."""
+_TOKENS = 4096
+"""Number of tokens of a call, so that its cache stays small. A longer row is a call of its own."""
 
 
 @cache
@@ -45,58 +49,109 @@ def attention_unavailable(device_type: str, head_size: int) -> str | None:
     return None
 
 
-def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, prompt_length: int
-) -> torch.Tensor:
-    """Compute a row's BF16 [T, H, D] from query BF16 [T, H, D], key and value BF16 [T, Hkv, D], any strides.
+class _Call(NamedTuple):
+    """The arguments of a call of the operator for `tokens` tokens of whole rows, which no layer changes."""
 
-    `prompt_length`: number of tokens that the engine prefilled, or 0 if it decoded the whole row.
-    """
+    tokens: int
+    blocks: int
+    slots: torch.Tensor
+    query_starts: torch.Tensor
+    key_ends: torch.Tensor
+    block_table: torch.Tensor
+    schedule: torch.Tensor
+
+
+Row = tuple[int, int]
+"""Number of tokens of a row, and of those that the engine prefilled, or 0 if it decoded the whole row."""
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, rows: tuple[Row, ...]
+) -> torch.Tensor:
+    """Compute packed rows' BF16 [T, H, D] from query BF16 [T, H, D], key and value BF16 [T, Hkv, D], any strides."""
+    from vllm import _custom_ops as ops
+
+    heads, head_size, kv_heads = *query.shape[1:], key.shape[1]
+    isa, calls = _calls(rows, heads, kv_heads, head_size, torch.get_num_threads())
+    output, sizes, query = query.new_empty(query.shape), [call.tokens for call in calls], query.contiguous()
+    for call, q, k, v, out in zip(calls, *(t.split(sizes) for t in (query, key, value, output)), strict=True):
+        # The cache must start as zeros, because the operator also multiplies masked places, and NaN times zero is NaN.
+        cache = query.new_zeros(call.blocks, kv_heads, 2 * BLOCK_SIZE, head_size)
+        key_cache, value_cache = cache.chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, call.slots, isa)
+        ops.cpu_attention_with_kv_cache(
+            query=q,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=out,
+            query_start_loc=call.query_starts,
+            seq_lens=call.key_ends,
+            scale=scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=call.block_table,
+            softcap=0.0,
+            scheduler_metadata=call.schedule,
+            s_aux=None,
+        )
+    return output
+
+
+@lru_cache(maxsize=4)  # all layers of a forward have the same rows
+def _calls(rows: tuple[Row, ...], heads: int, kv_heads: int, head_size: int, threads: int) -> tuple[str, list[_Call]]:
+    """Return the operator's instruction set and its calls for these rows, in their order."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    length, heads, head_size = query.shape
-    kv_heads = key.shape[1]
-    isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size)
-    blocks = -(-length // BLOCK_SIZE)
-    # The cache must start as zeros, because the operator also multiplies masked places, and NaN times zero is NaN.
-    key_cache, value_cache = query.new_zeros(blocks, kv_heads, 2 * BLOCK_SIZE, head_size).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, torch.arange(length), isa)
+    isa, calls = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size), []
+    for together in _calls_of_rows(rows, threads):
+        lengths = torch.tensor([length for length, _ in together])
+        row_blocks = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
+        starts, first_blocks = lengths.cumsum(0) - lengths, row_blocks.cumsum(0) - row_blocks
+        # The end of each request's queries in its row, which is also the number of keys that its last query sees.
+        ends = [torch.arange(max(prompt, 1), length + 1, dtype=torch.int32) for length, prompt in together]
+        requests, key_ends = torch.tensor([len(row) for row in ends]), torch.cat(ends)
+        query_ends = (key_ends + starts.repeat_interleave(requests)).int()
+        query_starts = torch.cat([query_ends.new_zeros(1), query_ends])
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(key_ends),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_size,
+            seq_lens=key_ends,
+            dtype=torch.bfloat16,
+            query_start_loc=query_starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=isa,
+            enable_kv_split=False,
+        )
+        tokens, blocks = int(lengths.sum()), int(row_blocks.sum())
+        slots = torch.arange(tokens) + (first_blocks * BLOCK_SIZE - starts).repeat_interleave(lengths)
+        # Beyond a row's last block, the table has blocks that the operator does not read.
+        table = (first_blocks[:, None] + torch.arange(int(row_blocks.max()))).clamp(max=blocks - 1).int()
+        block_table = table.repeat_interleave(requests, 0)
+        calls.append(_Call(tokens, blocks, slots, query_starts, key_ends, block_table, schedule))
+    return isa, calls
 
-    # The end of each request's queries, which is also the number of keys that its last query sees.
-    ends = torch.arange(max(prompt_length, 1), length + 1, dtype=torch.int32)
-    starts = torch.cat([ends.new_zeros(1), ends])
-    schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(ends),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_size,
-        seq_lens=ends,
-        dtype=query.dtype,
-        query_start_loc=starts,
-        causal=True,
-        sliding_window_size=-1,
-        isa=isa,
-        enable_kv_split=False,
-    )
-    output = query.new_empty(query.shape)
-    ops.cpu_attention_with_kv_cache(
-        query=query.contiguous(),
-        key_cache=key_cache,
-        value_cache=value_cache,
-        output=output,
-        query_start_loc=starts,
-        seq_lens=ends,
-        scale=scale,
-        causal=True,
-        alibi_slopes=None,
-        sliding_window=-1,
-        block_table=torch.arange(blocks, dtype=torch.int32).expand(len(ends), -1).contiguous(),
-        softcap=0.0,
-        scheduler_metadata=schedule,
-        s_aux=None,
-    )
-    return output
+
+def _calls_of_rows(rows: tuple[Row, ...], threads: int) -> list[list[Row]]:
+    """Distribute rows over calls. With several threads, a call with a long prompt has no other row.
+
+    The operator gives each thread an equal share of a call's keys, and cuts a prompt where a share ends. The pieces
+    have tiles of other sizes, so the bits of a prompt of more than one tile would depend on the rows beside it.
+    """
+    calls: list[list[Row]] = []
+    alone, tokens = True, 0
+    for length, prompt in rows:
+        cut = threads > 1 and prompt > _SMALLEST_TILE
+        if alone or cut or tokens + length > _TOKENS:
+            calls.append([])
+            tokens = 0
+        calls[-1].append((length, prompt))
+        alone, tokens = cut, tokens + length
+    return calls
 
 
 def engine_rotary(config: Any, head_size: int) -> Any:

@@ -169,6 +169,18 @@ def test_a_difference_in_another_row_is_found_if_it_is_sampled(pristine_model, t
     assert column(metrics, "checked_frac") == [1, 0.5, 0.5, 0.5]
 
 
+@pytest.mark.parametrize("key", ["rollout.top_p=0.9", "rollout.top_k=5"])
+def test_auto_recomputes_where_the_pass_finds_the_tokens_of_top_k_and_top_p(tmp_path, key):
+    passes = []
+    source = OldLogProbs(
+        config(tmp_path, *KEYS, "quant.align=model", "actor.old_log_probs=auto", key),
+        lambda batch, only: passes.append(only) or batch.rollout_log_probs.clone(),
+    )
+    for step in range(3):
+        source.begin(responses(step), seed=0)
+    assert passes == [None] * 3 and not source.messages
+
+
 @pytest.mark.verl
 def test_rollout_takes_the_rollouts_log_probs_and_measures_them(pristine_model, tmp_path):
     spoil = {step: [0, 7] for step in range(3)}

@@ -61,9 +61,9 @@ def test_gradients_equal_float64_autograd_at_every_border_of_a_block(length, hea
     )
     expected = torch.autograd.grad(output[0], (query, key, value), grad)
     inputs = [tensor.detach() for tensor in (query, key, value)]
-    for ours, truth in zip(causal_gradients(*inputs, 0.3, grad), expected, strict=True):
+    for ours, truth in zip(causal_gradients(*inputs, grad, 0.3), expected, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
-    for ours, truth in zip(causal_gradients(*(x.float() for x in inputs), 0.3, grad.float()), expected, strict=True):
+    for ours, truth in zip(causal_gradients(*(x.float() for x in (*inputs, grad)), 0.3), expected, strict=True):
         torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-4)
 
 
@@ -132,6 +132,38 @@ def test_a_row_of_attention_does_not_depend_on_the_rows_beside_it_or_on_what_fol
             assert torch.equal(part, whole[rows])
     short = engine_attention(torch.nn.Module(), query[:, :, :70], key[:, :, :70], value[:, :, :70], None, 0.2)[0]
     assert torch.equal(short, engine_attention(torch.nn.Module(), query, key, value, None, 0.2)[0][:, :70])
+
+
+@needs_engine_attention
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_of_a_pack_has_the_bits_of_a_call_of_its_own(threads):
+    """With two threads and 700 keys, the operator would cut a prompt where the other rows end a thread's share."""
+    rows = ((720, 700), (37, 20), (1, 1), (790, 623), (50, 30), (9, 0), (4100, 4096))
+    lengths, prompts = zip(*rows, strict=True)
+    pack = random_attention(1, sum(lengths), 6, 2, 128)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        options = {"scaling": 0.1, "row_lengths": lengths, "prompt_lengths": torch.tensor(prompts)}
+        whole = engine_attention(torch.nn.Module(), *pack, None, **options)[0]
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        for (length, prompt), end in zip(rows, ends, strict=True):
+            row = [tensor[:, :, end - length : end] for tensor in pack]
+            alone = engine_attention(torch.nn.Module(), *row, None, 0.1, prompt_lengths=torch.tensor([prompt]))[0]
+            assert torch.equal(alone, whole[:, end - length : end]), (length, prompt)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_engine_attention
+def test_padding_has_no_output_and_no_gradient():
+    tensors = [tensor.detach().requires_grad_() for tensor in random_attention(3, 70)]
+    options = {"scaling": 0.2, "row_lengths": (70, 5, 64), "prompt_lengths": torch.tensor([3, 5, 0])}
+    output = engine_attention(torch.nn.Module(), *tensors, None, **options)[0]
+    gradients = torch.autograd.grad(output, tensors, torch.ones_like(output))
+    for row, length in enumerate(options["row_lengths"]):
+        assert output[row, :length].any() and not output[row, length:].any()
+        assert all(gradient[row, :, :length].any() and not gradient[row, :, length:].any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])

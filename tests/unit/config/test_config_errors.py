@@ -135,7 +135,7 @@ trainer.n_gpus_per_node=2 | trainer.n_gpus_per_node | one process
 rollout.tensor_model_parallel_size=2 | rollout.tensor_model_parallel_size | one process
 rollout.temperature=0.005 | rollout.temperature | greater than or equal to 0.01
 rollout.top_p=0.9 backend=verl | rollout.top_p | whole vocabulary
-rollout.top_k=5 actor.old_log_probs=auto | actor.old_log_probs | rollout.top_k
+rollout.top_k=5 actor.old_log_probs=rollout actor.loss=grpo | actor.old_log_probs | rollout.top_k
 actor.old_log_probs=rollout | actor.old_log_probs | always be 1
 rollout.top_k=5 quant.align=linears | rollout.top_k | set quant.align=model
 actor.loss=grpo actor.band_scaling=length | actor.band_scaling | no effect

@@ -10,9 +10,11 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
 from qarl.align.router import recorded_routing
+from qarl.config import load_config
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.mismatch_watch import watch
 from qarl.trainer.policy import Policy
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
@@ -87,3 +89,15 @@ def test_off_counts_and_does_not_follow(folder):
     batch = batch_of(shifted(own_routing(policy)))
     assert torch.equal(log_probs(policy, batch), log_probs(policy, batch_of(None)))
     assert batch.other_experts is not None and batch.other_experts.any()
+
+
+def test_rows_that_were_not_computed_are_not_counted(folder):
+    """`actor.old_log_probs=auto` computes a sample of the rows, and the share of other experts is over these."""
+    policy = make_policy(folder)
+    batch = batch_of(shifted(own_routing(policy)))
+    with torch.no_grad():
+        policy.response_log_probs(batch, torch.tensor([1]), temperature=1.0)
+    assert batch.routing_compared is not None and batch.routing_compared.nonzero().tolist() == [[1]]
+    settings = load_config(["config=quickstart.yaml", "quant.align=off"])
+    metrics = {"mismatch/abs_mean": 0.0, "rollout/preemptions": 0.0}
+    assert watch(settings, policy, batch, metrics)[0]["mismatch/other_experts_frac"] == 1.0

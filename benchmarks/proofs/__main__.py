@@ -34,8 +34,9 @@ def parameters(proof: Result, settings: list[str]) -> dict[str, Any]:
     for name, _, text in (setting.partition("=") for setting in settings):
         if name not in known:
             raise SystemExit(f"{proof.name} has no parameter {name}; it has {', '.join(known) or 'none'}")
-        many = isinstance(known[name], tuple)
-        values[name] = tuple(yaml.safe_load(element) for element in text.split(",")) if many else yaml.safe_load(text)
+        default = known[name]
+        read = str if isinstance(default, tuple) and isinstance(default[0], str) else yaml.safe_load  # "off" is a word
+        values[name] = tuple(map(read, text.split(","))) if isinstance(default, tuple) else read(text)
     return values
 
 

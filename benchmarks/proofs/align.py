@@ -1,4 +1,4 @@
-"""The mismatch between trainer and engine: by scheme and level, length of responses, and sampling."""
+"""The mismatch between trainer and engine: by scheme and level, and by sampling."""
 
 from __future__ import annotations
 
@@ -17,17 +17,11 @@ from benchmarks.proofs.harness import (
     Record,
     Row,
     Run,
-    batch_of,
-    delta,
     local_trainer,
     log_probs,
-    timed,
 )
 from qarl.metrics.mismatch_limit import resolve_limit
 from qarl.metrics.step_metrics import mismatch_metrics
-from qarl.quant import get_scheme
-from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-from qarl.trainer.policy import Policy
 
 PAPER_BANDS = {
     "actor.seq_clip_ratio_high": 4e-4,
@@ -69,50 +63,12 @@ def levels(
             record.add(name, summary, ok=LEVELS.index(applied) >= LEVELS.index(level) and exact)
 
 
-def tiny_copy(folder: Path, **changes: Any) -> Path:
-    """Copy the quickstart's model, with other values of its config."""
-    shutil.copytree(TINY, folder)
+def tiny_copy(folder: Path, *, source: str = TINY.name, **changes: Any) -> Path:
+    """Copy the quickstart's model, or another one of models/, with other values of its config."""
+    shutil.copytree(TINY.with_name(source), folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
-
-
-def load(folder: Path, scheme: str, level: str) -> Policy:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return Policy(model, get_scheme(scheme, group_size=32), ("lm_head",), align=level)
-
-
-def long_responses(
-    record: Record,
-    *,
-    schemes: tuple[str, ...] = ("w4a16", "w8a8", "fp8", "bf16"),
-    responses: int = 12,
-    tokens: int = 1000,
-) -> None:
-    """Compare every level on responses that go on past the end of text."""
-    prompts = [[3 + (i * 7 + t) % 200 for t in range(8 + i % 5)] for i in range(responses)]
-    with tempfile.TemporaryDirectory() as parent:
-        folder = tiny_copy(Path(parent) / "model", max_position_embeddings=tokens + 64)
-        for scheme in filter(record.wants, schemes):
-            length = max(map(len, prompts)) + tokens
-            settings = EngineConfig(
-                str(folder), get_scheme(scheme, group_size=32), ("lm_head",), length, kv_cache_gib=0.5
-            )
-            row: Row = {}
-            with RolloutEngine(settings) as engine, timed(row, "rollout_seconds"):
-                engine.publish(load(folder, scheme, "linears").quantize(), version=1)
-                batch = batch_of(
-                    engine.generate(prompts, SamplingConfig(tokens, ignore_eos=True), seeds=list(range(responses)))
-                )
-            for level in LEVELS[:3]:
-                row[level] = {}
-                with timed(row[level]):
-                    deltas = delta(load(folder, scheme, level), batch, rows=4)
-                row[level] |= {"mean": float(deltas.mean()), "max": float(deltas.max())}
-                row[level]["differ"] = float((deltas > 0).float().mean())
-            record.add(scheme, row, ok=row["model"]["max"] == 0)
 
 
 SAMPLINGS: dict[str, Row] = {
@@ -156,12 +112,15 @@ def top_p(
                         record.add(name, row, ok=row["finite"] and still and not row["max"])
 
 
-def random_twin(folder: Path, **changes: Any) -> Path:
-    """The quickstart's model with random weights, and `changes` of its config."""
+def random_twin(folder: Path, *, source: str = TINY.name, **changes: Any) -> Path:
+    """The quickstart's model, or another one of models/, with random weights, and `changes` of its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tiny_copy(folder)
-    config = AutoConfig.from_pretrained(TINY, **changes)
+    tiny_copy(folder, source=source)
+    layers = changes.get("num_hidden_layers")
+    config = AutoConfig.from_pretrained(folder, **changes)
+    if layers is not None and getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder

@@ -88,6 +88,7 @@ def keys(kind: str, model: Path, scheme: str, length: int, level: str, prompt: i
         "quant.align": level,
         "quant.ignore": IGNORED[kind],
         "quant.mismatch_limit": 100.0,  # `off` and `linears` are measured, whatever their δ is
+        "actor.old_log_probs": "recompute",
         "actor.ppo_mini_batch_size": 2,
         "actor.ppo_micro_batch_size_per_gpu": 4,
         "actor.log_prob_micro_batch_size_per_gpu": 4,

@@ -254,11 +254,13 @@ def test_what_is_captured_and_compiled_on_a_gpu(
     vllms_default = not aligned and scheme in ("bf16", "w4a16") and kernels == "engine"
     wanted = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs and not vllms_default else None
     assert arguments.get("compilation_config") == wanted
+    assert not {"enable_prefix_caching", "enable_chunked_prefill"} & arguments.keys()  # vLLM's defaults, both on
 
 
 def test_on_a_cpu_the_default_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = llm_arguments(config())
     assert arguments["enforce_eager"] is True
+    assert arguments["enable_prefix_caching"] is arguments["enable_chunked_prefill"] is False
     assert "compilation_config" not in arguments and "enable_sleep_mode" not in arguments
     assert llm_arguments(config(enforce_eager=False))["enforce_eager"] is False

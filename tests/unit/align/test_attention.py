@@ -65,10 +65,6 @@ def test_gradients_equal_float64_autograd_at_every_border_of_a_block(length, hea
         torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
     for ours, truth in zip(causal_gradients(*(x.float() for x in (*inputs, grad)), 0.3), expected, strict=True):
         torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-4)
-    rounded = [tensor.bfloat16() for tensor in (*inputs, grad)]  # what the trainer passes: products and sums are FP32
-    wide = causal_gradients(*(x.float() for x in rounded[:3]), 0.3, rounded[3].float())
-    for ours, truth in zip(causal_gradients(*rounded[:3], 0.3, rounded[3]), wide, strict=True):
-        assert torch.equal(ours, truth)
 
 
 @needs_engine_attention
@@ -123,9 +119,9 @@ def test_the_engines_operator_gets_a_prompt_as_one_prefill_and_tokens_as_decodes
     query, key, value = random_attention(1, 12)
     rows = {"row_lengths": (8, 4), "prompt_lengths": torch.tensor([5, 2])}
     engine_attention(torch.nn.Module(), query, key, value, None, 0.2, **rows)
-    arguments, second = asked
-    assert arguments["seq_lens"].tolist() == [5, 6, 7, 8] and arguments["query_start_loc"].tolist() == [0, 5, 6, 7, 8]
-    assert second["seq_lens"].tolist() == [2, 3, 4] and second["query_start_loc"].tolist() == [0, 2, 3, 4]
+    (arguments,) = asked
+    assert arguments["seq_lens"].tolist() == [5, 6, 7, 8, 2, 3, 4]
+    assert arguments["query_start_loc"].tolist() == [0, 5, 6, 7, 8, 10, 11, 12]
     assert arguments["enable_kv_split"] is False  # one thread has nothing to split: its bits would not tell
 
 

@@ -339,11 +339,16 @@ def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightRecei
 
 
 def _sampled_log_probs(completion: Any) -> list[float]:
-    return [position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)]
+    flat = completion.logprobs  # vLLM's FlatLogprobs, in which the sampled token is the first of its position
+    if len(flat) != len(completion.token_ids):
+        raise RuntimeError(f"vLLM returned {len(flat)} log-probs for {len(completion.token_ids)} tokens")
+    return [flat.logprobs[start] for start in flat.start_indices]
 
 
 def _top_tokens(completion: Any) -> list[int]:
-    return [next(token for token, entry in position.items() if entry.rank == 1) for position in completion.logprobs]
+    flat = completion.logprobs
+    places = (range(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True))
+    return [next(flat.token_ids[i] for i in position if flat.ranks[i] == 1) for position in places]
 
 
 def _routed_experts(completion: Any) -> torch.Tensor:

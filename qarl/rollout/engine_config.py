@@ -179,6 +179,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
             max_tokens=sampling.max_tokens,
             seed=seed,
             logprobs=int(sampling.top_tokens),
+            flat_logprobs=True,  # lists of numbers, instead of a dict and an object for each token
             detokenize=False,
             ignore_eos=sampling.ignore_eos,
         )

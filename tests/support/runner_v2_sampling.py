@@ -33,6 +33,7 @@ def main() -> dict[str, Any]:
 
 def log_probs(logits: torch.Tensor) -> dict[str, Any]:
     """What vLLM computes for sampled tokens, read as the rollout engine reads it."""
+    from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.worker.gpu.sample.logprob import compute_topk_logprobs  # type: ignore[attr-defined]  # vLLM 0.24
 
@@ -42,7 +43,7 @@ def log_probs(logits: torch.Tensor) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for top in (0, 1):
         tensors = compute_topk_logprobs(logits, top, sampled)
-        processor = LogprobsProcessor(None, [], None, 0.0, top, None)
+        processor = LogprobsProcessor(None, FlatLogprobs(), None, 0.0, top, None)
         processor._update_sample_logprobs(tensors.tolists())
         completion = SimpleNamespace(token_ids=sampled.tolist(), logprobs=processor.logprobs)
         ours = torch.tensor(_sampled_log_probs(completion), dtype=torch.float64)

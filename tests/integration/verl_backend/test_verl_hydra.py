@@ -159,7 +159,10 @@ CONTRADICTIONS = [
     ({"actor_rollout_ref.rollout.calculate_log_probs": False}, ("policy_loss.loss_mode=tbpo",)),
     ({"actor_rollout_ref.actor.strategy": "fsdp"}, ("set it to fsdp2",)),
     ({"algorithm.rollout_correction.bypass_mode": True}, ("TBPO would see no mismatch",)),
-    ({"+trainer.save_minutes": 5, "trainer.v1.trainer_mode": "sync"}, ("save_minutes=5",)),
+    (
+        {"+trainer.save_minutes": 5, f"+{SECTION}.old_log_probs": "recompute", "trainer.v1.trainer_mode": "sync"},
+        ("save_minutes=5",),
+    ),
     ({f"+{SECTION}.old_log_probs": "auto", "trainer.v1.trainer_mode": "sync"}, ("old_log_probs=auto",)),
 ]
 

@@ -64,7 +64,7 @@ def test_help_of_qarl(flag: str, out: pytest.CaptureFixture[str]) -> None:
 
 WRONG = {
     ("tarin",): "did you mean train?",
-    ("xyz", "--help"): "the commands are demo, train, doctor, diagnose, export, report, bench",
+    ("xyz", "--help"): "the commands are demo, train, warm-start, doctor, diagnose, export, eval, report, bench",
     ("config=quickstart.yaml",): "write qarl train config=quickstart.yaml",
     ("train", "--hepl"): "--help describes the keys",
     ("train", "--help", "grad_clip"): "did you mean actor.grad_clip?",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from checkout import ROOT
 
+from qarl.checkpoint.export import ExportRequest
 from qarl.config import load_config, write_resolved
 from qarl.data.prompts import load_prompts
 from qarl.demo.tiny_model import make_tokenizer
 from qarl.errors import UserError
-from qarl.eval.evaluate import table, tabulated
+from qarl.eval import evaluate
+from qarl.eval.evaluate import folders, table, tabulated
 from qarl.eval.request import EvalRequest, settings_of
 from qarl.eval.scores import Z, average, difference, interval, standard_error
 
@@ -101,3 +104,31 @@ def test_the_files_of_prepare_math_eval_say_how_many_responses(tmp_path: Path) -
     file.write_text(json.dumps(row | {"__rollout_n__": 0}) + "\n")
     with pytest.raises(UserError, match="__rollout_n__"):
         load_prompts(str(file), tokenizer=make_tokenizer(), max_prompt_length=16)
+
+
+def test_which_weights_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's export; beside BF16 both formats of one checkpoint, so that only quantization differs."""
+    asked: list[ExportRequest] = []
+    monkeypatch.setattr(evaluate, "export", lambda request: asked.append(request) or "exported")
+    run, other = tmp_path / "run", str(tmp_path / "other")
+    (run / "export").mkdir(parents=True)
+    (run / "config.yaml").touch()
+
+    def scored(**more: object) -> list[str]:
+        asked.clear()
+        with ExitStack() as stack:
+            found = list(folders(EvalRequest(run, **more), stack))  # type: ignore[arg-type]
+            assert all(path.parent.is_dir() for _, path in found)
+        return [label for label, path in found if path == run / "export" or path == Path(other)]
+
+    assert scored() == [str(run)] and not asked
+    assert scored(against=other) == [str(run), other] and not asked
+    assert scored(against="bf16", step=7) == []
+    assert [(request.run, request.step, request.format) for request in asked] == [
+        (run, 7, "quantized"),
+        (run, 7, "bf16"),
+    ]
+    assert not any(request.output.parent.exists() for request in asked)
+    scored(step=7)
+    (run / "export").rmdir()
+    assert len(asked) == 1 and scored() == [] and asked[0].format == "quantized"

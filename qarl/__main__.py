@@ -4,7 +4,7 @@ usage: qarl COMMAND [KEY=VALUE ...]
        qarl COMMAND --help
        qarl --version
 
-`python -m qarl` is the same as qarl, and `python -m qarl.COMMAND` is the same as qarl COMMAND.
+`python -m qarl` is the same as qarl, and `python -m qarl.COMMAND` is the same as qarl COMMAND (warm-start: warm_start).
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from qarl.errors import UserError
 COMMANDS = {
     "demo": ("qarl.demo.__main__", "make a tiny model and its data, and train it on this CPU"),
     "train": ("qarl.train", "train a model as a config describes"),
+    "warm-start": ("qarl.warm_start", "make a tiny model, data and a config for a task of your own"),
     "doctor": ("qarl.doctor.__main__", "find what would go wrong with a run before it starts"),
     "diagnose": ("qarl.diagnose.__main__", "show how far trainer and rollout differ for a run, and why"),
     "export": ("qarl.export", "write a checkpoint of a run as a model folder that vLLM loads"),
+    "eval": ("qarl.eval.__main__", "score a run or an exported model, beside BF16 if you like"),
     "report": ("qarl.report.__main__", "write report.html of a run again, from the files of its folder"),
     "bench": ("qarl.bench.__main__", "measure kernels, training steps and publishes, or predict them"),
 }

@@ -65,14 +65,15 @@ _TRANSLATION = {
 }
 _ROOT = re.compile("\N{SQUARE ROOT} ?([0-9]+|[a-z])")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_GSM8K = re.compile(r"#### (-?[0-9.,]+)$")
 _BETWEEN_BOXES = re.compile(r"(?:[\s,;$]|\\[,;()]|\\text\{[\s,]*(?:and|or)[\s,]*\}|and|or)*")
 
 
 def answer_text(value: Any) -> str:
     """A reference answer as LaTeX for one box: the last boxed answer if there is one, without $ and final period.
 
-    Takes text, numbers, a list of answers, or verl's `reward_model`. Unicode operators become LaTeX, which math-verify
-    reads. Raises `RowError`.
+    Takes text, numbers, a list of answers, verl's `reward_model`, or a solution of GSM8K (`#### 1,200`). Unicode
+    operators become LaTeX, which math-verify reads. Raises `RowError`.
     """
     if isinstance(value, Mapping):
         value = value.get("ground_truth")
@@ -83,6 +84,8 @@ def answer_text(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or value != value:
         raise RowError("no reference answer")
     text = " ".join(unicodedata.normalize("NFC", str(value)).translate(_TRANSLATION).split())
+    if match := _GSM8K.search(text):
+        text = match[1].replace(",", "")
     text = _unwrapped(_ROOT.sub(r"\\sqrt{\1}", text))
     if not text:
         raise RowError("no reference answer")

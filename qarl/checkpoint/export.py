@@ -7,14 +7,13 @@ checksums are checked first, and the checkpoint is never changed. The model fold
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field, NonNegativeInt, ValidationError
+from pydantic import ByteSize, Field, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
-from qarl.config.errors import nearest
+from qarl.config.request import read_request as read_keys
 from qarl.errors import UserError
 
 _EXPERTS = (
@@ -38,9 +37,6 @@ class ExportRequest:
     max_shard_size: Annotated[ByteSize, Field(gt=0)] = ByteSize(5 * 10**9)
     overwrite: bool = False
     trust_remote_code: bool = False
-
-
-KEYS = tuple(field.name for field in fields(ExportRequest))
 
 
 def export(request: ExportRequest) -> str:
@@ -114,19 +110,4 @@ def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
 
 def read_request(arguments: Sequence[str]) -> ExportRequest:
     """Parse `arguments`, each of the form key=value. Raise UserError for the first invalid one."""
-    values: dict[str, Any] = dict(argument.partition("=")[::2] for argument in arguments)
-    if len(values) < len(arguments) or any(key in KEYS and not value for key, value in values.items()):
-        raise UserError("a key is given twice or is empty", where="command line", why=" ".join(arguments),
-                        fix="write qarl export run=runs/NAME output=DIR")  # fmt: skip
-    try:
-        return ExportRequest(**values)
-    except ValidationError as error:
-        first = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a wrong name comes first
-        key = str(first["loc"][0])
-        guess = nearest(key.lstrip("-"), KEYS) if key not in KEYS else None
-        raise UserError(
-            f"{key}={values.get(key, '')}: {first['msg']}",
-            where="command line",
-            fix=(f"did you mean {guess}=...? " if guess else "")
-            + "write qarl export run=runs/NAME output=DIR (all keys: qarl export --help)",
-        ) from error
+    return read_keys(ExportRequest, arguments, example="qarl export run=runs/NAME output=DIR")

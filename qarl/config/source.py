@@ -222,13 +222,24 @@ def _apply_override(key: str, text: str, raw: RawConfig) -> None:
 
 class Demo(NamedTuple):
     """A shipped config that runs on a CPU. `model`: its model folder. `task`, `experts`: which model and data
-    (`qarl.demo.tiny_model`)."""
+    (`qarl.demo.tiny_model`). `arms`: the overrides of each run; one run without any by default."""
 
     config: str
     model: str
     task: str = "column_addition"
     experts: int = 0
+    arms: tuple[tuple[str, ...], ...] = ((),)
 
+
+MISMATCH = (
+    "actor.loss=grpo",
+    "actor.old_log_probs=rollout",
+    "seed=77",
+    "trainer.total_training_steps=45",
+    "trainer.test_freq=15",
+    "trainer.val_max_prompts=128",
+)
+"""Overrides of addition_chain in which the ratio of the loss contains the mismatch, which ruins the run in minutes."""
 
 DEFAULT = "quickstart"
 DEMOS = {
@@ -237,6 +248,15 @@ DEMOS = {
     "verl": Demo("quickstart_verl.yaml", "models/tiny-qwen3"),
     "addition_chain": Demo("addition_chain.yaml", "models/tiny-qwen3-addition-chain", "addition_chain"),
     "letter_sorting": Demo("letter_sorting.yaml", "models/tiny-qwen3-letter-sorting", "letter_sorting"),
+    "mismatch": Demo(
+        "addition_chain.yaml",
+        "models/tiny-qwen3-addition-chain",
+        "addition_chain",
+        arms=(
+            (*MISMATCH, "name=mismatch_off", "quant.align=off"),
+            (*MISMATCH, "name=mismatch_aligned", "quant.align=model"),
+        ),
+    ),
 }
 """Name of a demo -> what it runs."""
 

@@ -48,6 +48,8 @@ class Prompt:
     """The tokens of the rendered chat template, including the generation prompt at its end."""
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    samples: int | None = None
+    """Number of responses in an evaluation: the file's column `__rollout_n__`, which verl reads too."""
 
 
 class PromptDataset(list[Prompt]):
@@ -180,6 +182,7 @@ class _Row(BaseModel):
     prompt: list[_Message] = Field(min_length=1)
     reward_model: _RewardModel
     extra_info: dict[str, Any] | None = None
+    samples: int | None = Field(default=None, ge=1, alias="__rollout_n__")
 
 
 def _to_prompt(
@@ -223,7 +226,8 @@ def _to_prompt(
             fix="give the messages some content, or leave the row out",
         )
     truth = checked.reward_model.ground_truth
-    return Prompt(index, checked.data_source, messages, list(token_ids), truth, checked.extra_info or {})
+    extra = checked.extra_info or {}
+    return Prompt(index, checked.data_source, messages, list(token_ids), truth, extra, checked.samples)
 
 
 def shortened(value: Any, length: int = 200) -> str:

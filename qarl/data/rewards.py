@@ -115,7 +115,7 @@ def get_reward_fn(spec: str) -> RewardFn:
             where="reward.function",
             fix=f"use one of {', '.join(BUILTIN)}, package.module:function or path/to/file.py:function",
         )
-    module = _load(source)
+    module = load_module(source)
     fn: RewardFn | None = getattr(module, name, None)
     if not callable(fn):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
@@ -128,8 +128,8 @@ def get_reward_fn(spec: str) -> RewardFn:
     return fn
 
 
-def _load(source: str) -> ModuleType:
-    """Import a module by its name or by the path of its file."""
+def load_module(source: str, where: str = "reward.function") -> ModuleType:
+    """Import a module by its name or by the path of its file. Raise UserError, at `where`, if that fails."""
     try:
         if not source.endswith(".py"):
             return importlib.import_module(source)
@@ -141,7 +141,7 @@ def _load(source: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # the user's code runs and may raise anything
         raise UserError(
             f"cannot load {source}",
-            where="reward.function",
+            where=where,
             why=f"{type(error).__name__}: {error}",
             fix="correct the file, or its path from the folder that the run starts in; or install the package",
         ) from error

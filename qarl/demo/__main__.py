@@ -8,6 +8,8 @@ NAME:
   verl            the quickstart in verl's trainer
   addition_chain  sums of four numbers, with answers of about 140 tokens
   letter_sorting  14 letters, sorted by insertion
+  mismatch        addition_chain twice, with GRPO on the rollout's log-probs: once with quant.align=off, once aligned;
+                  then one page with the curves of both, runs/mismatch.html
 
 It writes models/, data/ and runs/. Making the model takes one to three minutes; if it is there, nothing is
 made. Then `qarl train` runs the shipped config of the demo. Each KEY=VALUE overrides the config, for example
@@ -41,17 +43,31 @@ def _main(argv: list[str]) -> int:
     if len(names) > 1 or names[0] not in DEMOS:
         fix = f"the demos are {', '.join(DEMOS)}"
         raise UserError(f"there is no demo {' '.join(names)!r}", where="command line", fix=fix)
-    demo = DEMOS[names[0]]
-    arguments = [f"config={demo.config}", *(word for word in argv if "=" in word)]
-    config = load_config(arguments)  # a wrong argument is refused before the model is made
-    if config.dry_run:
-        return _train(arguments)
-    limit_threads(config.trainer.num_threads)
-    from qarl.demo import tiny_model
+    demo, overrides = DEMOS[names[0]], [word for word in argv if "=" in word]
+    arms = [[f"config={demo.config}", *overridden(arm, overrides)] for arm in demo.arms]
+    configs = [load_config(arguments) for arguments in arms]  # a wrong argument is refused before the model is made
+    if not configs[0].dry_run:
+        limit_threads(configs[0].trainer.num_threads)
+        from qarl.demo import tiny_model
 
-    if code := tiny_model.main(["--task", demo.task, "--experts", str(demo.experts), "--output", demo.model]):
-        return code
-    return _train(arguments)
+        command = ["--task", demo.task, "--experts", str(demo.experts), "--output", demo.model]
+        if code := tiny_model.main(command):
+            return code
+    for arguments in arms:
+        if code := _train(arguments):
+            return code
+    if len(arms) > 1 and not configs[0].dry_run:
+        from qarl.report.page import write_comparison
+
+        page = configs[0].run_dir.parent / f"{names[0]}.html"
+        print(f"\nboth runs on one page: {write_comparison([config.run_dir for config in configs], page)}")
+    return 0
+
+
+def overridden(arm: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the arguments of an arm, without those that `overrides` sets too, and then `overrides`."""
+    keys = {word.partition("=")[0] for word in overrides}
+    return [*(word for word in arm if word.partition("=")[0] not in keys), *overrides]
 
 
 def _train(arguments: list[str]) -> int:

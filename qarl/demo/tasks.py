@@ -25,6 +25,7 @@ after each; only the last word is scored. An answer takes 119 tokens. With five 
 
 from __future__ import annotations
 
+import itertools
 import random
 import string
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from itertools import zip_longest
 from typing import Any
 
 from qarl.data.rewards import arithmetic
+from qarl.errors import UserError
 
 Problem = Any
 """A problem is hashable: a tuple of numbers, or a string of letters."""
@@ -92,9 +94,19 @@ class Task:
     steps: int
 
     def draw(self, count: int, rng: random.Random, exclude: set[Problem]) -> list[Problem]:
-        """Return `count` distinct problems. None of them is in `exclude`, and no sum is there in the other order."""
+        """Return `count` distinct problems. None of them is in `exclude`, and no sum is there in the other order.
+
+        Raise UserError if the task does not seem to have so many."""
         problems: dict[Problem, None] = {}
-        while len(problems) < count:
+        for attempt in itertools.count():
+            if len(problems) == count:
+                break
+            if attempt > 100 * (count + len(exclude)):
+                raise UserError(
+                    f"the task {self.name} has too few different problems",
+                    why=f"{attempt} draws gave {len(problems)} new ones beside {len(exclude)}; {count} are needed",
+                    fix="let draw return more different problems, or ask for fewer rows: train_size=N test_size=N",
+                )
             problem = self.draw_one(rng)
             turned = problem[::-1] if self.name == "column_addition" else problem
             if exclude.isdisjoint({problem, turned}) and turned not in problems:

@@ -1,6 +1,7 @@
 """A 0.9M-parameter Qwen3 that adds columns of digits, half trained, and its data: everything the quickstart needs.
 
-`qarl demo` and `scripts/make_tiny_model.py` call `main`. It writes an ordinary Hugging Face folder (`--output`) and
+`qarl demo` and `scripts/make_tiny_model.py` call `main`, and `qarl warm-start` makes the same for a task of one's own
+(`qarl.demo.own_task`). It writes an ordinary Hugging Face folder (`--output`) and
 `train.parquet` / `test.parquet` in verl's schema (`--data`). The warm start is supervised learning on the answers only,
 stopped when a check on separate problems reaches `--target` greedy accuracy, so that reinforcement learning starts with
 something to reward and something to learn. It takes about a minute on one CPU core for the quickstart's model, and two
@@ -54,6 +55,7 @@ WARMUP_STEPS = 20
 MUON_LR, ADAMW_LR = 0.03, 3e-3
 CHECK_EVERY, CHECK_BELOW_LOSS, CHECK_SIZE = 2, 0.2, 256
 SLOW_ABOVE_ACCURACY, SLOW_FACTOR = 0.1, 0.1
+POSITIONS = 256
 HEAD_SCALE = 2.0  # a power of two: exact in BF16
 
 CHAT_TEMPLATE = (
@@ -64,13 +66,13 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
-OF_DATA = ("seed", "train_size", "test_size", "task")
+OF_DATA = ("seed", "train_size", "test_size", "task", "source")
 OF_MODEL = (*OF_DATA, "experts", "steps", "target")
 """The arguments that decide the outputs: of the data, which models of any kind share, and of the model. A folder that
 was made with the same ones is not made again."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(positions: int = POSITIONS) -> PreTrainedTokenizerFast:
     """One token a byte and 32 special tokens, a chat template, `<|eos|>` and `<|pad|>`; 288 entries."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -85,7 +87,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=SPECIAL_TOKENS[2:] + reserved,
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_max_length=256,
+        model_max_length=positions,
     )
 
 
@@ -99,7 +101,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, experts: int = 0) -> Model:
         "num_key_value_heads": 2,
         "head_dim": 32,
         "intermediate_size": 384,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": tokenizer.model_max_length,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
@@ -148,10 +150,10 @@ def check_accuracy(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> fl
 
 
 def warm_start(
-    model: Model, tokenizer: PreTrainedTokenizerFast, settings: argparse.Namespace, exclude: set[Problem]
+    model: Model, tokenizer: PreTrainedTokenizerFast, settings: argparse.Namespace, task: Task, exclude: set[Problem]
 ) -> int:
     """Trains `model` in place until the check reaches `settings.target`; returns the steps taken."""
-    rng, task = random.Random(settings.seed), TASKS[settings.task]
+    rng = random.Random(settings.seed)
     checked = task.draw(CHECK_SIZE, rng, exclude)
     check, exclude = make_batch(tokenizer, checked, task), exclude | set(checked)
     in_blocks = {id(p) for p in model.model.layers.parameters() if p.ndim >= 2}
@@ -207,17 +209,16 @@ def is_made(folder: Path, args: argparse.Namespace, names: Sequence[str]) -> boo
     return same and all((folder / name).exists() for name in record["files"])
 
 
-def make(settings: argparse.Namespace, output: Path, data: Path) -> None:
+def make(settings: argparse.Namespace, task: Task, output: Path, data: Path) -> None:
     """Makes model and data, and puts both in place at the end."""
     torch.manual_seed(settings.seed)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(settings.positions)
     model = make_model(tokenizer, settings.experts)
-    task = TASKS[settings.task]
     problems = task.draw(settings.train_size + settings.test_size, random.Random(f"data-{settings.seed}"), set())
     train, test = problems[: settings.train_size], problems[settings.train_size :]
     num_parameters = sum(p.numel() for p in model.parameters())
     print(f"warm start: {num_parameters} parameters, to {settings.target:.0%} in {settings.steps} steps at most")
-    steps = warm_start(model, tokenizer, settings, exclude=set(problems))
+    steps = warm_start(model, tokenizer, settings, task, exclude=set(problems))
 
     model = model.bfloat16().eval()
     with torch.no_grad():
@@ -260,6 +261,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=float, help="greedy accuracy at which to stop")
     parser.add_argument("--train-size", type=int, default=4000, help="rows of train.parquet")
     parser.add_argument("--test-size", type=int, default=512, help="rows of test.parquet")
+    parser.set_defaults(positions=POSITIONS, source=None)
     args = parser.parse_args(argv)
     task = TASKS[args.task]
     of_task = "" if task is QUICKSTART else f"-{task.name.replace('_', '-')}"
@@ -273,6 +275,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Make what is missing or was made with other settings. Return the exit code."""
     args = parse_arguments(argv)
+    return make_missing(args, TASKS[args.task])
+
+
+def make_missing(args: argparse.Namespace, task: Task) -> int:
+    """Make model and data of `task`, unless they were made with the same arguments. Return the exit code."""
     output, data = args.output.resolve(), args.data.resolve()
     if is_made(output, args, OF_MODEL) and is_made(data, args, OF_DATA):
         print(f"{args.output} and {args.data} are up to date")
@@ -282,6 +289,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             what = f"error: will not replace {folder}, which this program did not write (it has no {RECORD})"
             print(f"{what}\n  fix: give another --output or --data, or remove it yourself", file=sys.stderr)
             return 2
-    make(args, output, data)
+    make(args, task, output, data)
     print(f"wrote {args.output} and {args.data}")
     return 0

@@ -1,7 +1,8 @@
-"""Write report.html again from the files of one or more run folders.
+"""Write report.html again from the files of one or more run folders, or one page that compares them.
 
-usage: qarl report runs/NAME [runs/NAME ...]
+usage: qarl report runs/NAME [runs/NAME ...] [together=FILE.html]
 
+With together=FILE.html it writes only that page, with the curves of all runs in the same charts.
 `python -m qarl.report` is the same command.
 
 exit codes:
@@ -25,12 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    if not argv:
-        raise UserError("no run folder was given", where="command line", fix="qarl report runs/NAME")
-    from qarl.report.page import write_report
+    pages = [word.removeprefix("together=") for word in argv if word.startswith("together=")]
+    runs = [word for word in argv if not word.startswith("together=")]
+    if not runs or len(pages) > 1 or "" in pages:
+        fix = "qarl report runs/NAME, or qarl report runs/A runs/B together=FILE.html"
+        raise UserError("no run folder was given", where="command line", fix=fix)
+    from qarl.report.page import write_comparison, write_report
 
-    for run in argv:
-        print(write_report(run))
+    for path in [write_comparison(runs, pages[0])] if pages else map(write_report, runs):
+        print(path)
     return 0
 
 

@@ -42,6 +42,7 @@ MOST_POINTS = 1000
 SAMPLE_CHARACTERS = 2_000_000
 TEXT_CHARACTERS = 200_000
 """Largest number of characters that the report quotes from the config, and from the versions."""
+_COMPARED = ("quant_align", "accuracy_before", "accuracy_after", "mismatch_abs_mean", "mismatch_k3_mean", "seconds")
 
 Series = dict[str, list[Any]]
 
@@ -53,6 +54,60 @@ def write_report(run_dir: str | Path) -> Path:
     path = Path(run_dir) / REPORT_FILE
     write_text(path, page(contents(run_dir)))
     return path
+
+
+def write_comparison(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
+    """Write one page that shows several runs in the same charts, one metric a chart, and return its `path`.
+
+    Raise UserError if a folder has no metrics file, and StorageError if writing fails."""
+    path = Path(path)
+    write_text(path, page(comparison(run_dirs, path.stem)))
+    return path
+
+
+def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
+    """Return what `page.js` draws for several runs, named by their folders. There are no samples and no phases."""
+    names = [Path(run_dir).resolve().name for run_dir in run_dirs]
+    names = names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]
+    runs = dict(zip(names, map(contents, run_dirs), strict=True))
+    summaries = {run: data["summary"] or {} for run, data in runs.items()}
+    whole = {
+        "failed": next((summary["failed"] for summary in summaries.values() if summary.get("failed")), None),
+        "finished": all(summary.get("finished") for summary in summaries.values()),
+    }
+    keys = {key for data in runs.values() for key in data["series"]}
+    return {
+        "name": name,
+        "written": next(iter(runs.values()))["written"],
+        "step": max(data["step"] for data in runs.values()),
+        "total": None,
+        "summary": whole
+        | {f"{key}: {run}": summary[key] for key in _COMPARED for run, summary in summaries.items() if key in summary},
+        "series": {
+            f"{key} {run}": runs[run]["series"][key]
+            for key in sorted(keys)
+            for run in runs
+            if key in runs[run]["series"]
+        },
+        "charts": [
+            asdict(chart)
+            | {
+                "title": f"{chart.title}: {label}" if len(chart.lines) > 1 else chart.title,
+                "lines": [(f"{key} {run}", run) for run in runs],
+            }
+            for chart in CHARTS
+            for key, label in chart.lines.items()
+        ],
+        "phases": [],
+        "warnings": [
+            warning | {"sign": f"{warning['sign']}, {run}"}
+            for run, data in runs.items()
+            for warning in data["warnings"]
+        ],
+        "samples": [],
+        "config": "\n".join(f"# {run}\n{data['config']}" for run, data in runs.items()),
+        "versions": next(iter(runs.values()))["versions"],
+    }
 
 
 def update_report(config: Config, step: int) -> None:

@@ -1,20 +1,16 @@
-"""Each example runs as its docstring says: data and reward without an engine, loop and task with one."""
+"""Each example runs as its docstring says: the reward without an engine, the loop with one."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 
-from qarl.config import load_config
 from qarl.data.rewards import call_reward, get_reward_fn
-
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,16 +25,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that examples/own_task.py wrote."""
-    folder = tmp_path_factory.mktemp("task")
-    done = run("examples/own_task.py", str(folder))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert f"qarl train config={folder}/subtraction.yaml" in done.stdout
-    return folder
-
-
 def test_the_reward() -> None:
     """As a config names it; right and short, right and long, wrong."""
     reward = get_reward_fn(str(ROOT / "examples/own_reward.py:short_and_right"))
@@ -50,15 +36,6 @@ def test_the_reward() -> None:
     assert score("5+7=12") == 1 and score("5+7=13") == 0
     assert score(" " * 64 + "5+7=12") == pytest.approx(0.9)
     assert score(" " * 500 + "5+7=12") == pytest.approx(0.5)
-
-
-def test_the_task_passes_every_check_of_a_run(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs every check that precedes the engine, data and reward included."""
-    from qarl.checks.registry import check_run
-
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("qarl.checks.machine.vllm_unusable", lambda: None)
-    check_run(load_config([f"config={task}/subtraction.yaml", f"output_dir={task}"]))
 
 
 @pytest.mark.vllm

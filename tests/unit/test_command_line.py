@@ -64,7 +64,7 @@ def test_help_of_qarl(flag: str, out: pytest.CaptureFixture[str]) -> None:
 
 WRONG = {
     ("tarin",): "did you mean train?",
-    ("xyz", "--help"): "the commands are demo, train, doctor, diagnose, export, report, bench",
+    ("xyz", "--help"): "the commands are demo, train, warm-start, doctor, diagnose, export, eval, report, bench",
     ("config=quickstart.yaml",): "write qarl train config=quickstart.yaml",
     ("train", "--hepl"): "--help describes the keys",
     ("train", "--help", "grad_clip"): "did you mean actor.grad_clip?",
@@ -154,6 +154,35 @@ def test_a_demo_makes_the_model_and_trains(monkeypatch: pytest.MonkeyPatch) -> N
     assert (str(made.output), str(made.data), made.experts) == ("models/tiny-qwen3-moe", "data/column_addition", 8)
     assert trained == ["config=quickstart_moe.yaml", "trainer.total_training_steps=2"]
     assert main(["demo"]) == 1 and len(called) == 3, "a model that cannot be made is not trained"
+
+
+def test_the_demo_of_the_mismatch_runs_both_arms_and_compares_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: pytest.CaptureFixture[str]
+) -> None:
+    """Same seed, one key apart. An override replaces the demo's own value in both."""
+    from qarl.config import load_config
+    from qarl.demo import tiny_model
+
+    trained: list[dict[str, Any]] = []
+
+    def train(argv: list[str]) -> int:
+        config = load_config(argv)
+        trained.append(config.model_dump())
+        config.run_dir.mkdir(parents=True)
+        (config.run_dir / "metrics.jsonl").write_text('{"step": 0, "val/accuracy": 0.2}\n')
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tiny_model, "main", lambda argv: 0)
+    monkeypatch.setattr("qarl.train.main", train)
+    assert main(["demo", "mismatch", "trainer.total_training_steps=2"]) == 0
+    off, default = trained
+    assert {arm["trainer"]["total_training_steps"] for arm in trained} == {2}
+    assert (off["quant"].pop("align"), default["quant"].pop("align")) == ("off", "model")
+    assert off.pop("name") != default.pop("name") and off == default
+    assert off["actor"]["old_log_probs"] == "rollout" and off["actor"]["loss"] == "grpo"
+    assert "runs/mismatch.html" in out.readouterr().out
+    assert "val/accuracy mismatch_off" in (tmp_path / "runs/mismatch.html").read_text(encoding="utf-8")
 
 
 SLOW = "import pathlib, time; pathlib.Path('here').touch()\n"

@@ -31,10 +31,10 @@ LAYERS = (
     ("checks",),
     ("trainer",),
     ("verl", "trl"),
-    ("diagnose", "doctor", "bench"),
+    ("diagnose", "doctor", "bench", "eval"),
     ("train", "export", ""),
     ("demo",),
-    ("__main__",),
+    ("warm_start", "__main__"),
 )
 """Packages and modules of `qarl`, from the bottom up. Each may import what stands in a line above its own; two in one
 line know nothing of each other. The empty name is `qarl` itself."""

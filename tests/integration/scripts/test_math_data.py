@@ -295,3 +295,16 @@ def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path, prist
     assert metrics["aime24"]["acc"]["mean@4"] == 0.25
     assert "best@4/mean" in metrics["aime24"]["acc"]
     assert metrics["math500"]["acc"] == {"mean@1": 1.0}
+
+
+def test_gsm8k_has_the_number_behind_the_marks(tmp_path: Path) -> None:
+    """Both files of the recipe's config, from local rows."""
+    import prepare_gsm8k
+
+    rows = [{"question": "How many?", "answer": "6 * 200 = <<6*200=1200>>1200\n#### 1,200"}]
+    file = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert prepare_gsm8k.main(["--output", str(tmp_path), "--train", file, "--test", file]) == 0
+    for split in ("train", "test"):
+        (row,) = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
+        assert row["reward_model"]["ground_truth"] == "1200" and row["extra_info"]["split"] == split
+        assert row["data_source"] == "gsm8k" and "How many?" in row["prompt"][-1]["content"]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkout import ROOT
 
+from qarl.report.__main__ import main
 from qarl.report.page import MOST_POINTS, SAMPLE_CHARACTERS, contents, fitting_samples, series_of, write_report
 from qarl.report.samples import ENDS, append_samples, choose_rows, is_logged, make_sample, read_samples
 
@@ -155,6 +156,31 @@ def test_every_metric_is_there_with_its_steps_and_values(run: Path, report: str)
         assert reward["v"][step - 1] == pytest.approx(metrics_of(step)["critic/score/mean"], rel=1e-3)
     assert series["actor/grad_norm"]["v"][49] == "nan"
     assert embedded(report)["total"] == STEPS and embedded(report)["phases"][:2] == ["rollout", "reward"]
+
+
+def test_two_runs_on_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, page = make_run(tmp_path / "other", 3), tmp_path / "both.html"
+    assert main([str(run), str(other), f"together={page}"]) == 0
+    assert capsys.readouterr().out == f"{page}\n" and not (other / "report.html").exists()
+    both = embedded(page.read_text(encoding="utf-8"))
+    for folder in (run, other):
+        alone = contents(folder)
+        series = {
+            key.removesuffix(f" {folder.name}"): line
+            for key, line in both["series"].items()
+            if key.endswith(f" {folder.name}")
+        }
+        assert series == alone["series"]
+    largest = next(
+        chart for chart in both["charts"] if chart["title"] == "Mismatch: |δ| of the sampled tokens: largest"
+    )
+    assert largest["lines"] == [[f"mismatch/abs_max {name}", name] for name in ("made-up", "other")]
+    assert [warning["sign"] for warning in both["warnings"]] == ["entropy, made-up", "entropy, other"]
+    again = shutil.copytree(other, tmp_path / "elsewhere" / "other")
+    assert main([str(other), str(again), f"together={page}"]) == 0
+    assert f"critic/score/mean {again}" in embedded(page.read_text(encoding="utf-8"))["series"], "names that clash"
+    for wrong in ([f"together={page}"], [str(run), "together="]):
+        assert main(wrong) == 2
 
 
 def test_a_long_series_keeps_its_spikes() -> None:

@@ -1,0 +1,36 @@
+"""Read the key=value arguments of a command that is described by a dataclass and not by the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from qarl.config.errors import nearest
+from qarl.errors import UserError
+
+Request = TypeVar("Request")
+
+
+def read_request(kind: type[Request], arguments: Sequence[str], *, example: str) -> Request:
+    """Return the pydantic dataclass `kind` of `arguments`, each of the form key=value. Raise UserError for the first
+    invalid one. `example`: a command line that the message shows."""
+    values: dict[str, Any] = dict(argument.partition("=")[::2] for argument in arguments)
+    keys = tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
+    if len(values) < len(arguments) or any(key in keys and not value for key, value in values.items()):
+        why = " ".join(arguments)
+        raise UserError("a key is given twice or is empty", where="command line", why=why, fix=f"write {example}")
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a wrong name comes first
+        key = str(first["loc"][0])
+        guess = nearest(key.lstrip("-"), keys) if key not in keys else None
+        raise UserError(
+            f"{key}={values.get(key, '')}: {first['msg']}",
+            where="command line",
+            fix=(f"did you mean {guess}=...? " if guess else "")
+            + f"write {example} (all keys: {' '.join(example.split()[:2])} --help)",
+        ) from error

@@ -1,0 +1,139 @@
+"""A task of one's own, defined by a Python file of some twenty lines: its tiny model, its data and its config.
+
+`qarl warm-start` calls `make_own`. The file has four functions, and may have a fifth:
+
+    draw(rng)          one problem, hashable, from a random.Random
+    prompt(problem)    the text that the model is asked
+    answer(problem)    the text that the warm start teaches
+    reward(data_source, solution_str, ground_truth, extra_info=None)    as everywhere in QaRL (`qarl.data.rewards`)
+    truth(problem)     what the reward gets as `ground_truth`; by default the answer
+
+The config is that of `addition_chain.yaml`, whose bands fit answers of any length, with the task's own lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qarl.config.source import dump, find_config
+from qarl.data.rewards import load_module
+from qarl.demo.tasks import Task
+from qarl.demo.tiny_model import POSITIONS, make_missing
+from qarl.errors import UserError
+
+FUNCTIONS = ("draw", "prompt", "answer", "reward")
+TEMPLATE = "addition_chain.yaml"
+_PROBED = 500
+_Count = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True, config={"extra": "forbid"})
+class WarmStart:
+    """The arguments of the command line. `file`: the task's. `steps`: most steps of the warm start. `target`: greedy
+    accuracy at which it stops. `train_size`, `test_size`: rows of the data files. `experts`: of a mixture; 0: dense."""
+
+    file: Path
+    steps: _Count = 600
+    target: Annotated[float, Field(gt=0, le=1)] = 0.3
+    train_size: _Count = 4000
+    test_size: _Count = 512
+    seed: int = 0
+    experts: Annotated[int, Field(ge=0)] = 0
+
+
+def make_own(request: WarmStart) -> tuple[int, Path]:
+    """Make model, data and config in the working folder. Return the exit code and the config's path.
+
+    A config that exists is left as it is. Raise UserError if the file is not a task."""
+    task = load_task(request)
+    prompt_length, response_length = lengths(task, request.seed)
+    name = task.name
+    config = Path(f"{name}.yaml")
+    settings = argparse.Namespace(
+        **{key: value for key, value in asdict(request).items() if key != "file"},
+        task=name,
+        source=hashlib.sha256(request.file.read_bytes()).hexdigest(),
+        positions=max(POSITIONS, prompt_length + response_length),
+        output=Path("models") / f"tiny-{name}",
+        data=Path("data") / name,
+    )
+    code = make_missing(settings, task)
+    if not code and not config.exists():
+        values = run_values(request.file, name, settings, prompt_length, response_length)
+        config.write_text(dump(values), encoding="utf-8")
+    return code, config
+
+
+def load_task(request: WarmStart) -> Task:
+    """Return the task that the file defines, after one problem was tried. Raise UserError if something is missing."""
+    module = load_module(str(request.file), where="the task's file")
+    if missing := [name for name in FUNCTIONS if not callable(getattr(module, name, None))]:
+        fix = f"define {', '.join(FUNCTIONS)}; docs/own_task.md has an example"
+        raise UserError(f"the task has no function {missing[0]}", where=str(request.file), fix=fix)
+    truth = getattr(module, "truth", module.answer)
+    task = Task(
+        request.file.stem,
+        module.draw,
+        module.prompt,
+        module.answer,
+        truth,
+        module.reward,
+        request.target,
+        request.steps,
+    )
+    try:
+        problem = module.draw(random.Random(request.seed))
+        hash(problem)
+        texts = module.prompt(problem), module.answer(problem)
+        score = float(module.reward(task.name, texts[1], truth(problem), {}))
+    except Exception as error:  # the user's code runs and may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise UserError("the task fails on its first problem", where=str(request.file), why=why) from error
+    if not all(isinstance(text, str) and text for text in texts):
+        raise UserError("prompt or answer is no text", where=str(request.file), why=f"{texts!r:.200}")
+    if score <= 0:
+        why = f"reward gives {score} for {texts[1]!r:.100}, and the ground truth is {truth(problem)!r:.100}"
+        fix = "let the reward be positive for what `answer` returns, or define truth(problem)"
+        raise UserError("the task's own answer earns nothing", where=str(request.file), why=why, fix=fix)
+    return task
+
+
+def lengths(task: Task, seed: int) -> tuple[int, int]:
+    """Return limits for prompt and response in tokens: a quarter above the longest of some hundred, by 32."""
+    rng = random.Random(f"lengths-{seed}")
+    problems = [task.draw_one(rng) for _ in range(_PROBED)]
+    longest = [
+        max(len(text(problem).encode()) for problem in problems) + 3 for text in (task.prompt_text, task.response_text)
+    ]
+    prompt, response = (-(-length * 5 // 4 // 32) * 32 for length in longest)
+    return prompt, response
+
+
+def run_values(
+    file: Path, name: str, made: argparse.Namespace, prompt_length: int, response_length: int
+) -> dict[str, Any]:
+    """Return the values of the config."""
+    template, _ = find_config(TEMPLATE)
+    assert template is not None
+    values: dict[str, Any] = yaml.safe_load(template.read_text(encoding="utf-8"))
+    values["name"], values["model"]["path"] = name, str(made.output)
+    values["data"] |= {
+        "train_files": [str(made.data / "train.parquet")],
+        "val_files": [str(made.data / "test.parquet")],
+        "max_prompt_length": prompt_length,
+        "max_response_length": response_length,
+    }
+    values["data"]["train_batch_size"] = min(values["data"]["train_batch_size"], made.train_size)
+    values["reward"]["function"] = f"{file}:reward"
+    values["optim"]["lr"] = 2e-4  # YAML 1.1 reads the template's number as text
+    values["trainer"] |= {"total_training_steps": 80, "test_freq": 20, "save_freq": 80}
+    return values

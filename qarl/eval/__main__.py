@@ -1,0 +1,66 @@
+"""Score a run or a model folder in vLLM: mean reward with a 95% interval, beside BF16 if you like.
+
+usage: qarl eval RUN_OR_FOLDER [KEY=VALUE ...]
+
+RUN_OR_FOLDER is the folder of a run, or a model folder: one of `qarl export`, or any that vLLM loads.
+Of a run its export is scored, and what a key leaves out comes from the run's config.
+
+keys:
+  against=bf16        also score the run's BF16 weights; then both are those of its latest checkpoint
+  against=FOLDER      also score another model folder, with the same prompts and seeds
+  step=N              the checkpoint of this step, not the export
+  files=A,B           JSONL or parquet files like data.val_files; default: the run's data.val_files
+  reward=NAME         default: the run's reward.function, without a run math_verify
+  n=N                 responses per prompt; default: the column __rollout_n__ of the file, else 1
+  temperature=T       default: the run's rollout.val_temperature, else 0, which needs n=1
+  max_prompt_length=N, max_response_length=N    in tokens; default: the run's, else 1024 and 2048
+  limit=N             only the first N prompts of the files
+  seed=N              default: 0
+  output=FILE.json    also write the scores to a file
+  trust_remote_code=true  run the code that comes with the model; default: false
+
+mean@k is the mean over prompts of the mean of a prompt's k scores. The interval is for new prompts of
+the same kind: Wilson's, with the variance between prompts. The difference of two models is taken prompt
+by prompt. `python -m qarl.eval` is the same command.
+
+exit codes:
+  0    the scores were printed
+  2    the arguments, the model or the data cannot be used; one message says why
+  130  ended by Ctrl-C
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from qarl.console import run_command
+from qarl.process import limit_threads
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Score as `argv` says. Return the exit code."""
+    return run_command(_main, argv, describe=describe)
+
+
+def _main(argv: list[str]) -> int:
+    from qarl.config.request import read_request
+    from qarl.eval.request import EvalRequest, settings_of
+
+    words = [word if "=" in word else f"model={word}" for word in argv]
+    request = read_request(EvalRequest, words, example="qarl eval runs/NAME against=bf16")
+    settings = settings_of(request)
+    limit_threads(settings.config.trainer.num_threads if settings.config else None)
+    from qarl.eval.evaluate import evaluate
+
+    print(evaluate(request, settings))
+    return 0
+
+
+def describe(topics: list[str]) -> str:
+    """Return the help: this module's docstring, which describes every key."""
+    return (__doc__ or "").strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Sample the responses of one or two models in the rollout engine, score them, and tabulate the scores.
+
+The engine is the run's own: the same kernels and settings, and the bytes of the export, published as in training. Both
+models get the same prompts and seeds. Where verl's validation averages bootstraps, this takes the plain mean.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from qarl.checkpoint.compressed_tensors import read_tensors
+from qarl.checkpoint.export import ExportRequest, export
+from qarl.checkpoint.storage import EXPORT
+from qarl.console import say, stage
+from qarl.data.prompts import Prompt, load_prompts
+from qarl.data.rewards import get_reward_fn, score_responses
+from qarl.errors import UserError
+from qarl.eval.request import BF16, EvalRequest, Settings
+from qarl.eval.scores import Estimate, average, difference, interval
+from qarl.quant.scheme import Scheme, get_scheme
+from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+
+Sets = dict[str, dict[int, float]]
+"""Name of a set (`data_source`) -> row -> mean score of its responses."""
+
+
+def evaluate(request: EvalRequest, settings: Settings) -> str:
+    """Return the table of scores. Raise UserError if model, data or reward cannot be used."""
+    with ExitStack() as stack:
+        scores: dict[str, Sets] = {}
+        samples: dict[str, int] = {}
+        for label, folder in folders(request, stack):
+            prompts = _prompts(request, settings, folder)
+            for prompt in prompts:
+                samples[prompt.data_source] = max(samples.get(prompt.data_source, 1), prompt.samples or 1)
+            with stage(f"scoring {label}"):
+                scores[label] = score_model(folder, prompts, request, settings)
+    found = tabulated(scores)
+    if request.output:
+        request.output.write_text(json.dumps({"samples": samples, "scores": found}, indent=2) + "\n", encoding="utf-8")
+    return table(found, samples)
+
+
+def folders(request: EvalRequest, stack: ExitStack) -> Iterator[tuple[str, Path]]:
+    """Yield name and folder of each model. Checkpoints are exported to a folder that `stack` removes."""
+    is_run = (request.model / "config.yaml").is_file()
+
+    def exported(format: Any) -> Path:
+        output = Path(stack.enter_context(tempfile.TemporaryDirectory())) / EXPORT
+        trust = request.trust_remote_code
+        say(export(ExportRequest(request.model, output, step=request.step, format=format, trust_remote_code=trust)))
+        return output
+
+    if not is_run:
+        yield str(request.model), request.model
+    elif request.against == BF16 or request.step is not None or not (request.model / EXPORT).is_dir():
+        yield str(request.model), exported("quantized")
+    else:
+        yield str(request.model), request.model / EXPORT
+    if request.against == BF16:
+        yield BF16, exported("bf16")
+    elif request.against:
+        yield request.against, Path(request.against)
+
+
+def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Prompt]:
+    from dataclasses import replace
+
+    from transformers import AutoTokenizer
+
+    prompts = load_prompts(
+        settings.files,
+        tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code),
+        prompt_key=settings.config.data.prompt_key if settings.config else "prompt",
+        max_prompt_length=settings.max_prompt_length,
+        filter_overlong_prompts=bool(settings.config and settings.config.data.filter_overlong_prompts),
+        limit=request.limit,
+    )
+    asked = [replace(prompt, samples=request.n or prompt.samples or 1) for prompt in prompts]
+    if settings.temperature == 0 and any(prompt.samples != 1 for prompt in asked):
+        fix = "add temperature=0.6, which the paper uses, or n=1"
+        raise UserError("several responses to a prompt at temperature 0 would all be the same", fix=fix)
+    return asked
+
+
+def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, settings: Settings) -> Sets:
+    """Return the mean score of each prompt's responses, from an engine with the weights of `folder`."""
+    from transformers import AutoTokenizer
+
+    config, reward = settings.config, get_reward_fn(settings.reward)
+    rows = [prompt for prompt in prompts for _ in range(prompt.samples or 1)]
+    draw = random.Random(f"eval-{request.seed}")
+    seeds = [draw.getrandbits(31) for _ in rows]
+    with RolloutEngine(engine_of(folder, request, settings)) as engine:
+        engine.publish(read_tensors(folder), version=0)
+        sampling = SamplingConfig(settings.max_response_length, temperature=settings.temperature)
+        responses = engine.generate([row.prompt_token_ids for row in rows], sampling, seeds)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
+    texts = tokenizer.batch_decode(responses.response_token_ids, skip_special_tokens=True)
+    timeout = config.reward.timeout_s if config else 30.0
+    grouped: dict[str, dict[int, list[float]]] = {}
+    for row, score in zip(rows, score_responses(reward, rows, texts, timeout_s=timeout), strict=True):
+        grouped.setdefault(row.data_source, {}).setdefault(row.index, []).append(score)
+    return {name: {index: fmean(scores) for index, scores in rows.items()} for name, rows in grouped.items()}
+
+
+def engine_of(folder: Path, request: EvalRequest, settings: Settings) -> EngineConfig:
+    """Return the config of an engine for the weights of `folder`, as the run has it if there is one."""
+    quantization = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    scheme = Scheme.from_quantization_config(quantization) if quantization else get_scheme("bf16")
+    more: dict[str, Any] = {}
+    if (config := settings.config) is not None:
+        more = {
+            "max_num_seqs": config.rollout.max_num_seqs,
+            "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
+            "kv_cache_gib": config.rollout.cpu_kvcache_space_gib,
+            "enforce_eager": config.rollout.enforce_eager,
+            "head_dtype": config.model.head_dtype,
+            "dtype": config.model.dtype,
+            "kernels": config.quant.kernels if quantization else "engine",
+        }
+    return EngineConfig(
+        model=str(folder),
+        scheme=scheme,
+        ignore=tuple(quantization["ignore"] if quantization else ()),
+        max_model_len=settings.max_prompt_length + settings.max_response_length,
+        trust_remote_code=request.trust_remote_code,
+        **more,
+    )
+
+
+def tabulated(scores: dict[str, Sets]) -> dict[str, dict[str, Any]]:
+    """Return, by set, the number of prompts, the estimate of each model, and the difference of the first two.
+
+    Several sets have a last row, their average."""
+    first, *others = scores.values()
+    found: dict[str, dict[str, Any]] = {}
+    for name in first:
+        values = {label: list(sets[name].values()) for label, sets in scores.items()}
+        found[name] = {"prompts": len(first[name])} | {label: asdict(interval(row)) for label, row in values.items()}
+        if others:
+            found[name]["difference"] = asdict(difference(list(first[name].values()), list(others[0][name].values())))
+    if len(first) > 1:
+        row = {label: asdict(average({k: list(v.values()) for k, v in sets.items()})) for label, sets in scores.items()}
+        found["average of the sets"] = {"prompts": sum(map(len, first.values()))} | row
+        if others:
+            gaps = {
+                k: [a - b for a, b in zip(v.values(), others[0][k].values(), strict=True)] for k, v in first.items()
+            }
+            found["average of the sets"]["difference"] = asdict(average(gaps))
+    return found
+
+
+def table(found: dict[str, dict[str, Any]], samples: dict[str, int]) -> str:
+    """Return the estimates as a Markdown table in percent."""
+    models = [label for label in next(iter(found.values())) if label != "prompts"]
+    lines = [f"| set | prompts | mean@ | {' | '.join(models)} |", "|" + "---|" * (3 + len(models))]
+    for name, row in found.items():
+        cells = [name, str(row["prompts"]), str(samples.get(name, ""))]
+        for model in models:
+            estimate, sign = Estimate(**row[model]), "+" if model == "difference" else ""
+            bounds = f"[{estimate.low:{sign}.1%}, {estimate.high:{sign}.1%}]"
+            cells.append(f"{estimate.mean:{sign}.1%} {bounds}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,72 @@
+"""The arguments of `qarl eval`, and what the config of a run adds to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass as plain_dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qarl.config import Config, load_config
+from qarl.errors import UserError
+
+BF16 = "bf16"
+_Count = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True, config={"extra": "forbid"})
+class EvalRequest:
+    """The arguments of the command line; None is the default that the help names."""
+
+    model: Path
+    against: str | None = None
+    step: Annotated[int, Field(ge=0)] | None = None
+    files: str | None = None
+    reward: str | None = None
+    n: _Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    max_prompt_length: _Count | None = None
+    max_response_length: _Count | None = None
+    limit: _Count | None = None
+    seed: int = 0
+    output: Path | None = None
+    trust_remote_code: bool = False
+
+
+@plain_dataclass(frozen=True)
+class Settings:
+    """What is scored, and how. `config`: of the run, if there is one. Lengths in tokens."""
+
+    config: Config | None
+    files: tuple[str, ...]
+    reward: str
+    temperature: float
+    max_prompt_length: int
+    max_response_length: int
+
+
+def settings_of(request: EvalRequest) -> Settings:
+    """Return the request's values, and those of the run's config where it has none.
+
+    Raise UserError if there is no such folder, or no data file is named."""
+    is_run = (request.model / "config.yaml").is_file()
+    if not is_run and not (request.model / "config.json").is_file():
+        why = "it has neither config.yaml, as a run, nor config.json, as a model"
+        raise UserError(f"{request.model} cannot be scored", why=why, fix="give runs/NAME, or the folder of an export")
+    if not is_run and (request.step is not None or request.against == BF16):
+        what = "step=N and against=bf16 need the folder of a run, whose checkpoints they export"
+        raise UserError(what, where=str(request.model), fix="give runs/NAME, or against=FOLDER with a BF16 model")
+    config = load_config([f"config={request.model / 'config.yaml'}"]) if is_run else None
+    files = tuple(request.files.split(",")) if request.files else tuple(config.data.val_files) if config else ()
+    if not files:
+        raise UserError("no file with prompts was named", where=str(request.model), fix="add files=test.parquet")
+    return Settings(
+        config,
+        files,
+        request.reward or (config.reward.function if config else "math_verify"),
+        request.temperature if request.temperature is not None else config.rollout.val_temperature if config else 0.0,
+        request.max_prompt_length or (config.data.max_prompt_length if config else 1024),
+        request.max_response_length or (config.data.max_response_length if config else 2048),
+    )

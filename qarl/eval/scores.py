@@ -1,0 +1,54 @@
+"""mean@k, its 95% interval, and the paired difference of two models.
+
+The prompts are the sample: responses to one prompt are alike, so k responses to N prompts are not k N independent ones
+(arXiv 2411.00640). The interval is Wilson's, which stays within 0 and 1 and has a width where all scores are equal. Its
+number of trials is the one that would give the variance measured between the prompts; for k = 1 it is N - 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def interval(means: Sequence[float]) -> Estimate:
+    """Return the mean of `means`, the mean score of each prompt. Scores outside 0 to 1 get a normal interval."""
+    mean, error = fmean(means), standard_error(means)
+    if not all(0 <= value <= 1 for value in means):
+        return Estimate(mean, mean - Z * error, mean + Z * error)
+    trials = mean * (1 - mean) / error**2 if error else len(means)
+    centre = (mean + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
+    half = Z / (1 + Z**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z**2 / (4 * trials**2))
+    return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
+    """Return the mean of first - second, prompt by prompt, with a normal interval."""
+    deltas = [a - b for a, b in zip(first, second, strict=True)]
+    mean, error = fmean(deltas), standard_error(deltas)
+    return Estimate(mean, mean - Z * error, mean + Z * error)
+
+
+def standard_error(means: Sequence[float]) -> float:
+    """Return the standard error of the mean; 0 for a single prompt, whose spread is unknown."""
+    return stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+
+
+def average(sets: Mapping[str, Sequence[float]]) -> Estimate:
+    """Return the mean of the sets' means, each set counting once, with a normal interval."""
+    mean = fmean(fmean(means) for means in sets.values())
+    error = math.sqrt(sum(standard_error(means) ** 2 for means in sets.values())) / len(sets)
+    return Estimate(mean, mean - Z * error, mean + Z * error)

@@ -1,0 +1,57 @@
+"""Make a tiny model, data and a config for a task of your own.
+
+usage: qarl warm-start my_task.py [KEY=VALUE ...]
+
+my_task.py has four functions, draw, prompt, answer and reward; docs/own_task.md has an example of twenty
+lines. A Qwen3 of 0.9M parameters learns the task from scratch by supervised learning, until it writes
+some answers right. In the working folder it writes models/tiny-MY_TASK, data/MY_TASK and MY_TASK.yaml,
+which `qarl train config=MY_TASK.yaml` runs. A MY_TASK.yaml that exists stays as it is. If nothing has
+changed since the last call, nothing is made. `python -m qarl.warm_start` is the same command.
+
+keys:
+  target=0.3        greedy accuracy at which the warm start stops
+  steps=600         most steps of the warm start
+  train_size=4000   rows of data/MY_TASK/train.parquet
+  test_size=512     rows of data/MY_TASK/test.parquet
+  seed=0
+  experts=0         number of experts; 0 is a dense model
+
+exit codes:
+  0    model, data and config are there
+  2    the file is not a task, or a folder cannot be used; one message says why
+  130  ended by Ctrl-C
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from qarl.console import run_command
+from qarl.process import limit_threads
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make what `argv` says. Return the exit code."""
+    return run_command(_main, argv, describe=describe)
+
+
+def _main(argv: list[str]) -> int:
+    limit_threads(1)  # a model this small is no faster on two
+    from qarl.config.request import read_request
+    from qarl.demo.own_task import WarmStart, make_own
+
+    words = [word if "=" in word else f"file={word}" for word in argv]
+    code, config = make_own(read_request(WarmStart, words, example="qarl warm-start my_task.py"))
+    if not code:
+        print(f"now: qarl train config={config}")
+    return code
+
+
+def describe(topics: list[str]) -> str:
+    """Return the help: this module's docstring."""
+    return (__doc__ or "").strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

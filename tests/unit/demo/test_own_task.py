@@ -1,0 +1,90 @@
+"""`qarl warm-start`: docs/own_task.md as a reader follows it, and tasks that are wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from checkout import ROOT
+
+from qarl.__main__ import main
+from qarl.config import load_config
+from qarl.data.rewards import get_reward_fn
+
+PAGE = (ROOT / "docs/own_task.md").read_text(encoding="utf-8")
+SMALL = ["steps=2", "train_size=40", "test_size=8"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of a reader who saved the page's task, which is also examples/own_task.py."""
+    (task,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    assert task in (ROOT / "examples/own_task.py").read_text(encoding="utf-8")
+    (tmp_path / "sort_digits.py").write_text(task, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def commands() -> list[list[str]]:
+    """The words after `qarl` of each command on the page."""
+    return [line.split()[1:] for line in PAGE.splitlines() if line.startswith("qarl ")]
+
+
+def test_the_page_from_the_task_to_a_run_that_may_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warm_start, train, evaluate = commands()
+    assert main([*warm_start, *SMALL]) == 0
+    assert "now: qarl train config=sort_digits.yaml" in capsys.readouterr().out
+    assert main([*train, "dry_run=true"]) == 0
+    config = load_config(train[1:])
+    assert evaluate[1] == str(config.run_dir) and evaluate[2] == "against=bf16"
+    assert config.trainer.save_freq == config.trainer.total_training_steps, "or there is no BF16 to compare with"
+    problem, answer = "9081726354", "0123456789"
+    reward = get_reward_fn(config.reward.function)
+    assert [reward("", text, answer) for text in (answer, problem, "")] == [1.0, pytest.approx(0.1), 0.0]
+    assert len(f"sort {problem}") + 2 <= config.data.max_prompt_length
+    assert len(answer) + 1 <= config.data.max_response_length
+
+
+def test_a_second_call_makes_nothing_and_leaves_the_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, weights = ["warm-start", "sort_digits.py", *SMALL], folder / "models/tiny-sort_digits/model.safetensors"
+    assert main(command) == 0
+    inode = weights.stat().st_ino
+    values = yaml.safe_load((folder / "sort_digits.yaml").read_text()) | {"seed": 5}
+    (folder / "sort_digits.yaml").write_text(yaml.safe_dump(values))
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "up to date" in capsys.readouterr().out and weights.stat().st_ino == inode
+    with (folder / "sort_digits.py").open("a") as file:
+        file.write("# another\n")
+    assert main(command) == 0 and weights.stat().st_ino != inode, "another task"
+    assert yaml.safe_load((folder / "sort_digits.yaml").read_text())["seed"] == 5
+
+
+WRONG = {
+    "def answer": ("def reply", "the task has no function answer"),
+    'return "".join(rng.choices': ("return list(rng.choices", "fails on its first problem"),
+    "right / max(": ("0 * right / max(", "the task's own answer earns nothing"),
+    "k=10": ("k=1", "too few different problems"),
+}
+
+
+@pytest.mark.parametrize("old", WRONG)
+def test_a_wrong_task_is_refused(old: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new, message = WRONG[old]
+    file = folder / "sort_digits.py"
+    file.write_text(file.read_text().replace(old, new))
+    assert main(["warm-start", "sort_digits.py", *SMALL]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_wrong_arguments_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in {
+        ("sort_digits.py", "tagret=1"): "did you mean target=...?",
+        ("sort_digits.py", "target=2"): "less than or equal to 1",
+        ("nothing.py",): "cannot load nothing.py",
+        (): "file=: Field required",
+    }.items():
+        assert main(["warm-start", *arguments]) == 2
+        assert message in capsys.readouterr().err

@@ -56,10 +56,22 @@ def test_adapters_train_without_a_mismatch(tmp_path, overrides):
         assert step["actor/grad_norm"] > 0
 
 
-def small(tmp_path, name: str, *overrides: str):
-    keys = ["trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.val_before_train=false"]
-    quiet = ["trainer.plots=false", "trainer.report=false", "trainer.logger=[]"]
-    return config(tmp_path, f"name={name}", *LORA, *keys, *quiet, *overrides)
+SMALL = {
+    "lora.r": "8",
+    "optim.lr": "3e-3",
+    "trainer.total_training_steps": "4",
+    "trainer.save_freq": "2",
+    "trainer.val_before_train": "false",
+    "trainer.val_max_prompts": "16",
+    "trainer.plots": "false",
+    "trainer.report": "false",
+    "trainer.logger": "[]",
+}
+
+
+def small(tmp_path, name: str, **overrides: str):
+    settings = SMALL | {"name": name} | {key.replace("__", "."): value for key, value in overrides.items()}
+    return config(tmp_path, *(f"{key}={value}" for key, value in settings.items()))
 
 
 def run(settings) -> None:
@@ -67,7 +79,7 @@ def run(settings) -> None:
         train(settings, checkpoint=checkpoint)
 
 
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, monkeypatch, capsys):
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, monkeypatch, capfd):
     whole, part = small(tmp_path, "whole"), small(tmp_path, "part")
     run(whole)
     original = LocalTrainer.update
@@ -93,7 +105,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, mo
 
     for format in ("bf16", "fp32"):
         assert main(["export", f"run={part.run_dir}", f"output={tmp_path / format}", f"format={format}"]) == 2
-        assert "not possible for a run with adapters" in capsys.readouterr().err
+        assert "not possible for a run with adapters" in capfd.readouterr().err
     assert main(["export", f"run={part.run_dir}", f"output={tmp_path / 'out'}"]) == 0
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         ours, last = load_file(tmp_path / "out" / name), load_file(part.run_dir / "export" / name)
@@ -104,30 +116,18 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, mo
     assert all(tokens)
 
 
-def test_a_base_that_changed_is_refused_by_a_resume_and_by_an_export(tmp_path, capsys):
+def test_a_base_that_changed_is_refused_by_a_resume_and_by_an_export(tmp_path, capfd):
     model = tmp_path / "model"
     shutil.copytree("models/tiny-qwen3", model)
-    settings = small(tmp_path, "base", f"model.path={model}", "trainer.save_final=false")
-    settings = settings.model_copy(
-        update={"trainer": settings.trainer.model_copy(update={"total_training_steps": 1, "save_freq": 1})}
-    )
+    keys = {"model__path": str(model), "trainer__save_final": "false", "trainer__save_freq": "1"}
+    settings = small(tmp_path, "base", **keys, trainer__total_training_steps="1")
     run(settings)
-    weights = load_file(model / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
+    checkpoint = settings.run_dir / "checkpoints" / "step_1"
+    weights, name = load_file(model / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
     save_file(weights | {name: -weights[name]}, model / "model.safetensors", metadata={"format": "pt"})
-    longer = settings.model_copy(
-        update={
-            "trainer": settings.trainer.model_copy(
-                update={
-                    "total_training_steps": 2,
-                    "resume_mode": "resume_path",
-                    "resume_from_path": str(settings.run_dir / "checkpoints" / "step_1"),
-                }
-            )
-        }
-    )
+    resume = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(checkpoint)}
     with pytest.raises(UserError, match="differ from those that the adapter was trained on"):
-        run(longer)
+        run(small(tmp_path, "longer", **keys, **resume, trainer__total_training_steps="2"))
     assert main(["export", f"run={settings.run_dir}", f"output={tmp_path / 'out'}"]) == 2
-    assert "is not the base that the adapter was trained on" in capsys.readouterr().err
-    assert json.loads((settings.run_dir / "checkpoints/step_1/adapter_config.json").read_text())["r"] == 8
+    assert "is not the base that the adapter was trained on" in capfd.readouterr().err
+    assert json.loads((checkpoint / "adapter_config.json").read_text())["r"] == 8

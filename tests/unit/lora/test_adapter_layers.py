@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cpu_features import needs_vllm_cpu
 from engine_helpers import load_model
+from memory_cases import run
 from random_moe import save_random_moe
 from safetensors.torch import load_file
 from torch import nn
 
+from qarl.checks.registry import _adapters
 from qarl.config.lora import LoraConfig
 from qarl.errors import UserError
 from qarl.lora import layers
@@ -190,3 +193,15 @@ def test_targets_choose_by_the_last_part_of_a_name(pristine_model):
         == {name for name, _ in model.named_modules() if name.endswith("v_proj")}
     )
     assert all(name.startswith(f"{PREFIX}model.layers.") for name in adapters.tensors())
+
+
+def test_adapters_are_refused_on_gpus_and_described_elsewhere(pristine_model):
+    model, config = load_model(pristine_model), run(lora__r=8, lora__target_modules=["q_proj"])
+    machine: Any = SimpleNamespace(on_cpu=True)
+    (finding,) = _adapters(config, machine, model)
+    trained = 8 * sum(map(sum, target_linears(model, ["q_proj"]).values()))
+    assert finding.status == "ok" and f"{trained:,} weights are trained" in finding.what
+    assert list(_adapters(run(), machine, model)) == []
+    machine.on_cpu = False
+    with pytest.raises(UserError, match="not built for GPUs"):
+        list(_adapters(config, machine, model))

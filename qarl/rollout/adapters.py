@@ -102,9 +102,10 @@ class EngineAdapter:
         tensors: list[NamedTensor] = list(adapter.tensors.items())
         check_complete(tensors, self.expected)
         checked = time.perf_counter()
-        previous, request = self.request, self._load(adapter, version)
-        if previous is not None:
-            self.llm.llm_engine.remove_lora(previous.lora_int_id)
+        previous = self.request and self.request.lora_int_id
+        self._remove(self.present() - {previous})  # what a publish that failed has left
+        request = self._load(adapter, version)
+        self._remove({previous} & self.present())
         self._check_arrived(adapter, request, version)
         self.request, self.version = request, version
         return {"validate": checked - start, "apply": time.perf_counter() - checked}
@@ -119,6 +120,10 @@ class EngineAdapter:
             request = LoRARequest(f"version-{version}-publish-{self._published}", self._published, folder)
             self.llm.llm_engine.add_lora(request)
         return request
+
+    def _remove(self, ids: set[int]) -> None:
+        for number in ids:
+            self.llm.llm_engine.remove_lora(number)
 
     def _check_arrived(self, adapter: Adapter, request: Any, version: int) -> None:
         """Raise UserError unless the engine has this adapter and no other, in every layer, with B scaled once."""

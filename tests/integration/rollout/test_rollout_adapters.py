@@ -171,8 +171,6 @@ def test_an_adapter_that_does_not_arrive_is_an_error(based, adapters, monkeypatc
     monkeypatch.undo()
     with pytest.raises(UserError, match="refuses to generate"):
         greedy(based)
-    for number in based.adapter.present():
-        based.llm.llm_engine.remove_lora(number)
     based.publish_adapter(adapters.adapter(), version=3)
     assert greedy(based)
 

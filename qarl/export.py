@@ -14,6 +14,8 @@ keys:
   overwrite=true          replace an earlier export; default: false
   trust_remote_code=true  run the code that comes with the run's model; default: false
 
+A run with adapters (lora.r) has only format=quantized: the base, and the adapter in DIR/adapter.
+
 transformers loads the folder too, unless it has quantized experts (format=quantized of a mixture of
 experts in w4a16, w8a8 or fp8). The checkpoint is verified by its digests or checksums, and its files
 are never changed. Tensors are streamed, one shard at a time. The folder appears complete or not at

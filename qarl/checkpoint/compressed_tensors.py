@@ -25,6 +25,7 @@ from torch import nn
 
 from qarl.checkpoint.storage import whole_folder
 from qarl.errors import UserError
+from qarl.lora.adapter import FOLDER, WEIGHTS_FILE, Adapter, write_adapter
 from qarl.quant.convert import select_linears
 from qarl.quant.meta_model import meta_model
 from qarl.quant.quantize import quantize
@@ -67,13 +68,18 @@ def save_model(
     scheme: Scheme,
     ignore: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    adapter: Adapter | None = None,
 ) -> Path:
-    """Write `tensors` (checkpoint names) with config and tokenizer to `folder`, replacing an existing folder.
+    """Write `tensors` (checkpoint names) with config and tokenizer to `folder`, replacing an existing folder. Write
+    `adapter` to a folder in it.
 
     The folder appears only when it is complete. Errors are those of `qarl.checkpoint.storage.whole_folder`.
     """
     with whole_folder(folder) as partial:
         write_model(partial, files, tensors, scheme=scheme, ignore=ignore, max_shard_bytes=max_shard_bytes)
+        if adapter is not None:
+            (partial / FOLDER).mkdir()
+            write_adapter(partial / FOLDER, adapter)
     return folder
 
 
@@ -123,11 +129,13 @@ def header_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of a model, or of an adapter. Raise UserError if there are none."""
     if (folder / _INDEX).is_file():
         shards = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         return [folder / name for name in sorted(set(shards))]
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
+    for name in (_SINGLE, WEIGHTS_FILE):
+        if (folder / name).is_file():
+            return [folder / name]
     raise UserError("the folder contains no weights", where=str(folder), why=f"it has neither {_SINGLE} nor {_INDEX}")
 
 

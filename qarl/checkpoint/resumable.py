@@ -1,7 +1,8 @@
 """Write and read the checkpoints that a run resumes from. A folder appears only when it is complete, and is checked by
 digest before use.
 
-`checkpoints/step_N/` is a Hugging Face model folder with the BF16 weights of the forward, plus three files:
+`checkpoints/step_N/` is a Hugging Face model folder with the BF16 weights of the forward, plus three files. With
+adapters it has the adapter in peft's format (`qarl.lora.adapter`) and no model:
 
     optimizer.pt   FP32 masters if they exist, moments, seed and count of the stochastic rounding, place in the schedule
     rng.pt         global generators of torch, CUDA, NumPy and Python
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from qarl.checkpoint.compressed_tensors import ModelFiles, write_model
 from qarl.checkpoint.storage import file_sha256, json_safe, remove_folder, whole_folder
 from qarl.errors import UserError
+from qarl.lora.adapter import Adapter, write_adapter
 from qarl.quant.scheme import get_scheme
 
 STATE_FILE = "state.json"
@@ -81,16 +83,21 @@ def save_checkpoint(
     optimizer: Mapping[str, Any],
     rng: Mapping[str, Any],
     state: Mapping[str, Any],
+    adapter: Adapter | None = None,
 ) -> int:
     """Write a checkpoint to `folder` and return its size in bytes.
 
+    `adapter`: what is trained instead of `weights`. Then the folder has the adapter, and no model.
     `state`: the content of state.json without `format`, `files` and `digest`. If writing fails, raise StorageError and
     leave `folder` unchanged.
     """
     weights = list(weights)
     needed = sum(part.nbytes for part in tree_leaves([weights, optimizer]) if isinstance(part, torch.Tensor))
     with whole_folder(folder, needed_bytes=needed) as partial:
-        write_model(partial, files, weights, scheme=get_scheme("bf16"))
+        if adapter is None:
+            write_model(partial, files, weights, scheme=get_scheme("bf16"))
+        else:
+            write_adapter(partial, adapter)
         for name, content in ((OPTIMIZER_FILE, optimizer), (RNG_FILE, rng)):
             with (partial / name).open("wb") as file:
                 torch.save(content, file)

@@ -148,8 +148,9 @@ def estimate(
 def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
     """Return two sizes on disk: the export for vLLM, and a checkpoint (BF16 model, FP32 masters if any, moments)."""
     export = sum(terms.published(size, config).values())
-    weights = (6 if config.optim.master_dtype == "fp32" else 2) * size.parameters
-    return {"export": export, "resumable": weights + terms.optimizer_state(size, config)}
+    trained = terms.adapter_parameters(size, config)
+    weights = (6 if config.optim.master_dtype == "fp32" else 2) * (trained or size.parameters)
+    return {"export": export + 2 * trained, "resumable": weights + terms.optimizer_state(size, config)}
 
 
 def readable(size: int) -> str:

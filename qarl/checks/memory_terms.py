@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING
 
 from qarl.checks.model_size import ModelSize, Shape, prepared_bytes, wire_bytes
 from qarl.config.ignored_layers import is_ignored
+from qarl.config.lora import ALL_LINEAR
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -85,10 +86,31 @@ def ranks(config: Config) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
+def adapter_parameters(size: ModelSize, config: Config) -> int:
+    """Return the number of weights in the adapters, or 0 if all weights of the model are trained."""
+    if not config.lora.r:
+        return 0
+    linears, targets = size.linears(), config.lora.target_modules
+    of_experts = {name.rpartition(".")[2] for name in linears if ".experts." in name}
+    leaves = {name.rpartition(".")[2] for name in linears} - of_experts
+    chosen = leaves if targets == ALL_LINEAR else leaves & set(targets)
+    return config.lora.r * sum(n + k for name, (n, k) in linears.items() if name.rpartition(".")[2] in chosen)
+
+
+def bf16_weights(size: ModelSize, config: Config) -> int:
+    """Return the number of BF16 weights that the local trainer has. With adapters, quantized weights are freed."""
+    trained = adapter_parameters(size, config)
+    quantized = quantized_linears(size, config).values() if trained else ()
+    return size.parameters + trained - sum(n * k for n, k in quantized)
+
+
 def optimizer_state(size: ModelSize, config: Config) -> int:
-    """Return the bytes of the moments of the whole model."""
+    """Return the bytes of the moments of everything that is trained."""
+    each = MATRIX_OPTIMIZER_BYTES[config.optim.name]
+    if trained := adapter_parameters(size, config):
+        return each * trained
     matrices = size.matrix_parameters
-    return MATRIX_OPTIMIZER_BYTES[config.optim.name] * matrices + 8 * (size.parameters - matrices)
+    return each * matrices + 8 * (size.parameters - matrices)
 
 
 def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
@@ -110,8 +132,9 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
         ]
     row = config.data.max_prompt_length + config.data.max_response_length
     several = config.actor.ppo_mini_batch_size * config.rollout.n * row > micro_batch_tokens(config)
+    parameters = adapter_parameters(size, config) or parameters
     return [
-        Part("weights, BF16", 2 * parameters),
+        Part("weights, BF16", 2 * bf16_weights(size, config)),
         Part("FP32 masters", 4 * parameters if fp32 else 0),
         state,
         Part("FP32 gradient sums", 4 * parameters, ("update", "step") if several else ("step",)),
@@ -178,10 +201,12 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
             Part("experts of one layer, restored", restored if scheme == "w4a16" else 0, ("update",)),
             Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
         ]
+    # A frozen layer dequantizes its weight in each backward, and does not keep it.
+    dequantized = max([*own, *other]) if config.lora.r else sum(other) + max(own)
     return [
         Part("low-bit tensors", sum(wire.values())),
         Part("low-bit tensors in the kernels' layout", sum(prepared.values())),
-        Part("dequantized weights for the backward, BF16", sum(other) + max(own), ("update",)),
+        Part("dequantized weights for the backward, BF16", dequantized, ("update",)),
     ]
 
 
@@ -279,7 +304,7 @@ def reference(size: ModelSize, config: Config, align: str, kernels: Mapping[Shap
     if not config.actor.use_kl_loss:
         return []
     packed = sum(part.bytes for part in low_bit(size, config, align, kernels) if part.phases == PHASES)
-    return [Part("reference policy: weights and low-bit tensors", 2 * size.parameters + packed)]
+    return [Part("reference policy: weights and low-bit tensors", 2 * bf16_weights(size, config) + packed)]
 
 
 def own_layout(size: ModelSize, config: Config) -> int:
@@ -294,6 +319,7 @@ def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) 
     """Return, for one GPU, the engine's parts of the memory, the bytes of its KV cache and the bytes of its weights."""
     parallel = config.rollout.tensor_model_parallel_size
     weights = sum(published(size, config).values()) // parallel + own_layout(size, config)
+    weights += 2 * adapter_parameters(size, config)
     sleeps = config.rollout.free_cache_engine and device == "cuda"
     phases = ("rollout",) if sleeps else PHASES
     if device == "cuda":

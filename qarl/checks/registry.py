@@ -27,6 +27,7 @@ from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, chec
 from qarl.data.rewards import RewardFn, score_responses
 from qarl.errors import UserError
 from qarl.kernels.registry import kernels_of
+from qarl.lora.layers import target_linears
 from qarl.metrics.tracker import check_loggers
 from qarl.quant.convert import no_own_experts
 from qarl.quant.scheme import Scheme
@@ -196,6 +197,25 @@ def _reward(config: Config, reward_fn: RewardFn, train_prompts: PromptDataset) -
     score_responses(reward_fn, train_prompts[:1], [""], timeout_s=config.reward.timeout_s)
 
 
+def _adapters(config: Config, machine: Machine, model: nn.Module) -> Findings:
+    """Raise UserError if adapters are asked for and cannot be served. Otherwise say what is trained."""
+    if not config.lora.r:
+        return
+    if not machine.on_cpu:
+        raise UserError(
+            "adapters are not built for GPUs yet",
+            where=f"lora.r={config.lora.r}",
+            why="vLLM's layerwise reload, which publishes the base there, does not know its own wrappers of linears",
+            fix="set lora.r=0 to train all weights, or run on a CPU",
+        )
+    targets = target_linears(model, config.lora.target_modules)
+    trained = config.lora.r * sum(map(sum, targets.values()))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    yield ok(
+        f"{len(targets)} linears have adapters: {trained:,} weights are trained, {trained / total:.2%} of the model"
+    )
+
+
 CHECKS = (
     Check("packages", "all loggers are installed", lambda config: check_loggers(config.trainer.logger), here=True),
     Check("packages", "vLLM can run", lambda config: machine.check_engine_installed(config.backend), here=True),
@@ -212,6 +232,7 @@ CHECKS = (
     Check("model", "the model's family was measured", _family),
     Check("model", "lm_head has model.head_dtype", check_head),
     Check("kernels", "vLLM and quant.kernels can run experts", check_experts),
+    Check("model", "the engine serves adapters of lora.target_modules", _adapters),
     Check("model", "model and tokenizer have the same token ids", _vocabulary),
     Check("backend", "verl runs no code of the model's folder", refuse_hidden_code, backend="verl"),
     Check("model", "model and tokenizer agree where a response ends", _eos),

@@ -12,6 +12,7 @@ almost certainly mistakes, such as a learning rate of 4096. The bounds are wide,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -225,6 +226,32 @@ def fp16_is_unquantized(v: Values) -> Problems:
         yield bad(v, key, reason, fix + "optim.master_dtype=fp32")
 
 
+def adapters_are_served(v: Values) -> Problems:
+    """Adapters exist in the local backend only, on a quantized base that the trainer multiplies by, too."""
+    rank, scheme, alpha = v["lora.r"], v["quant.scheme"], v["lora.alpha"]
+    if not rank:
+        return
+    needs = (
+        ("backend", "local", "verl's publisher sends whole weights, no adapters"),
+        ("model.dtype", "bf16", "A and B are rounded to BF16 for the forward and the engine"),
+        ("optim.master_dtype", "fp32", "A and B are small, and their FP32 masters take little memory"),
+    )
+    for key, value, reason in needs:
+        if v[key] != value:
+            yield bad(v, key, f"lora.r={rank}: {reason}", f"set {key}={value}, or lora.r=0 to train all weights")
+    if v["quant.align"] == "off" and scheme != "bf16":
+        reason = f"lora.r={rank}: the base exists only in {scheme}, and this level multiplies by BF16 weights"
+        yield bad(v, "quant.align", reason, "set it to model")
+    if alpha is not None and math.frexp(alpha / rank)[0] != 0.5:
+        reason = f"alpha / r = {alpha / rank:g} is not a power of two, so vLLM would round B * alpha / r to BF16"
+        yield bad(v, "lora.alpha", reason, f"set it to {rank}, or to {rank} times a power of two")
+    targets = _items(v["lora.target_modules"])
+    for name in ("lm_head", "embed_tokens"):
+        if name in targets:
+            reason = f"vLLM leaves adapters of {name} out of some log-probs (vllm#51594)"
+            yield bad(v, "lora.target_modules", reason, f"remove {name}")
+
+
 _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     averages_over_responses,
     advantages_suit_the_loss,
@@ -242,6 +269,7 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     a_path_to_resume_from,
     both_sides_sample_from_the_same_tokens,
     fp16_is_unquantized,
+    adapters_are_served,
 )
 
 

@@ -115,9 +115,11 @@ def _keys(section: type[Section], prefix: str = "") -> list[Key]:
 def _values(schema: Mapping[str, Any]) -> str:
     """Describe in words the values that a JSON schema allows."""
     if "anyOf" in schema:
-        return f"{_values(schema['anyOf'][0])}, or null"
+        return ", or ".join(map(_values, schema["anyOf"]))
     if "enum" in schema:
-        return f"one of {', '.join(schema['enum'])}"
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    if "const" in schema:
+        return str(schema["const"])
     kind = schema.get("words", schema["type"])
     if kind == "array" and "prefixItems" in schema:
         return f"list of {schema['maxItems']}, each: {_values(schema['prefixItems'][0])}"

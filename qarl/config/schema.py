@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 from qarl.config.actor import ActorConfig, AdvEstimator, OptimConfig, RolloutCorrectionConfig
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError, Problem
+from qarl.config.lora import LoraConfig
 from qarl.config.quant import QuantConfig
 from qarl.config.source import dump
 from qarl.config.types import (
@@ -269,6 +270,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig
     quant: QuantConfig = QuantConfig()
+    lora: LoraConfig = LoraConfig()
     actor: ActorConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

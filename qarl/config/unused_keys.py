@@ -62,6 +62,7 @@ RULES = (
     _if("algorithm.adv_estimator", ("grpo", "dr_grpo"), "algorithm.norm_adv_by_std_in_grpo"),
     _if("trainer.resume_mode", ("resume_path",), "trainer.resume_from_path"),
     _if("backend", ("verl",), "rollout.val_temperature"),
+    Rule("lora.r", bool, "set lora.r", ("lora.alpha", "lora.target_modules")),
 )
 
 

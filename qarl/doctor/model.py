@@ -15,7 +15,7 @@ from qarl.checks import layers, memory
 from qarl.checks.check import Check, Finding, Findings, NotCheckedError, Status, error, note, ok, warning
 from qarl.checks.machine import Machine
 from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
-from qarl.checks.memory_terms import ranks
+from qarl.checks.memory_terms import adapter_parameters, ranks
 from qarl.checks.model_folder import cannot_load, compared_tensors
 from qarl.checks.model_size import ModelSize, Shape
 from qarl.config import Config
@@ -190,7 +190,10 @@ def published(config: Config, scheme: Scheme, hf_config: Any, quantized: layers.
     """Say how many tensors one publish sends to the engine, and their bytes."""
     manifest = expected_manifest(hf_config, scheme, tuple(config.quant.ignore))
     size = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in manifest.values())
-    yield ok(f"{len(manifest)} tensors, {readable(size)} per publish; {len(quantized_layers(manifest))} low-bit layers")
+    often = "per publish"
+    if adapters := adapter_parameters(ModelSize.from_config(hf_config), config):
+        often = f"at the start, and adapters of {readable(2 * adapters)} per publish"
+    yield ok(f"{len(manifest)} tensors, {readable(size)} {often}; {len(quantized_layers(manifest))} low-bit layers")
 
 
 def planned_memory(

@@ -70,7 +70,7 @@ def select_linears(
     for name, (module, shape) in _linears(model).items():
         if not scheme.quantized:
             skipped[name] = "scheme bf16"
-        elif name.endswith(_GATES):
+        elif name.endswith(ROUTERS):
             skipped[name] = "routes tokens"
         elif is_ignored(name, ignore):
             skipped[name] = "in quant.ignore"
@@ -90,7 +90,7 @@ def select_linears(
     return selected, skipped
 
 
-_GATES = (".mlp.gate", ".shared_expert_gate")
+ROUTERS = (".mlp.gate", ".shared_expert_gate")
 """Endings of the names of routers and of shared experts' gates. Some model families have them as linears."""
 
 

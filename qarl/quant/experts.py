@@ -235,6 +235,9 @@ class QuantExperts(QuantLayer):
             self._mark()
         return self._quantized
 
+    def make_ready(self) -> None:
+        self.quantized()
+
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:

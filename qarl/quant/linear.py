@@ -61,6 +61,8 @@ class QuantLayer(nn.Module):
     scheme: Scheme
     qualified_name: str
     choice: Choice
+    frozen: bool = False
+    """Whether the low-bit tensors are all that is left of the weights (`freeze`)."""
     _marks: tuple[Mark, ...]
 
     def _choose(self, scheme: Scheme, qualified_name: str, choice: Choice) -> None:
@@ -92,14 +94,30 @@ class QuantLayer(nn.Module):
         weights = [getattr(self, name) for name in self.WEIGHTS]
         self._marks = tuple((weight, weight.data_ptr(), weight._version) for weight in weights)
 
+    def make_ready(self) -> None:
+        """Quantize the weights for a forward, if they have changed."""
+        raise NotImplementedError
+
+    def freeze(self) -> None:
+        """Quantize the weights for the last time, and free them: their parameters move to the meta device."""
+        self.make_ready()
+        for name in self.WEIGHTS:
+            setattr(self, name, nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False))
+        self._mark()
+        self.frozen = True
+
     def invalidate(self) -> None:
-        """Drop the quantized tensors. The next use makes them again."""
+        """Drop the quantized tensors. The next use makes them again. Raise RuntimeError if the layer is frozen."""
+        if self.frozen:
+            raise RuntimeError(f"{self.qualified_name} is frozen, so its weights cannot be quantized again")
         self._marks = ()
         for name in self.MADE:
             setattr(self, name, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the quantized tensors out of copies and pickles, because a kernel may own their memory."""
+        if self.frozen:
+            raise RuntimeError(f"{self.qualified_name} is frozen, so it cannot be copied")
         return {**self.__dict__, "_marks": (), **dict.fromkeys(self.MADE)}
 
     def check_input(self, dtype: torch.dtype) -> None:
@@ -201,12 +219,16 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """Ŵ [N, K] in BF16, for kernels that do not compute dX. It is made in the first backward after an update."""
-        if self._dequantized is None:
-            quantized = self.quantized()
-            weight = self.kernel.dequantized_weight(self.prepared)
-            self._dequantized = quantized.dequantize(torch.bfloat16) if weight is None else weight
-        return self._dequantized
+        """Ŵ [N, K] in BF16, for kernels that do not compute dX. It is made in the first backward after an update. A
+        frozen layer makes it in every backward, and does not keep it."""
+        if self._dequantized is not None:
+            return self._dequantized
+        quantized = self.quantized()
+        weight = self.kernel.dequantized_weight(self.prepared)
+        dequantized = quantized.dequantize(torch.bfloat16) if weight is None else weight
+        if not self.frozen:
+            self._dequantized = dequantized
+        return dequantized
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self.check_input(input.dtype)

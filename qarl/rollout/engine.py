@@ -26,10 +26,12 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
+from qarl.lora.adapter import Adapter
 from qarl.process import configure_vllm_process
 from qarl.quant.experts import stacked
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, vllm_plugin
+from qarl.rollout.adapters import EngineAdapter, servable
 from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager, kernel_request, own_kernels
 from qarl.rollout.publish.manifest import (
     Manifest,
@@ -88,6 +90,7 @@ class RolloutEngine:
             vllm_plugin.check_eager(hf_config, eager(config.enforce_eager))
         self.config = config
         self.receiver: WeightReceiver | None = None
+        self.adapter: EngineAdapter | None = None
         self._start()
 
     def _start(self) -> None:
@@ -104,7 +107,9 @@ class RolloutEngine:
             # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         try:
-            with default_dtype_kept(), own_kernels(kernel_request(self.config.kernels, self.config.scheme.name)):
+            scheme = self.config.scheme.name
+            kernels = own_kernels(kernel_request(self.config.kernels, scheme))
+            with default_dtype_kept(), kernels, servable(self.config.adapters, scheme):
                 self.llm = LLM(**engine_config.llm_arguments(self.config))
             self._prepare_publish()
         except BaseException:
@@ -124,6 +129,8 @@ class RolloutEngine:
             from qarl.rollout.vllm_plugin.linears import check_in_use
 
             check_in_use(self.model(), kernel_request(self.config.kernels, self.config.scheme.name))
+        if self.config.adapters is not None:
+            self.adapter = EngineAdapter(self.llm, self.model(), self.config.adapters)
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
@@ -142,8 +149,16 @@ class RolloutEngine:
 
     @property
     def weight_version(self) -> int | None:
-        """The version of the last complete publish; None while the engine is stale."""
+        """The version of the last complete publish; None while the engine is stale. With adapters, it is that of the
+        adapter."""
+        if self.adapter is not None and self.has_weights:
+            return self.adapter.version
         return self.receiver.version if self.receiver else None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether a publish of weights is complete. With adapters, these are the weights of the base."""
+        return self.receiver is not None and not self.receiver.stale
 
     @property
     def stale(self) -> bool:
@@ -185,6 +200,8 @@ class RolloutEngine:
         version = self.weight_version
         if version is None:
             why = self.receiver.stale_because if self.receiver else "it was closed"
+            if self.adapter is not None and self.has_weights:
+                why = self.adapter.stale_because
             raise UserError(
                 "the rollout engine refuses to generate",
                 why=why,
@@ -192,11 +209,15 @@ class RolloutEngine:
             )
         self.wake_up()
         _check_requests(prompts, seeds)
+        adapter = None
+        if self.adapter is not None:
+            self.adapter.check_present()
+            adapter = self.adapter.request
         used = [None] * len(prompts) if seeds is None or sampling.temperature == 0 else seeds
         params = [engine_config.sampling_params(sampling, seed) for seed in used]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         preemptions = self._preemptions()
-        outputs = self._run(lambda: self.llm.generate(requests, params, use_tqdm=False))
+        outputs = self._run(lambda: self.llm.generate(requests, params, use_tqdm=False, lora_request=adapter))
         completions = [output.outputs[0] for output in outputs]
         log_probs = [_sampled_log_probs(c) for c in completions]
         for i, values in enumerate(log_probs):
@@ -239,6 +260,8 @@ class RolloutEngine:
             raise UserError("the tensors are a mapping", why=why, fix="write publish(packed_state_dict(model), ...)")
         self.wake_up()
         start = time.perf_counter()
+        if self.adapter is not None:
+            self.adapter.mark_stale(f"only the base of version {version} has been published to it, and no adapter")
         try:
             published = list(tensors)
             check_complete(published, self.expected)
@@ -254,12 +277,32 @@ class RolloutEngine:
             raise
         return PublishReport.of(published, self.expected, version, seconds | self.receiver.seconds)
 
+    def publish_adapter(self, adapter: Adapter, *, version: int) -> PublishReport:
+        """Replace the engine's adapter, as `version`. The base must have been published. After any exception the engine
+        refuses to generate until an adapter is published.
+
+        Raises:
+            UserError: there is no base, the adapter does not fit it, or the engine does not multiply by the adapter.
+            EngineFailed: vLLM failed. Call `rebuild`, then publish the base and the adapter.
+        """
+        if self.adapter is None or not self.has_weights:
+            why = "it was started without adapters" if self.adapter is None else "its base has not been published"
+            fix = "set EngineConfig.adapters, and call publish with the tensors of the base first"
+            raise UserError("the rollout engine takes no adapter", where="publish_adapter", why=why, fix=fix)
+        self.wake_up()
+        target = self.adapter
+        seconds = self._run(lambda: target.publish(adapter, version=version))
+        if not self.reset_prefix_cache():
+            target.mark_stale("vLLM could not reset its prefix cache: requests are still running")
+            raise RuntimeError(target.stale_because)
+        return PublishReport(version, len(adapter.tensors), adapter.nbytes, 0, 0, seconds)
+
     def _run(self, call: Callable[[], Any]) -> Any:
         """Return `call()`, which uses vLLM. Turn exceptions into EngineFailed, except vLLM's refusal of a request."""
         try:
             return call()
         except Exception as error:
-            if is_refusal(error):
+            if is_refusal(error) or isinstance(error, UserError):
                 raise
             reason = f"vLLM failed: {type(error).__name__}: {error}"
             self.mark_stale(reason)
@@ -283,7 +326,7 @@ class RolloutEngine:
             engine_config.release_unused_memory()
             with suppress(Exception):
                 self.llm.wake_up()
-        self.receiver, self._asleep = None, False
+        self.receiver, self.adapter, self._asleep = None, None, False
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm

@@ -33,6 +33,7 @@ from qarl.errors import UserError
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
+from qarl.rollout.adapters import AdapterSpec
 from qarl.vllm_versions import FP32_HEAD, is_refusal
 
 REQUEST_KEY = "qarl_linears"
@@ -74,7 +75,8 @@ class EngineConfig:
     folder. `return_routed_experts`: also return the experts that each token was routed to. `head_dtype`: fp32
     for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`.
     `enforce_eager`: None is true only on a CPU. `free_cache_engine`: on a GPU, `sleep` frees memory. `aligned`: on a
-    GPU, run the operators that the trainer follows at `quant.align=model`."""
+    GPU, run the operators that the trainer follows at `quant.align=model`. `adapters`: the adapters that it serves on
+    the published weights (`RolloutEngine.publish_adapter`), or None."""
 
     model: str
     scheme: Scheme
@@ -93,6 +95,7 @@ class EngineConfig:
     dtype: str = "bf16"
     aligned: bool = False
     kernels: str = "engine"
+    adapters: AdapterSpec | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.scheme, Scheme) or isinstance(self.ignore, str):
@@ -140,6 +143,8 @@ def llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["distributed_executor_backend"] = "external_launcher"
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
+    if config.adapters is not None:
+        arguments |= config.adapters.arguments()
     if config.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
     if config.scheme.quantized:

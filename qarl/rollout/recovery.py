@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
+from qarl.lora.adapter import Adapter
 from qarl.rollout import engine_config
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine
 from qarl.rollout.engine_config import SamplingConfig
@@ -26,13 +28,30 @@ class EngineRecovery:
     def publish(self, tensors: Sequence[tuple[str, torch.Tensor]], *, version: int) -> PublishReport:
         """Call `RolloutEngine.publish`. If the engine is lost, replace it once, unless a new engine would have the same
         fault."""
+        return self._twice(lambda: self.engine.publish(tensors, version=version))
+
+    def publish_adapter(
+        self, base: Callable[[], Sequence[tuple[str, torch.Tensor]]], adapter: Adapter, *, version: int
+    ) -> PublishReport:
+        """Publish an adapter, after its base if the engine does not have it. If the engine is lost, replace it once.
+
+        `base`: returns the tensors of the base. The report has the bytes of everything that was published."""
+
+        def send() -> PublishReport:
+            sent = None if self.engine.has_weights else self.engine.publish(base(), version=version)
+            report = self.engine.publish_adapter(adapter, version=version)
+            return report if sent is None else replace(sent, bytes=sent.bytes + report.bytes)
+
+        return self._twice(send)
+
+    def _twice(self, send: Callable[[], PublishReport]) -> PublishReport:
         try:
-            return self.engine.publish(tensors, version=version)
+            return send()
         except TensorsMoved:
             raise
         except ReloadFailed as error:
             self._rebuild(error)
-        return self.engine.publish(tensors, version=version)
+        return send()
 
     def generate(
         self,

@@ -133,6 +133,7 @@ class Checkpoints:
                 optimizer=trainer.optimizer.state_dict(),
                 rng=rng_state(),
                 state=training_state(trainer, metrics),
+                adapter=trainer.policy.adapters.adapter() if trainer.policy.adapters else None,
             )
         except StorageError as error:
             tracker.message(f"warning: the checkpoint of step {trainer.step} failed, training continues: {error}")
@@ -182,7 +183,7 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
         **({_AUTO: trainer.source.skipping.state_dict()} if trainer.config.actor.old_log_probs == "auto" else {}),
         "train_prompts": prompts_digest(trainer.parts.train_prompts),
         "weights": tensors_digest(forward_weights(policy)),
-        "published": {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()},
+        "published": published_digests(policy),
         "metrics": metrics,
     }
 
@@ -203,6 +204,13 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
     trainer.optimizer.load_state_dict(checkpoint.optimizer())
     if tensors_digest(forward_weights(trainer.policy)) != state["weights"]:
         raise damaged(checkpoint.folder, "the restored weights differ from the saved ones")
+    if trainer.policy.adapters and (differ := differing_tensors(state["published"], trainer.policy)):
+        raise UserError(
+            f"{len(differ)} tensors of the base differ from those that the adapter was trained on",
+            where=f"{trainer.config.model.path}: {differ[0]}",
+            why="the model's files, or the quantizer, have changed since the checkpoint was written",
+            fix="restore the old model and version of QaRL, or start fresh with a new name=...",
+        )
     trainer.parts.sampler.load_state_dict(state["sampler"])
     if trainer.optimizer.loss_scale.active:
         trainer.optimizer.loss_scale.load_state_dict(state["loss_scale"])
@@ -227,7 +235,10 @@ def _load_weights(policy: Policy, checkpoint: Checkpoint) -> None:
 
 
 def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
-    """Return the forward's BF16 tensors (not copies) with their checkpoint names. A tied lm_head is left out."""
+    """Return the BF16 tensors (not copies) that a checkpoint has, with their names: the adapter if there is one, else
+    those of the forward, without a tied lm_head."""
+    if policy.adapters is not None:
+        return list(policy.adapters.tensors().items())
     tied = tied_names(policy.model)
     return list(unstacked((name, tensor) for name, tensor in policy.model.state_dict().items() if name not in tied))
 
@@ -235,8 +246,19 @@ def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
 def differing_tensors(published: dict[str, str], policy: Policy) -> list[str]:
     """Return the names of published tensors whose digest in `policy` differs from `published` (name -> digest). Tensors
     that only one of the two has are included."""
-    now = {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()}
+    now = published_digests(policy)
     return sorted(name for name in now.keys() | published.keys() if now.get(name) != published.get(name))
+
+
+def published_digests(policy: Policy) -> dict[str, str]:
+    """Return the digests of the tensors that `policy` publishes, by name. With adapters these are those of the base,
+    which are computed once, because it is frozen."""
+    if policy.adapters is None or not policy.base_digests:
+        digests = {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()}
+        if policy.adapters is None:
+            return digests
+        policy.base_digests.update(digests)
+    return policy.base_digests
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:

@@ -82,7 +82,10 @@ class LocalTrainer:
             self.reference = Policy.load(config).freeze()
         if engine is None:
             with stage("starting the rollout engine (vLLM)"):
-                engine = RolloutEngine(engine_config(config, level=self.policy.align, routing=self.policy.has_experts))
+                policy = self.policy
+                engine = RolloutEngine(
+                    engine_config(config, level=policy.align, routing=policy.has_experts, adapters=policy.adapters)
+                )
         self.engine = engine
         self.recovery = EngineRecovery(engine, rebuild_on_failure=config.rollout.rebuild_on_failure)
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
@@ -237,8 +240,13 @@ class LocalTrainer:
         return norm
 
     def publish(self) -> PublishReport:
-        """Quantize once, and send the engine the tensors that the next forward multiplies by, as version `step`."""
+        """Quantize once, and send the engine the tensors that the next forward multiplies by, as version `step`.
+
+        With adapters, the base is sent once, and then only the adapter."""
         policy = self.policy
+        if policy.adapters is not None:
+            with self.timer.phase("publish"):
+                return self.recovery.publish_adapter(policy.quantize, policy.adapters.adapter(), version=self.step)
         with self.timer.phase("quantize"):
             tensors = list(packed_state_dict(policy.model, scheme=policy.scheme, ignore=policy.ignore, stacks=True))
         with self.timer.phase("publish"):

@@ -7,8 +7,9 @@ log-probs do not depend on the other rows of its batch. If they did, the differe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from qarl.checks.model import PLAIN_HEADS, no_fp32_head
 from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
 from qarl.errors import UserError
 from qarl.kernels.log_probs import LOGITS_AT_A_TIME, LogitsInBlocks, Truncation, WholeLogits
+from qarl.lora.layers import Adapters
 from qarl.quant.convert import quantize_model
 from qarl.quant.experts import stacked_experts
 from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
@@ -64,6 +66,8 @@ class Policy:
     why_lower        the reasons if `align` is lower than the config's
     report           a text that lists the replaced modules, and the reason if `align` is lower than the config's
     packed           whether the rows of a forward are packed; if false, they are padded
+    adapters         the adapters that are trained, or None if all weights are
+    base_digests     with adapters: the digests of the base's tensors, once they have been computed
     """
 
     def __init__(
@@ -78,10 +82,11 @@ class Policy:
         head_dtype: str = "model",
         kernels: str = "engine",
         eager: bool = False,
+        adapters: Callable[[nn.Module], Adapters] | None = None,
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. Batches without routing are not replayed.
         `head_dtype`: a value of `model.head_dtype`. `kernels`: a value of `quant.kernels`.
-        `eager`: whether the engine runs without CUDA graphs.
+        `eager`: whether the engine runs without CUDA graphs. `adapters`: freezes the model and gives it adapters.
 
         Raise UserError if `head_dtype` is fp32 without `plain_head`, or if something has cast the model's buffers."""
         check_buffers(model)
@@ -99,7 +104,9 @@ class Policy:
             raise no_fp32_head(model.config.model_type)
         self.replays = replays(router_replay, self.align)
         self._routing = ExitStack()
-        self.report = f"{linears}\n{aligned}"
+        self.adapters = adapters(model) if adapters else None
+        self.base_digests: dict[str, str] = {}
+        self.report = f"{linears}\n{aligned}" + (f"\n{self.adapters}" if self.adapters else "")
 
     @classmethod
     def load(cls, config: Config) -> Policy:
@@ -136,6 +143,7 @@ class Policy:
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         scheme = get_scheme(quant.scheme, group_size=quant.group_size)
+        adapters = partial(Adapters, config=config.lora, seed=config.seed, base=config.model.path)
         return cls(
             model,
             scheme,
@@ -146,6 +154,7 @@ class Policy:
             head_dtype=config.model.head_dtype,
             kernels=quant.kernels,
             eager=config.rollout.enforce_eager is True,
+            adapters=adapters if config.lora.r else None,
         )
 
     @property
@@ -273,8 +282,12 @@ class Policy:
         return packed_state_dict(self.model, scheme=self.scheme, ignore=self.ignore, stacks=stacks)
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
-        """Write the model, in compressed-tensors format unless the scheme is bf16, with its config and tokenizer."""
+        """Write the model, in compressed-tensors format unless the scheme is bf16, with its config and tokenizer. An
+        adapter is beside it, in the folder `adapter`."""
         from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
 
         files = ModelFiles.of(self.model, tokenizer)
-        return save_model(folder, files, self.packed_state_dict(), scheme=self.scheme, ignore=self.ignore)
+        adapter = self.adapters.adapter() if self.adapters else None
+        return save_model(
+            folder, files, self.packed_state_dict(), scheme=self.scheme, ignore=self.ignore, adapter=adapter
+        )

@@ -16,9 +16,11 @@ from qarl.config import Config
 from qarl.console import stage
 from qarl.data.prompts import PromptDataset, PromptSampler
 from qarl.data.rewards import RewardFn
+from qarl.lora.layers import Adapters
 from qarl.objectives import verl_functions
 from qarl.objectives.settings import objective_settings
 from qarl.quant.scheme import get_scheme
+from qarl.rollout.adapters import AdapterSpec
 from qarl.rollout.engine import EngineConfig
 from qarl.trainer.policy import Policy
 
@@ -54,11 +56,13 @@ def prepare_run(config: Config) -> RunParts:
     )
 
 
-def engine_config(config: Config, *, level: str, routing: bool = False) -> EngineConfig:
+def engine_config(
+    config: Config, *, level: str, routing: bool = False, adapters: Adapters | None = None
+) -> EngineConfig:
     """Return the engine's config for a run.
 
     `level`: the alignment level that was applied (`Policy.align`), which may be lower than `quant.align`. `routing`:
-    whether rollouts also return each token's experts."""
+    whether rollouts also return each token's experts. `adapters`: those of the policy (`Policy.adapters`)."""
     rollout = config.rollout
     return EngineConfig(
         model=config.model.path,
@@ -77,4 +81,5 @@ def engine_config(config: Config, *, level: str, routing: bool = False) -> Engin
         dtype=config.model.dtype,
         aligned=level in ("model", "exact"),
         kernels=config.quant.kernels,
+        adapters=AdapterSpec(adapters.rank, adapters.targets) if adapters else None,
     )

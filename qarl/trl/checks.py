@@ -58,7 +58,7 @@ TBPO_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 _ONE_RESPONSE = "QaRL's engine makes one response to each prompt"
 ARGUMENTS = {
-    "peft_config": "a publish sends whole weights and does not merge adapters into them",
+    "peft_config": "a publish sends whole weights, no adapters; backend=local of QaRL trains adapters (docs/lora.md)",
     "quantization_config": "it would quantize the weights that QaRL trains; quant_scheme quantizes the forward",
     "rollout_func": "QaRL's own rollout_func calls the quantized engine",
     "tools": _ONE_RESPONSE,

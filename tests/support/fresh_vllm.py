@@ -22,10 +22,14 @@ for line in sys.stdin:
         continue
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # without it vLLM's kernels end with an illegal instruction
-    folder, prompts, max_tokens, max_model_len = json.loads(line)
-    llm = LLM(model=folder, max_model_len=max_model_len, enforce_eager=True, kv_cache_memory_bytes=2**28)
+    folder, prompts, max_tokens, max_model_len, adapter = json.loads(line)
+    lora, request = {}, None
+    if adapter:
+        from vllm.lora.request import LoRARequest
+        lora, request = {"enable_lora": True}, LoRARequest("adapter", 1, adapter)
+    llm = LLM(model=folder, max_model_len=max_model_len, enforce_eager=True, kv_cache_memory_bytes=2**28, **lora)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=request)
     completions = [output.outputs[0] for output in outputs]
     tokens = [list(c.token_ids) for c in completions]
     log_probs = [[p[t].logprob for t, p in zip(c.token_ids, c.logprobs)] for c in completions]
@@ -42,12 +46,14 @@ def _forking_process() -> subprocess.Popen[str]:
 
 
 def greedy_in_a_fresh_vllm(
-    folder: Path, prompts: list[list[int]], *, max_tokens: int, max_model_len: int
+    folder: Path, prompts: list[list[int]], *, max_tokens: int, max_model_len: int, adapter: Path | None = None
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Greedy tokens and log-probs from a vLLM in a process that knows nothing of QaRL and loads `folder` as it is."""
+    """Greedy tokens and log-probs from a vLLM in a process that knows nothing of QaRL and loads `folder` as it is, and
+    the adapter in the folder `adapter`."""
     process = _forking_process()
     assert process.stdin and process.stdout
-    print(json.dumps([str(folder), prompts, max_tokens, max_model_len]), file=process.stdin, flush=True)
+    request = [str(folder), prompts, max_tokens, max_model_len, adapter and str(adapter)]
+    print(json.dumps(request), file=process.stdin, flush=True)
     lines = list(takewhile(lambda line: line != "END\n", process.stdout))
     line = next((line for line in lines if line.startswith("RESULT")), None)
     assert line is not None, "".join(lines)[-3000:]

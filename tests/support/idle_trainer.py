@@ -28,7 +28,8 @@ class Trainer:
         self.warnings = ["the mismatch is over its limit"]
         self.timer, self.published, self.full, self.on_step = PhaseTimer(None), published, full, on_step
         self.parts = SimpleNamespace(val_prompts=[1])
-        self.policy = SimpleNamespace(report="", align="off", save=self.save, model=SimpleNamespace(config=None))
+        model = SimpleNamespace(config=None)
+        self.policy = SimpleNamespace(report="", align="off", save=self.save, model=model, adapters=None)
         self.optimizer, self.tokenizer = SimpleNamespace(state_dict=dict), None
 
     def publish(self) -> PublishReport:

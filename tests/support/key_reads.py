@@ -55,7 +55,7 @@ def shared(first: type[Section], other: type[Section]) -> list[type[Section]]:
 class AnsweringEngine:
     """In the place of `RolloutEngine`: each response is three tokens, with log-probs that nobody computed."""
 
-    stale, weight_version = False, -1
+    stale, weight_version, has_weights = False, -1, False
     fails = False
     """Whether the first call of `generate` fails."""
 
@@ -72,6 +72,10 @@ class AnsweringEngine:
         assert sum(1 for _ in tensors)
         self.weight_version = version
         return PublishReport(0, 1, 1000, 0, 0, {})
+
+    def publish_adapter(self, adapter: Any, *, version: int) -> PublishReport:
+        self.weight_version, self.has_weights = version, True
+        return PublishReport(0, 1, adapter.nbytes, 0, 0, {})
 
     def rebuild(self) -> None:
         return None

@@ -24,6 +24,7 @@ LAYERS = (
     ("tbpo",),
     ("config", "kernels"),
     ("data", "objectives", "quant", "optim"),
+    ("lora",),
     ("align", "rollout"),
     ("checkpoint",),
     ("metrics",),

@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
@@ -25,6 +26,7 @@ from qarl.rollout.publish.checksum import nonfinite
 from qarl.rollout.publish.experts import quantized_experts
 
 NamedTensor = tuple[str, torch.Tensor]
+_ADAPTED = ".base_layer"
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,23 @@ def quantized_layers(manifest: Manifest) -> set[str]:
     return {name.removesuffix(".weight_scale") for name in manifest if name.endswith(".weight_scale")}
 
 
+def without_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of the engine's `model` under the names that they have without adapters.
+
+    vLLM wraps each linear that can have an adapter. The wrapper has the linear's name, and the linear is its
+    `base_layer`."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            continue
+        yield name.removesuffix(_ADAPTED).replace(f"{_ADAPTED}.", "."), module
+
+
 def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
     """Raise UserError unless vLLM has quantized the same layers as the manifest. The two sides may read the ignore list
     differently. A layer fused by vLLM counts as its parts. The message names layers that only one side quantizes."""
     fused: dict[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", {})
     engine = quantized_experts(vllm_model)
-    for name, module in vllm_model.named_modules():
+    for name, module in without_wrappers(vllm_model):
         if getattr(module, "scheme", None) is None or not hasattr(module, "quant_method"):
             continue
         parent, _, leaf = name.rpartition(".")

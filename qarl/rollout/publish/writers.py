@@ -30,7 +30,7 @@ from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
 from qarl.rollout.publish import experts, graph_addresses
 from qarl.rollout.publish.experts import Writer, holds_experts
-from qarl.rollout.publish.manifest import Manifest
+from qarl.rollout.publish.manifest import Manifest, without_wrappers
 from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_split
 
 
@@ -98,7 +98,7 @@ class WritePlan:
     def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
         self.model, self.vllm_config = model, vllm_config
         self.by_owner: dict[str, Target] = {}
-        modules = dict(model.named_modules())
+        self.modules = modules = dict(without_wrappers(model))
         fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         fused_into = {part: whole for whole, parts in fused.items() for part in parts}
         targets: dict[str, Target] = {}
@@ -142,7 +142,7 @@ class WritePlan:
         reloaded = {target.name for target in self.by_owner.values() if target.writer is None}
         tensors = {
             (owner, name): tensor
-            for owner, module in self.model.named_modules()
+            for owner, module in self.modules.items()
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None and tensor.numel() and name not in DERIVED
         }
@@ -328,6 +328,7 @@ _DENSE_WRITERS: dict[str, Writer] = {
     "QaRLInt4LinearKernel": _write_own,
     "CPUWNA16LinearKernel": _write_wna16,
     "CPUInt8ScaledMMLinearKernel": _write_int8,
+    "QaRLAdaptedInt8LinearKernel": _write_int8,
     "ChannelWiseTorchFP8ScaledMMLinearKernel": _write_fp8,
     "UnquantizedLinearMethod": _write_unquantized,
     "UnquantizedEmbeddingMethod": _write_unquantized,

@@ -12,8 +12,8 @@ call is a custom operator, which torch.compile and CUDA graphs treat as one oper
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -201,12 +201,16 @@ def register() -> None:
         vllm_linear.register_linear_kernel(kernel_class, current_platform._enum, kind)
 
 
-@contextmanager
-def own_kernels_only() -> Iterator[None]:
+def own_kernels_only() -> AbstractContextManager[None]:
     """Disable vLLM's own linear kernels for engines that are built in this context."""
     ours = {kernel_class.__name__ for kernel_class, _ in CLASSES}
     lists = (getattr(vllm_linear, table).get(current_platform._enum, []) for table in _TABLES)
-    names = {kernel.__name__ for kernels in lists for kernel in kernels} - ours
+    return disabled_kernels({kernel.__name__ for kernels in lists for kernel in kernels} - ours)
+
+
+@contextmanager
+def disabled_kernels(names: Collection[str]) -> Iterator[None]:
+    """Disable the classes of linear kernels with these names for engines that are built in this context."""
     before = os.environ.get(_DISABLED)
     os.environ[_DISABLED] = ",".join([*([before] if before else []), *sorted(names)])
     _read_environment_again()

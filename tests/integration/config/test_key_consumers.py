@@ -46,6 +46,7 @@ GRPO = [
 RUNS = (
     ["actor.old_log_probs=auto"],
     ["actor.loss=mis_gspo", "name=mis_gspo"],
+    ["name=lora", "lora.r=8", "lora.alpha=16", "lora.target_modules=[q_proj]"],
     GRPO,
     [*GRPO, "trainer.resume_mode=resume_path", "trainer.resume_from_path=runs/grpo/checkpoints/step_1"],
 )
@@ -192,6 +193,9 @@ NOT_VERL: dict[str, tuple[Any, dict[str, Any]]] = {
     "quant.kernels": ("qarl", {}),
     "actor.use_kl_loss": (True, {}),
     "actor.kl_loss_coef": (2.0, {"actor.use_kl_loss": True}),
+    "lora.r": (8, {}),
+    "lora.alpha": (16, {"lora.r": 8}),
+    "lora.target_modules": (["q_proj"], {"lora.r": 8}),
 }
 """Key -> a value that backend=verl refuses, and other keys that it needs."""
 BESIDE_VERL = {

@@ -94,6 +94,17 @@ OPTIONS = [
     ({"quant__align": "off"}, "activations, update", 2 * 20 * 2 * 2200),  # 16 * 64 + 8, 2 * 128, 2 * 64 + 16, 8 * 96
     ({"model__gradient_checkpointing": True}, "activations, update", 2 * 20 * (2 * 64 * 4 + 2840)),
     ({"quant__ignore": ["lm_head", "re:.*mlp"]}, "low-bit tensors", 2 * (2 * 2320 + 2 * 1168)),
+    # An adapter of r on [N, K] has r (N + K) weights: 928 r in each of two layers.
+    ({"lora__r": 8}, "FP32 masters", 4 * 14848),
+    ({"lora__r": 8}, "adamw state, FP32", 8 * 14848),
+    ({"lora__r": 8, "optim__name": "muon"}, "muon state, FP32", 4 * 14848),
+    ({"lora__r": 8}, "FP32 gradient sums", 4 * 14848),
+    ({"lora__r": 8}, "BF16 gradients of a micro-batch", 2 * 14848),
+    ({"lora__r": 8}, "weights, BF16", 2 * (74560 - 61440 + 14848)),
+    ({"lora__r": 8, "quant__scheme": "bf16"}, "weights, BF16", 2 * (74560 + 14848)),
+    ({"lora__r": 8}, "dequantized weights for the backward, BF16", 2 * 96 * 64),  # one layer at a time
+    ({"lora__r": 8}, "vLLM: weights", 34784 + 2 * 320 + 2 * 12800 + 2 * 14848),
+    ({"lora__r": 8, "lora__target_modules": ["q_proj"]}, "FP32 masters", 4 * 2 * 8 * 128),
     ({}, "low-bit tensors in the kernels' layout", None),  # without a kernel: one that reads what is published
 ]
 

@@ -22,6 +22,7 @@ from qarl.align import align_model
 from qarl.checkpoint.compressed_tensors import ModelFiles
 from qarl.checkpoint.resumable import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate
+from qarl.checks.memory_terms import adapter_parameters
 from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_bytes
 from qarl.kernels.cpu.torch_linears import (
     CpuW4A8Linear,
@@ -33,6 +34,7 @@ from qarl.kernels.cpu.torch_linears import (
 from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
 from qarl.kernels.experts import LowBitExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import ReferenceW4A16Linear
+from qarl.lora.layers import target_linears
 from qarl.process import vllm_without_device
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import SCHEMES, get_scheme
@@ -57,6 +59,15 @@ def test_parameters_and_linears_are_those_of_transformers(family: str) -> None:
     }
     stacked = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     assert sum(n * k for name, (n, k) in size.linears().items() if ".experts." in name) == stacked
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "o_proj"]], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_counted_as_they_are_made(family: str, targets: Any) -> None:
+    config = tiny(family)
+    made = target_linears(meta(config), targets)
+    counted = adapter_parameters(ModelSize.from_config(config), run(lora__r=8, lora__target_modules=targets))
+    assert counted == 8 * sum(map(sum, made.values())) > 0
 
 
 @pytest.mark.parametrize("path", MODELS, ids=[path.parent.name for path in MODELS])

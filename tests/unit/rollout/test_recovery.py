@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from qarl.rollout.engine import EngineFailed
+from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 from qarl.rollout.recovery import EngineRecovery
 
@@ -17,6 +18,43 @@ FAILURES = {
     "reload": lambda: ReloadFailed("lost", why="vLLM failed"),
     "engine": lambda: EngineFailed("gone", why="vLLM failed"),
 }
+
+
+class WithAdapters:
+    """Its base is there after a publish, until `rebuild`. The first adapter fails as told."""
+
+    def __init__(self, *failures: str) -> None:
+        self.failures = [FAILURES[name]() for name in failures]
+        self.calls: list[str] = []
+        self.has_weights = False
+
+    def _report(self, call: str, size: int) -> PublishReport:
+        self.calls.append(call)
+        return PublishReport(7, 1, size, 0, 0, {})
+
+    def publish(self, tensors, *, version):
+        assert (tensors, version) == (TENSORS, 7)
+        self.has_weights = True
+        return self._report("base", 1000)
+
+    def publish_adapter(self, adapter, *, version):
+        report = self._report("adapter", 10)
+        if self.failures:
+            raise self.failures.pop(0)
+        return report
+
+    def rebuild(self) -> None:
+        self.calls.append("rebuild")
+        self.has_weights = False
+
+
+def test_the_base_is_published_once_and_again_to_a_new_engine():
+    engine = WithAdapters("engine")
+    recovery = EngineRecovery(engine, rebuild_on_failure=True)
+    reports = [recovery.publish_adapter(lambda: TENSORS, object(), version=7) for _ in range(2)]
+    assert engine.calls == ["base", "adapter", "rebuild", "base", "adapter", "adapter"]
+    assert [report.bytes for report in reports] == [1010, 10]
+    assert recovery.rebuilds == 1
 
 
 class FakeEngine:

@@ -1,0 +1,85 @@
+"""Export the adapter of a checkpoint together with the base that it was trained on.
+
+    OUTPUT/           the base, quantized as in the run: a model folder for vLLM and transformers
+    OUTPUT/adapter/   the adapter in peft's format
+
+The base is not in a checkpoint. It is quantized again from the model's own folder, and every tensor must have the
+digest that the checkpoint recorded. The adapter is not merged into the base: the sum would have to be quantized again,
+so its log-probs would not be those of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, read_tensors, save_model
+from qarl.checkpoint.resumable import Checkpoint, tensor_digest
+from qarl.errors import UserError
+from qarl.lora.adapter import FOLDER, read_adapter
+from qarl.quant.scheme import get_scheme
+
+
+def export_adapter(
+    checkpoint: Checkpoint, output: Path, format: str, max_shard_bytes: int, trust_remote_code: bool
+) -> str:
+    """Write base and adapter to `output`. Return a few words about them. The arguments are those of `qarl export`.
+
+    Raise UserError if `format` is not "quantized", or if the model's folder no longer has the base of the run."""
+    if format != "quantized":
+        raise UserError(
+            f"format={format} is not possible for a run with adapters",
+            why="the adapter would have to be merged into an unquantized base, but it was trained on the quantized one",
+            fix="use format=quantized, which writes base and adapter; peft's merge_and_unload merges them",
+        )
+    quant, path = checkpoint.config["quant"], checkpoint.config["model"]["path"]
+    scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
+    base = _local(path)
+    files = ModelFiles.from_folder(base, trust_remote_code=trust_remote_code)
+    linears = linears_of(base, scheme, quant["ignore"], trust_remote_code=trust_remote_code)
+    rounded = ((name, tensor.bfloat16()) for name, tensor in read_tensors(base))
+    tensors = _as_recorded(packed(rounded, scheme, linears), checkpoint.state["published"], path)
+    adapter = read_adapter(checkpoint.folder)
+    save_model(
+        output, files, tensors, scheme=scheme, ignore=quant["ignore"], max_shard_bytes=max_shard_bytes, adapter=adapter
+    )
+    return f"the base, {scheme.name}, and in {FOLDER}/ the adapter, r={adapter.r}, {adapter.nbytes / 1e6:.4g} MB"
+
+
+def _local(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except Exception as error:  # the Hub's client raises different types
+        fix = "run qarl export where the run was, or download the model there again"
+        raise UserError(f"the base {path} is not on this machine", why=str(error).splitlines()[0], fix=fix) from error
+
+
+def _as_recorded(
+    tensors: Iterator[tuple[str, torch.Tensor]], recorded: Mapping[str, str], path: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that `recorded` (name -> digest) lists, each once. Raise UserError if one is missing or
+    has other bytes."""
+    missing = set(recorded)
+    for name, tensor in tensors:
+        if name not in missing:  # a tied lm_head
+            continue
+        if tensor_digest(tensor) != recorded[name]:
+            raise _other_base(path, f"{name} has other bytes")
+        missing.remove(name)
+        yield name, tensor
+    if missing:
+        raise _other_base(path, f"{min(missing)} is missing")
+
+
+def _other_base(path: str, why: str) -> UserError:
+    return UserError(
+        f"{path} is not the base that the adapter was trained on",
+        why=f"{why}, compared with the checkpoint's digests",
+        fix="restore the model's files of the run",
+    )

@@ -1,0 +1,63 @@
+"""The section `lora` of the config: adapters on a frozen base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from qarl.config.types import Section, Text
+
+ALL_LINEAR = "all-linear"
+_ADAPTER_ONLY = "the engine adds only the product of A and B to the output of a linear"
+REFUSED = {
+    "use_dora": "vLLM does not serve DoRA",
+    "bias": f"{_ADAPTER_ONLY}, and no trained bias",
+    "dropout": "the engine has no dropout, so the trainer's log-probs would be of another model",
+    "modules_to_save": f"{_ADAPTER_ONLY}, so modules that are trained whole would never arrive",
+    "use_rslora": "the factor of the adapter is alpha / r; set alpha to choose it",
+    "rank_pattern": "all adapters have one rank",
+    "alpha_pattern": "all adapters have one alpha",
+    "layers_to_transform": "vLLM chooses the layers of an adapter by the last part of their name",
+    "exclude_modules": "target_modules lists what gets an adapter",
+    "init_lora_weights": "A starts at random and B at zero, so that the first rollouts are those of the base",
+}
+"""Settings of peft's LoraConfig that QaRL refuses, and why."""
+_PEFT_NAMES = {"lora_dropout": "dropout", "lora_bias": "bias", "lora_alpha": "alpha", "rank": "r"}
+
+
+class LoraConfig(Section):
+    """Adapters (LoRA) on a frozen base: only two small matrices per linear are trained and published.
+
+    docs/lora.md has the gain in memory and bytes, and the learning rate. Needs backend=local on a CPU."""
+
+    r: Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512] | None = 0
+    """Rank of the adapters, one of vLLM's. 0 or null: no adapters, all weights are trained."""
+
+    alpha: int | None = Field(default=None, ge=1)
+    """The product of A and B is multiplied by alpha / r, which must be a power of two, so that the engine's product
+    B * alpha / r is exact. null means r."""
+
+    target_modules: Literal["all-linear"] | list[Text] = "all-linear"
+    """Linears that get an adapter, by the last part of their name, such as [q_proj, v_proj]. `all-linear`: all but
+    lm_head, routers and experts. In a mixture of experts these are mostly those of attention."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_by_name(cls, values: Any) -> Any:
+        for key in values if isinstance(values, Mapping) else ():
+            name = _PEFT_NAMES.get(key, key)
+            if name in REFUSED:
+                reason = f"lora.{key} is not supported: {REFUSED[name]}"
+                raise PydanticCustomError("lora", "{reason}", {"reason": reason, "fix": f"remove lora.{key}"})
+            if name != key:
+                reason = f"unknown key lora.{key}"
+                raise PydanticCustomError("lora", "{reason}", {"reason": reason, "fix": f"write lora.{name}"})
+        return values
+
+    @property
+    def factor(self) -> float:
+        """alpha / r, by which the product of A and B is multiplied."""
+        return (self.alpha or self.r or 1) / (self.r or 1)

@@ -1,0 +1,80 @@
+"""One version of an adapter, and its folder in peft's format, which vLLM and transformers + peft load.
+
+    adapter_config.json         rank, alpha and targets, with the keys of peft's LoraConfig
+    adapter_model.safetensors   base_model.model.NAME.lora_A.weight [r, K] and .lora_B.weight [N, r], BF16
+
+The format is written here, so that neither a run nor an export needs peft. A test compares it with peft's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+FOLDER = "adapter"
+"""The folder of the adapter in an export."""
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`targets`: the last parts of the names of the linears with an adapter. `base`: name of the base model. `tensors`:
+    A and B by peft's names, BF16."""
+
+    r: int
+    alpha: int
+    targets: tuple[str, ...]
+    base: str
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def factor(self) -> float:
+        """The product of A and B is multiplied by it."""
+        return self.alpha / self.r
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return (A, B) by the name of their linear. Raise KeyError if an A has no B."""
+        names = [name.removeprefix(PREFIX).removesuffix(A) for name in self.tensors if name.endswith(A)]
+        return {name: (self.tensors[f"{PREFIX}{name}{A}"], self.tensors[f"{PREFIX}{name}{B}"]) for name in names}
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read what `write_adapter` wrote."""
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    tensors = load_file(folder / WEIGHTS_FILE)
+    targets = tuple(config["target_modules"])
+    return Adapter(config["r"], config["lora_alpha"], targets, config["base_model_name_or_path"], tensors)
+
+
+def write_adapter(folder: Path, adapter: Adapter) -> None:
+    """Write `adapter` to `folder`, which exists."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base,
+        "r": adapter.r,
+        "lora_alpha": adapter.alpha,
+        "target_modules": list(adapter.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+        "modules_to_save": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / WEIGHTS_FILE).chmod((folder / CONFIG_FILE).stat().st_mode)  # safetensors lets only the owner read it

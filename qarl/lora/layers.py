@@ -1,0 +1,194 @@
+"""Adapters on linears: the engine's arithmetic in the forward, and gradients for A, B and x only.
+
+    forward   y = base(x) + (x Aᵀ) Bsᵀ     Bs = B alpha / r; the base by its own kernel, on frozen low-bit tensors
+    backward  dX = dY Ŵ + (dY Bs) A        dW of the base is never computed
+              dA = (dY Bs)ᵀ x,  dB = dYᵀ (x Aᵀ) alpha / r
+
+vLLM serves adapters on a CPU with PyTorch (`vllm/lora/ops/torch_ops/lora_ops.py` and `PunicaWrapperCPU`, 0.29). x and
+A are cast to FP32 and multiplied token by token, so this product sums in the order of a matrix-vector product. It is
+rounded to BF16 and multiplied by Bs in BF16, and the result is added to the base's output in BF16. q, k, v, gate and up
+have their own A and B, although their base weights are fused. vLLM gathers A and B for each token. Here all tokens read
+the same A, which gives the same bits and needs no memory.
+
+The engine's product with Bs is a batch of matrix-vector products, 10 to 100 times slower than one matrix product. The
+trainer computes one product if that has the engine's bits, which `one_product` tries out for each shape.
+
+To give a linear an adapter, its class is replaced by a subclass with the same name, as in `qarl.align.cpu`. So names of
+modules, hooks and checkpoints of the base do not change, and `lora_A` and `lora_B` are not in its state dict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qarl.config.lora import ALL_LINEAR, LoraConfig
+from qarl.errors import UserError
+from qarl.lora.adapter import PREFIX, A, Adapter, B
+from qarl.quant.convert import ROUTERS, linear_shapes
+from qarl.quant.linear import QuantLayer
+
+ROWS = 256
+"""Number of tokens whose products with B are computed at once where `one_product` is false. oneDNN copies B for each of
+them."""
+
+
+def _row_by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x Wᵀ [M, N] as vLLM computes it for x [M, K] and W [N, K]: one matrix-vector product for each row of x."""
+    return torch.einsum("bi,boi->bo", x, weight.expand(len(x), *weight.shape))
+
+
+@cache
+def one_product(rows: int, columns: int, threads: int) -> bool:
+    """Return whether one BF16 matrix product with a weight [rows, columns] gives the bits of `_row_by_row` here.
+
+    `threads`: `torch.get_num_threads()`, which the order of sums may depend on."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=generator).bfloat16()
+    for count in (1, 2, 17, ROWS):
+        x = torch.randn(count, columns, generator=generator).bfloat16()
+        if not torch.equal(F.linear(x, weight), _row_by_row(x, weight)):
+            return False
+    return True
+
+
+def expand(shrunk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the engine's product of x Aᵀ, BF16 [M, r], with `weight`, BF16 [N, r]."""
+    if one_product(*weight.shape, torch.get_num_threads()):
+        return F.linear(shrunk, weight)
+    return torch.cat([_row_by_row(part, weight) for part in shrunk.split(ROWS)])
+
+
+class _Adapter(torch.autograd.Function):
+    """(x Aᵀ) (B factor)ᵀ, BF16 [M, N], for x [M, K], A [r, K] and B [N, r] in BF16. `factor` is a power of two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:
+        shrunk = _row_by_row(x.float(), a.float()).to(x.dtype)
+        ctx.save_for_backward(x, a, b, shrunk)
+        ctx.factor = factor
+        return expand(shrunk, b * factor)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, a, b, shrunk = ctx.saved_tensors
+        need_x, need_a, need_b, _ = ctx.needs_input_grad
+        grad = grad_outputs[0] * ctx.factor
+        grad_shrunk = grad @ b
+        return (
+            grad_shrunk @ a if need_x else None,
+            grad_shrunk.t() @ x if need_a else None,
+            grad.t() @ shrunk if need_b else None,
+            None,
+        )
+
+
+class AdaptedLinear(nn.Module):
+    """A linear with an adapter: `lora_A` [r, K] and `lora_B` [N, r], BF16. The output of the base is BF16 [..., N]."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_factor: float
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(input)
+        x = input.reshape(-1, input.shape[-1])
+        if not len(x):
+            return y
+        return y + _Adapter.apply(x, self.lora_A, self.lora_B, self.lora_factor).view(y.shape)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in ("lora_A", "lora_B"):
+            destination.pop(prefix + name)
+
+
+@cache
+def _adapted_class(original: type[nn.Module]) -> type[nn.Module]:
+    return type(original.__name__, (AdaptedLinear, original), {"__module__": __name__})
+
+
+def target_linears(model: nn.Module, targets: str | Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return [N, K] of the linears that get an adapter, by name. `targets`: a value of `lora.target_modules`.
+
+    Raise UserError if an entry matches no linear, or one that vLLM cannot serve an adapter for."""
+    shapes = linear_shapes(model)
+    of_experts = {_leaf(name) for name in shapes if ".experts." in name}
+    plain = {
+        name: shape
+        for name, shape in shapes.items()
+        if name != "lm_head" and not name.endswith(ROUTERS) and _leaf(name) not in of_experts
+    }
+    if targets == ALL_LINEAR:
+        return plain
+    known = sorted({_leaf(name) for name in plain})
+    for entry in targets:
+        if entry in known:
+            continue
+        why = f"no linear of this model has the name {entry}, so the adapter would train nothing"
+        if entry in of_experts or entry == "experts":
+            why = "vLLM's kernels for low-bit experts take no adapters; their weights stay frozen"
+        elif any(name.endswith((f".{entry}", entry)) for name in shapes if name.endswith(ROUTERS)):
+            why = "it routes tokens, and trainer and engine must choose the same experts"
+        fix = f"choose from {', '.join(known)}, or write {ALL_LINEAR}"
+        raise UserError(f"{entry} cannot have an adapter", where="lora.target_modules", why=why, fix=fix)
+    return {name: shape for name, shape in plain.items() if _leaf(name) in targets}
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+class Adapters:
+    """The adapters of a model, which are all that is trained. Everything else is frozen, and quantized once.
+
+    `layers`: the linears with an adapter, by name."""
+
+    def __init__(self, model: nn.Module, config: LoraConfig, *, seed: int, base: str) -> None:
+        """Freeze `model`, which is quantized and aligned, and give its linears adapters, in place.
+
+        A is random as in peft: Kaiming-uniform with a = sqrt(5), from `seed` alone. B is zero. `base`: the name of the
+        base model, for adapter_config.json."""
+        assert config.r
+        self.rank, self.alpha, self.base = config.r, config.alpha or config.r, base
+        model.requires_grad_(False)
+        for module in model.modules():
+            if isinstance(module, QuantLayer) and module.scheme.quantized:
+                module.freeze()
+        generator = torch.Generator().manual_seed(seed)
+        self.layers: dict[str, AdaptedLinear] = {}
+        for name, (rows, columns) in target_linears(model, config.target_modules).items():
+            layer: Any = model.get_submodule(name)
+            layer.__class__ = cast(Any, _adapted_class)(type(layer))
+            bound = 1 / math.sqrt(columns)
+            start = torch.empty(self.rank, columns).uniform_(-bound, bound, generator=generator)
+            layer.lora_A = nn.Parameter(start.bfloat16())
+            layer.lora_B = nn.Parameter(torch.zeros(rows, self.rank, dtype=torch.bfloat16))
+            layer.lora_factor = config.factor
+            self.layers[name] = layer
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The last parts of the names of the linears with an adapter, sorted."""
+        return tuple(sorted({_leaf(name) for name in self.layers}))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of all adapters (not copies) by peft's names, BF16."""
+        named: dict[str, torch.Tensor] = {}
+        for name, layer in self.layers.items():
+            named |= {f"{PREFIX}{name}{A}": layer.lora_A.detach(), f"{PREFIX}{name}{B}": layer.lora_B.detach()}
+        return named
+
+    def adapter(self) -> Adapter:
+        """Return the current adapter. Its tensors are not copies."""
+        return Adapter(self.rank, self.alpha, self.targets, self.base, self.tensors())
+
+    def __str__(self) -> str:
+        trained = sum(tensor.numel() for tensor in self.tensors().values())
+        return f"lora: r={self.rank}, {len(self.layers)} linears have adapters, {trained:,} weights are trained"

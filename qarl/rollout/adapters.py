@@ -1,0 +1,169 @@
+"""Publish adapters (LoRA) to an engine in the same process, through vLLM's public `add_lora` and `remove_lora`.
+
+A publish of an adapter is a transaction, too. Names, dtypes, shapes and NaN are checked before vLLM is touched. vLLM
+takes adapters only as folders in peft's format, so the adapter is written to a folder in shared memory. Each publish
+has a new id and name: vLLM reads the folder of an id once, and tells apart the cached prefixes of adapters by their
+names. Then the engine is asked which adapters it has, and A and B are compared bit for bit with those that its layers
+will multiply by. That finds an adapter that was not loaded, that misses a layer, or that was scaled twice. Until all
+of this has succeeded, the engine refuses to generate.
+
+vLLM wraps each linear with an adapter. The base is published under the names without these wrappers
+(`qarl.rollout.publish.manifest.without_wrappers`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qarl.errors import UserError
+from qarl.lora.adapter import PREFIX, A, Adapter, B, write_adapter
+from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_complete
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The adapters that an engine can serve. `targets`: the last parts of the names of the linears that have one."""
+
+    r: int
+    targets: tuple[str, ...]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `vllm.LLM`. A new adapter is loaded before the old one is removed, so there are two
+        for a moment."""
+        return {
+            "enable_lora": True,
+            "max_lora_rank": self.r,
+            "max_loras": 1,
+            "max_cpu_loras": 2,
+            "lora_target_modules": list(self.targets),
+        }
+
+
+def servable(spec: AdapterSpec | None, scheme_name: str) -> AbstractContextManager[None]:
+    """Return a context in which an engine with adapters can be started on a base of this scheme."""
+    if spec is None or scheme_name != "w8a8":
+        return nullcontext()
+    from qarl.rollout.vllm_plugin.adapted_int8 import adapted_int8
+
+    return adapted_int8()
+
+
+class EngineAdapter:
+    """The adapter of an in-process engine.
+
+    version         the version of the adapter that the engine generates with, or None
+    stale_because   why there is none
+    request         vLLM's name for it, which every request must carry
+    """
+
+    def __init__(self, llm: Any, model: nn.Module, spec: AdapterSpec) -> None:
+        """Raise UserError if vLLM has no place for an adapter of one of the targets."""
+        self.llm = llm
+        self.version: int | None = None
+        self.stale_because = "no adapter has been published to it yet"
+        self.request: Any = None
+        self._published = 0
+        self._stacks = {
+            name: stacks for name, stacks in _stacks(model).items() if name.rpartition(".")[2] in spec.targets
+        }
+        served = {name.rpartition(".")[2] for name in self._stacks}
+        if missing := sorted(set(spec.targets) - served):
+            raise UserError(
+                f"the rollout engine has no place for an adapter of {', '.join(missing)}",
+                where="lora.target_modules",
+                why=f"vLLM's {type(model).__name__} serves adapters of {', '.join(sorted(served)) or 'no linear'}",
+                fix="remove these targets",
+            )
+        self.expected: Manifest = {}
+        for name, (a, b) in self._stacks.items():
+            self.expected[f"{PREFIX}{name}{A}"] = TensorSpec(torch.bfloat16, (spec.r, a.shape[-1]))
+            self.expected[f"{PREFIX}{name}{B}"] = TensorSpec(torch.bfloat16, (b.shape[-2], spec.r))
+
+    def mark_stale(self, reason: str) -> None:
+        """Make the engine refuse to generate, with `reason`, until the next publish of an adapter."""
+        self.version, self.stale_because = None, reason
+
+    def publish(self, adapter: Adapter, *, version: int) -> dict[str, float]:
+        """Replace the engine's adapter. Return the seconds of each phase. After an exception there is no adapter.
+
+        Raise UserError if the adapter does not fit, or if the engine does not multiply by it afterwards."""
+        start = time.perf_counter()
+        self.mark_stale(f"the publish of the adapter of version {version} did not complete")
+        tensors: list[NamedTensor] = list(adapter.tensors.items())
+        check_complete(tensors, self.expected)
+        checked = time.perf_counter()
+        previous = self.request and self.request.lora_int_id
+        self._remove(self.present() - {previous})  # what a publish that failed has left
+        request = self._load(adapter, version)
+        self._remove({previous} & self.present())
+        self._check_arrived(adapter, request, version)
+        self.request, self.version = request, version
+        return {"validate": checked - start, "apply": time.perf_counter() - checked}
+
+    def _load(self, adapter: Adapter, version: int) -> Any:
+        """Load `adapter` under a new id and name. Return vLLM's request for it."""
+        from vllm.lora.request import LoRARequest
+
+        self._published += 1
+        with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as folder:
+            write_adapter(Path(folder), adapter)
+            request = LoRARequest(f"version-{version}-publish-{self._published}", self._published, folder)
+            self.llm.llm_engine.add_lora(request)
+        return request
+
+    def _remove(self, ids: set[int]) -> None:
+        for number in ids:
+            self.llm.llm_engine.remove_lora(number)
+
+    def _check_arrived(self, adapter: Adapter, request: Any, version: int) -> None:
+        """Raise UserError unless the engine has this adapter and no other, in every layer, with B scaled once."""
+        present = self.present()
+        if present != {request.lora_int_id}:
+            raise _lost(version, f"it has the adapters {sorted(present)}, not only {request.lora_int_id}")
+        for name, (a, b) in adapter.pairs().items():
+            has_a, has_b = self._stacks[name]
+            if not torch.equal(has_a[0, 0], a) or not torch.equal(has_b[0, 0], b * adapter.factor):
+                raise _lost(version, f"{name} multiplies by another A or B than was published")
+
+    def present(self) -> set[int]:
+        """Return the ids of the adapters that vLLM says it has."""
+        return set(self.llm.llm_engine.list_loras())
+
+    def check_present(self) -> None:
+        """Raise UserError if the engine has lost the adapter of the current version."""
+        if self.version is not None and self.present() != {self.request.lora_int_id}:
+            version = self.version
+            self.mark_stale(f"vLLM has lost the adapter of version {version}")
+            raise _lost(version, f"vLLM has the adapters {sorted(self.present())} now")
+
+
+def _stacks(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return vLLM's stacks of A [1, 1, r, K] and of B [1, 1, N, r] by the checkpoint name of their linear."""
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    stacks: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(a := getattr(module, "lora_a_stacked", None), tuple):
+            parent, _, leaf = name.rpartition(".")
+            pairs = zip(a, module.lora_b_stacked, strict=True)
+            parts = [f"{parent}.{part}" for part in fused.get(leaf, [leaf])]
+            stacks |= dict(zip(parts, pairs, strict=True))
+    return stacks
+
+
+def _lost(version: int, why: str) -> UserError:
+    return UserError(
+        f"the adapter of version {version} is not the one that the rollout engine multiplies by",
+        where="lora",
+        why=why,
+        fix="publish again; if the error comes back, report it: the engine would sample from another policy",
+    )

@@ -1,0 +1,133 @@
+"""Runs with adapters: no mismatch for any scheme, a resume bit for bit, an export that a fresh vLLM serves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from cpu_features import needs_w4a16_cpu
+from engine_helpers import PROMPTS, config
+from fresh_vllm import greedy_in_a_fresh_vllm
+from safetensors.torch import load_file, save_file
+
+from qarl.__main__ import main
+from qarl.checkpoint.resumable import open_checkpoint
+from qarl.errors import UserError
+from qarl.metrics.tracker import read_metrics
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.loop import train
+from qarl.trainer.prepare import prepare_run
+from qarl.trainer.resume import open_run
+
+pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
+LORA = ["lora.r=8", "optim.lr=3e-3", "trainer.val_max_prompts=16"]
+MOE = ["model.path=models/tiny-qwen3-moe", 'quant.ignore=["lm_head","re:.*mlp[.]gate$"]']
+CASES = [
+    ["quant.scheme=w4a16"],
+    ["quant.scheme=w8a8"],
+    ["quant.scheme=fp8"],
+    ["quant.scheme=bf16"],
+    ["quant.scheme=w4a8", "quant.kernels=qarl"],
+    ["quant.scheme=w4a16", *MOE],
+    ["quant.scheme=w4a16", "lora.target_modules=[v_proj,down_proj]", "lora.alpha=32"],
+]
+NAMES = ["w4a16", "w8a8", "fp8", "bf16", "w4a8", "experts", "two targets"]
+
+
+def run_steps(tmp_path, steps: int, *overrides: str) -> list[dict[str, float]]:
+    settings = config(tmp_path, *LORA, *overrides)
+    trainer = LocalTrainer(settings, prepare_run(settings))
+    with trainer.engine:
+        first = trainer.publish()
+        metrics = [trainer.train_step() for _ in range(steps)]
+        adapter = trainer.policy.adapters.adapter()
+    assert any(tensor.any() for name, tensor in adapter.tensors.items() if "lora_B" in name)
+    for step in metrics:
+        assert step["publish/mbytes"] * 1e6 == adapter.nbytes < first.bytes
+    return metrics
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=NAMES)
+def test_adapters_train_without_a_mismatch(tmp_path, overrides):
+    for step in run_steps(tmp_path, 3, *overrides):
+        assert step["mismatch/abs_max"] == 0
+        assert step["actor/grad_norm"] > 0
+
+
+SMALL = {
+    "lora.r": "8",
+    "optim.lr": "3e-3",
+    "trainer.total_training_steps": "4",
+    "trainer.save_freq": "2",
+    "trainer.val_before_train": "false",
+    "trainer.val_max_prompts": "16",
+    "trainer.plots": "false",
+    "trainer.report": "false",
+    "trainer.logger": "[]",
+}
+
+
+def small(tmp_path, name: str, **overrides: str):
+    settings = SMALL | {"name": name} | {key.replace("__", "."): value for key, value in overrides.items()}
+    return config(tmp_path, *(f"{key}={value}" for key, value in settings.items()))
+
+
+def run(settings) -> None:
+    with open_run(settings) as checkpoint:
+        train(settings, checkpoint=checkpoint)
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, monkeypatch, capfd):
+    whole, part = small(tmp_path, "whole"), small(tmp_path, "part")
+    run(whole)
+    original = LocalTrainer.update
+
+    def fails(self, *arguments):
+        if self.step == 3:
+            raise FloatingPointError("made to fail")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(LocalTrainer, "update", fails)
+    with pytest.raises(FloatingPointError):
+        run(part)
+    monkeypatch.undo()
+    run(part)
+    ends = [open_checkpoint(settings.run_dir / "checkpoints" / "step_4") for settings in (whole, part)]
+    for key in ("weights", "published", "sampler"):
+        assert ends[0].state[key] == ends[1].state[key]
+    for name in ("adapter_model.safetensors", "optimizer.pt", "rng.pt"):
+        assert ends[0].state["files"][name] == ends[1].state["files"][name]
+    resumed = [entry for entry in read_metrics(part.run_dir) if "resume/step" in entry]
+    assert [entry["resume/published_equal"] for entry in resumed] == [1.0]
+    assert not (ends[0].folder / "model.safetensors").exists()
+
+    for format in ("bf16", "fp32"):
+        assert main(["export", f"run={part.run_dir}", f"output={tmp_path / format}", f"format={format}"]) == 2
+        assert "not possible for a run with adapters" in capfd.readouterr().err
+    assert main(["export", f"run={part.run_dir}", f"output={tmp_path / 'out'}"]) == 0
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        ours, last = load_file(tmp_path / "out" / name), load_file(part.run_dir / "export" / name)
+        assert ours.keys() == last.keys() and all(torch.equal(ours[key], last[key]) for key in ours)
+    tokens, _ = greedy_in_a_fresh_vllm(
+        tmp_path / "out", PROMPTS[:2], max_tokens=4, max_model_len=64, adapter=tmp_path / "out" / "adapter"
+    )
+    assert all(tokens)
+
+
+def test_a_base_that_changed_is_refused_by_a_resume_and_by_an_export(tmp_path, capfd):
+    model = tmp_path / "model"
+    shutil.copytree("models/tiny-qwen3", model)
+    keys = {"model__path": str(model), "trainer__save_final": "false", "trainer__save_freq": "1"}
+    settings = small(tmp_path, "base", **keys, trainer__total_training_steps="1")
+    run(settings)
+    checkpoint = settings.run_dir / "checkpoints" / "step_1"
+    weights, name = load_file(model / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    save_file(weights | {name: -weights[name]}, model / "model.safetensors", metadata={"format": "pt"})
+    resume = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(checkpoint)}
+    with pytest.raises(UserError, match="differ from those that the adapter was trained on"):
+        run(small(tmp_path, "longer", **keys, **resume, trainer__total_training_steps="2"))
+    assert main(["export", f"run={settings.run_dir}", f"output={tmp_path / 'out'}"]) == 2
+    assert "is not the base that the adapter was trained on" in capfd.readouterr().err
+    assert json.loads((checkpoint / "adapter_config.json").read_text())["r"] == 8

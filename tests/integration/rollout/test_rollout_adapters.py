@@ -1,0 +1,197 @@
+"""Adapters in a real vLLM: what it multiplies by after each publish, against a vLLM that loads base and adapter from
+disk, and each way in which others lose an adapter in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpu_features import needs_w4a16_cpu
+from engine_helpers import PROMPTS, SCHEME, greedy, load_model
+from fresh_vllm import greedy_in_a_fresh_vllm
+
+from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
+from qarl.config.lora import LoraConfig
+from qarl.errors import UserError
+from qarl.lora.adapter import FOLDER, Adapter
+from qarl.lora.layers import Adapters
+from qarl.quant import packed_state_dict
+from qarl.rollout.adapters import AdapterSpec
+from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+
+pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
+
+
+@pytest.fixture(scope="module")
+def model(pristine_model) -> Any:
+    return load_model(pristine_model)
+
+
+@pytest.fixture(scope="module")
+def adapters(model) -> Adapters:
+    return Adapters(model, LoraConfig(r=8, alpha=16), seed=0, base="base")
+
+
+@pytest.fixture(scope="module")
+def engine(pristine_model, adapters) -> Iterator[RolloutEngine]:
+    spec = AdapterSpec(adapters.rank, adapters.targets)
+    config = EngineConfig(
+        str(pristine_model), SCHEME, ("lm_head",), max_model_len=320, kv_cache_gib=0.25, adapters=spec
+    )
+    with RolloutEngine(config) as engine:
+        yield engine
+
+
+@pytest.fixture
+def based(engine, model) -> RolloutEngine:
+    """The engine with the base, and without a current adapter."""
+    engine.publish(packed_state_dict(model), version=0)
+    return engine
+
+
+def changed(adapters: Adapters, seed: int) -> Adapter:
+    """The adapter after an update."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in adapters.layers.values():
+            for weight in (layer.lora_A, layer.lora_B):
+                weight.add_((torch.randn(weight.shape, generator=generator) / 8).bfloat16())
+    return adapters.adapter()
+
+
+def test_an_engine_needs_base_and_adapter(engine, model, adapters):
+    with pytest.raises(UserError, match="its base has not been published"):
+        engine.publish_adapter(adapters.adapter(), version=1)
+    engine.publish(packed_state_dict(model), version=1)
+    with pytest.raises(UserError, match="only the base") as error:
+        engine.generate(PROMPTS, SamplingConfig(4))
+    assert "refuses to generate" in error.value.what and engine.weight_version is None
+
+
+def test_after_each_publish_the_engine_is_a_fresh_one_with_base_and_adapter(based, model, adapters, tmp_path):
+    from transformers import AutoTokenizer
+
+    seen = []
+    for count in range(1, 11):
+        adapter = changed(adapters, count)
+        report = based.publish_adapter(adapter, version=count)
+        assert (report.bytes, based.weight_version) == (adapter.nbytes, count)
+        if count not in (1, 2, 10):
+            continue
+        seen.append(greedy(based))
+        files = ModelFiles.of(model, AutoTokenizer.from_pretrained(based.config.model))
+        folder = tmp_path / str(count)
+        save_model(folder, files, packed_state_dict(model), scheme=SCHEME, ignore=("lm_head",), adapter=adapter)
+        fresh = greedy_in_a_fresh_vllm(folder, PROMPTS, max_tokens=24, max_model_len=320, adapter=Path(folder / FOLDER))
+        assert fresh == seen[-1]
+    assert len({str(outputs) for outputs in seen}) == 3, "the adapters changed nothing"
+
+
+def test_an_adapter_of_zeros_is_the_base(based, adapters):
+    adapter = adapters.adapter()
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in adapter.tensors.items()}
+    based.publish_adapter(replace(adapter, tensors=zeros), version=1)
+    first = greedy(based)
+    based.publish_adapter(changed(adapters, 1), version=2)
+    assert greedy(based) != first
+    based.publish_adapter(replace(adapter, tensors=zeros), version=3)
+    assert greedy(based) == first
+
+
+def test_each_version_has_an_id_and_a_name_of_its_own(based, adapters):
+    names, ids = set(), set()
+    for version in (1, 1, 2):
+        based.publish_adapter(adapters.adapter(), version=version)
+        names.add(based.adapter.request.lora_name)
+        ids.add(based.adapter.request.lora_int_id)
+        assert based.llm.llm_engine.list_loras() == {based.adapter.request.lora_int_id}
+    assert len(names) == len(ids) == 3
+
+
+def _without(adapter: Adapter, ending: str) -> Adapter:
+    return replace(adapter, tensors={name: t for name, t in adapter.tensors.items() if not name.endswith(ending)})
+
+
+def _first(adapter: Adapter, change: Any) -> Adapter:
+    name = next(iter(adapter.tensors))
+    return replace(adapter, tensors=dict(adapter.tensors) | {name: change(adapter.tensors[name])})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda adapter: _without(adapter, "q_proj.lora_B.weight"), "missing"),
+        (lambda adapter: _first(adapter, lambda a: a[:4]), "the engine expects"),
+        (lambda adapter: _first(adapter, torch.Tensor.float), "the engine expects"),
+        (lambda adapter: _first(adapter, lambda a: a * float("nan")), "NaN"),
+        (lambda adapter: replace(adapter, tensors={f"x.{n}": t for n, t in adapter.tensors.items()}), "not a tensor"),
+    ],
+    ids=["a part is missing", "another rank", "FP32", "NaN", "other names"],
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_vllm_sees_it(based, adapters, change, words):
+    based.publish_adapter(adapters.adapter(), version=1)
+    before = based.adapter.present()
+    with pytest.raises(UserError, match=words):
+        based.publish_adapter(change(adapters.adapter()), version=2)
+    assert based.adapter.present() == before
+    with pytest.raises(UserError, match="version 2 did not complete"):
+        greedy(based)
+    based.publish_adapter(adapters.adapter(), version=3)
+    assert greedy(based)
+
+
+@pytest.mark.parametrize("fault", ["not loaded", "loaded twice", "scaled twice", "zeros"])
+def test_an_adapter_that_does_not_arrive_is_an_error(based, adapters, monkeypatch, fault):
+    changed(adapters, 4)
+    based.publish_adapter(adapters.adapter(), version=1)
+    add = based.llm.llm_engine.add_lora
+
+    def faulty(request: Any) -> bool:
+        if fault == "not loaded":
+            return True
+        loaded = add(request)
+        name = next(iter(based.adapter._stacks))
+        if fault == "loaded twice":
+            request.lora_int_id += 1000
+            add(request)
+            request.lora_int_id -= 1000
+        elif fault == "scaled twice":
+            based.adapter._stacks[name][1].mul_(2)
+        else:
+            based.adapter._stacks[name][1].zero_()
+        return loaded
+
+    monkeypatch.setattr(based.llm.llm_engine, "add_lora", faulty)
+    with pytest.raises(UserError, match="not the one that the rollout engine multiplies by"):
+        based.publish_adapter(adapters.adapter(), version=2)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="refuses to generate"):
+        greedy(based)
+    based.publish_adapter(adapters.adapter(), version=3)
+    assert greedy(based)
+
+
+def test_a_lost_adapter_is_noticed_before_the_next_response(based, adapters):
+    based.publish_adapter(adapters.adapter(), version=1)
+    based.llm.llm_engine.remove_lora(based.adapter.request.lora_int_id)
+    with pytest.raises(UserError, match="not the one that"):
+        greedy(based)
+    assert based.weight_version is None
+
+
+def test_a_new_base_needs_its_adapter_again(based, model, adapters):
+    based.publish_adapter(adapters.adapter(), version=1)
+    based.publish(packed_state_dict(model), version=2)
+    with pytest.raises(UserError, match="refuses to generate"):
+        greedy(based)
+
+
+def test_targets_without_a_place_in_the_engine_are_refused(engine, adapters):
+    from qarl.rollout.adapters import EngineAdapter
+
+    with pytest.raises(UserError, match="no place for an adapter of c_attn"):
+        EngineAdapter(engine.llm, engine.model(), AdapterSpec(8, (*adapters.targets, "c_attn")))

@@ -1,0 +1,207 @@
+"""Adapters on linears: bits of vLLM's operators, gradients against float64, what is frozen, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cpu_features import needs_vllm_cpu
+from engine_helpers import load_model
+from memory_cases import run
+from random_moe import save_random_moe
+from safetensors.torch import load_file
+from torch import nn
+
+from qarl.checks.registry import _adapters
+from qarl.config.lora import LoraConfig
+from qarl.errors import UserError
+from qarl.lora import layers
+from qarl.lora.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE, write_adapter
+from qarl.lora.layers import AdaptedLinear, Adapters, expand, target_linears
+from qarl.quant import get_scheme, packed_state_dict
+from qarl.quant.linear import QuantLinear
+
+SCHEMES = ("w4a16", "w8a8", "fp8", "w4a8", "bf16")
+
+
+class Model(nn.Module):
+    """One linear, called `proj`."""
+
+    def __init__(self, rows: int, columns: int, scheme: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
+        linear.weight.data = torch.randn(rows, columns, generator=generator).bfloat16()
+        chosen = get_scheme(scheme, group_size=32)
+        kernels = "qarl" if scheme == "w4a8" else "engine"
+        self.proj: nn.Module = (
+            QuantLinear(linear, chosen, qualified_name="proj", kernels=kernels) if chosen.quantized else linear
+        )
+
+
+def adapted(scheme: str = "w4a16", *, rows: int = 96, columns: int = 64, r: int = 8, alpha: int = 16) -> Any:
+    """The linear of a frozen model with a random adapter, and Ŵ in FP64."""
+    model = Model(rows, columns, scheme)
+    weight = model.proj.dequantized if isinstance(model.proj, QuantLinear) else model.proj.weight
+    weight = weight.detach().double()
+    Adapters(model, LoraConfig(r=r, alpha=alpha), seed=0, base="base")
+    layer: Any = model.proj
+    with torch.no_grad():
+        layer.lora_B.copy_(torch.randn(rows, r, generator=torch.Generator().manual_seed(1)) / 8)
+    return layer, weight
+
+
+@needs_vllm_cpu
+@pytest.mark.parametrize("single", [True, False], ids=["one product", "token by token"])
+@pytest.mark.parametrize(("tokens", "columns", "rows", "r"), [(1, 64, 96, 1), (300, 128, 384, 8), (40, 384, 128, 64)])
+def test_the_delta_has_the_bits_of_vllms_operators(monkeypatch, tokens, columns, rows, r, single):
+    from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
+
+    if not single:
+        monkeypatch.setattr(layers, "one_product", lambda *shape: False)
+    layer, _ = adapted("bf16", rows=rows, columns=columns, r=r, alpha=2 * r)
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(2)).bfloat16()
+    ours = layer(x)
+    theirs, buffer = nn.functional.linear(x, layer.weight), torch.zeros(tokens, r)
+    index = torch.zeros(tokens, dtype=torch.long)
+    bgmv_shrink(x, layer.lora_A[None, None], buffer, index, 1.0)
+    bgmv_expand_slice(buffer, 2 * layer.lora_B[None, None], theirs, index, 0, rows, add_inputs=True)
+    assert torch.equal(ours, theirs)
+
+
+def test_many_tokens_are_expanded_in_parts(monkeypatch):
+    monkeypatch.setattr(layers, "one_product", lambda *shape: False)
+    x, weight = torch.randn(2 * layers.ROWS + 3, 8).bfloat16(), torch.randn(16, 8).bfloat16()
+    torch.testing.assert_close(expand(x, weight), (x.float() @ weight.float().t()).bfloat16())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_are_those_of_float64_on_the_dequantized_base(scheme):
+    layer, weight = adapted(scheme)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 20, 64, generator=generator).bfloat16().requires_grad_()
+    grad = torch.randn(2, 20, 96, generator=generator).bfloat16()
+    layer(x).backward(grad)
+    exact = [t.detach().double().requires_grad_() for t in (x, layer.lora_A, layer.lora_B)]
+    (exact[0] @ weight.t() + 2 * (exact[0] @ exact[1].t()) @ exact[2].t()).backward(grad.double())
+    for ours, theirs in zip((x, layer.lora_A, layer.lora_B), exact, strict=True):
+        error = (ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()
+        assert error < 2**-7  # two roundings to BF16
+    assert layer.weight.grad is None
+
+
+def test_the_quantized_base_is_freed_and_stays_what_it_was(pristine_model):
+    model = load_model(pristine_model)
+    before = {name: tensor.clone() for name, tensor in packed_state_dict(model)}
+    names = list(model.state_dict())
+    adapters = Adapters(model, LoraConfig(r=8), seed=0, base="base")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"{name}.{leaf}" for name in adapters.layers for leaf in ("lora_A", "lora_B")}
+    quantized = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    assert quantized and all(layer.weight.is_meta and not layer.stale for layer in quantized)
+    assert list(model.state_dict()) == names
+    after = dict(packed_state_dict(model))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    assert all(layer._dequantized is None for layer in quantized), "Ŵ of the base stays in memory"
+    with pytest.raises(RuntimeError, match="frozen"):
+        quantized[0].invalidate()
+    with pytest.raises(RuntimeError, match="frozen"):
+        copy.deepcopy(quantized[0])
+
+
+def test_the_start_is_the_base_and_depends_on_the_seed_alone(pristine_model):
+    tokens = torch.arange(3, 30)[None]
+    model = load_model(pristine_model)
+    with torch.no_grad():
+        before = model(tokens).logits
+    torch.manual_seed(7)
+    first = Adapters(model, LoraConfig(r=8), seed=1, base="base").tensors()
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, before)
+    again, other = (Adapters(load_model(pristine_model), LoraConfig(r=8), seed=s, base="b").tensors() for s in (1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(torch.equal(first[name], other[name]) == name.endswith("lora_B.weight") for name in first)
+
+
+def test_the_folder_is_that_of_peft(pristine_model, tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    adapters = Adapters(load_model(pristine_model), LoraConfig(r=8, alpha=16), seed=0, base=str(pristine_model))
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    write_adapter(ours, adapters.adapter())
+    model = AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16)
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(adapters.targets), task_type="CAUSAL_LM")
+    peft.get_peft_model(model, config).save_pretrained(theirs)
+    mine, reference = (load_file(folder / WEIGHTS_FILE) for folder in (ours, theirs))
+    shapes = [{name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (mine, reference)]
+    assert shapes[0] == shapes[1]
+    written, saved = (json.loads((folder / CONFIG_FILE).read_text()) for folder in (ours, theirs))
+    saved["target_modules"] = sorted(saved["target_modules"])
+    saved |= {"inference_mode": True}
+    assert {key: saved.get(key) for key in written} == written
+    fresh = AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16)
+    loaded = peft.PeftModel.from_pretrained(fresh, ours).state_dict()
+    for name, tensor in mine.items():
+        assert torch.equal(loaded[name.replace(".weight", ".default.weight")], tensor)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    folder: Path = save_random_moe(tmp_path_factory.mktemp("moe") / "model")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def test_a_mixture_of_experts_has_adapters_on_attention(moe):
+    leaves = {name.rpartition(".")[2] for name in target_linears(moe, "all-linear")}
+    assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "why"),
+    [
+        (["q_proj", "up_proj"], "experts take no adapters"),
+        (["experts"], "experts take no adapters"),
+        (["gate"], "no linear|routes tokens"),
+        (["lm_head"], "no linear"),
+        (["qproj"], "would train nothing"),
+    ],
+)
+def test_targets_that_the_engine_cannot_serve_are_refused(moe, targets, why):
+    with pytest.raises(UserError, match=why) as error:
+        target_linears(moe, targets)
+    assert targets[-1] in error.value.what and "q_proj" in str(error.value.fix)
+
+
+def test_targets_choose_by_the_last_part_of_a_name(pristine_model):
+    model = load_model(pristine_model)
+    adapters = Adapters(model, LoraConfig(r=1, target_modules=["v_proj"]), seed=0, base="base")
+    assert adapters.targets == ("v_proj",)
+    adapted_layers = {name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+    assert (
+        adapted_layers
+        == adapters.layers.keys()
+        == {name for name, _ in model.named_modules() if name.endswith("v_proj")}
+    )
+    assert all(name.startswith(f"{PREFIX}model.layers.") for name in adapters.tensors())
+
+
+def test_adapters_are_refused_on_gpus_and_described_elsewhere(pristine_model):
+    model, config = load_model(pristine_model), run(lora__r=8, lora__target_modules=["q_proj"])
+    machine: Any = SimpleNamespace(on_cpu=True)
+    (finding,) = _adapters(config, machine, model)
+    trained = 8 * sum(map(sum, target_linears(model, ["q_proj"]).values()))
+    assert finding.status == "ok" and f"{trained:,} weights are trained" in finding.what
+    assert list(_adapters(run(), machine, model)) == []
+    machine.on_cpu = False
+    with pytest.raises(UserError, match="not built for GPUs"):
+        list(_adapters(config, machine, model))

@@ -187,7 +187,7 @@ def _deltas(config_name: str, scheme: str, lr: float, publishes: int, parent: Pa
     prompts = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(16)]
     columns: dict[str, list[float]] = {}
     wrong = others = 0
-    with RolloutEngine(engine_config(config, level=policy.align)) as engine:
+    with RolloutEngine(engine_config(config, policy)) as engine:
         assert engine.receiver is not None
         core: Any = engine.llm.llm_engine.engine_core
         runner = core.engine_core.model_executor.driver_worker.worker.model_runner

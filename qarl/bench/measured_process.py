@@ -152,7 +152,7 @@ class PublishBench:
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
         config = config_of(arguments, case, folder)
         self.policy = Policy.load(config)
-        self.engine = RolloutEngine(engine_config(config, level=self.policy.align))
+        self.engine = RolloutEngine(engine_config(config, self.policy))
         self.timer = PhaseTimer(torch.cuda.synchronize if torch.cuda.is_available() else None)
         self.version = 0
         self.publish()

@@ -82,10 +82,7 @@ class LocalTrainer:
             self.reference = Policy.load(config).freeze()
         if engine is None:
             with stage("starting the rollout engine (vLLM)"):
-                policy = self.policy
-                engine = RolloutEngine(
-                    engine_config(config, level=policy.align, routing=policy.has_experts, adapters=policy.adapters)
-                )
+                engine = RolloutEngine(engine_config(config, self.policy, routing=self.policy.has_experts))
         self.engine = engine
         self.recovery = EngineRecovery(engine, rebuild_on_failure=config.rollout.rebuild_on_failure)
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
@@ -240,9 +237,7 @@ class LocalTrainer:
         return norm
 
     def publish(self) -> PublishReport:
-        """Quantize once, and send the engine the tensors that the next forward multiplies by, as version `step`.
-
-        With adapters, the base is sent once, and then only the adapter."""
+        """Send the engine what the next forward multiplies by, as version `step`. With adapters, the base only once."""
         policy = self.policy
         if policy.adapters is not None:
             with self.timer.phase("publish"):

@@ -16,7 +16,6 @@ from qarl.config import Config
 from qarl.console import stage
 from qarl.data.prompts import PromptDataset, PromptSampler
 from qarl.data.rewards import RewardFn
-from qarl.lora.layers import Adapters
 from qarl.objectives import verl_functions
 from qarl.objectives.settings import objective_settings
 from qarl.quant.scheme import get_scheme
@@ -56,14 +55,11 @@ def prepare_run(config: Config) -> RunParts:
     )
 
 
-def engine_config(
-    config: Config, *, level: str, routing: bool = False, adapters: Adapters | None = None
-) -> EngineConfig:
-    """Return the engine's config for a run.
+def engine_config(config: Config, policy: Policy, *, routing: bool = False) -> EngineConfig:
+    """Return the config of the engine that samples from `policy`.
 
-    `level`: the alignment level that was applied (`Policy.align`), which may be lower than `quant.align`. `routing`:
-    whether rollouts also return each token's experts. `adapters`: those of the policy (`Policy.adapters`)."""
-    rollout = config.rollout
+    `routing`: whether rollouts also return each token's experts."""
+    rollout, adapters = config.rollout, policy.adapters
     return EngineConfig(
         model=config.model.path,
         trust_remote_code=config.model.trust_remote_code,
@@ -79,7 +75,7 @@ def engine_config(
         return_routed_experts=routing,
         head_dtype=config.model.head_dtype,
         dtype=config.model.dtype,
-        aligned=level in ("model", "exact"),
+        aligned=policy.align in ("model", "exact"),
         kernels=config.quant.kernels,
         adapters=AdapterSpec(adapters.rank, adapters.targets) if adapters else None,
     )

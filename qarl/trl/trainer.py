@@ -98,7 +98,7 @@ class QaRLTrainer(GRPOTrainer):
         print(trls_words(self.policy.report))
         for text in level_notes(self.run, inputs.hf_config):
             note(trls_words(text))
-        self.engine = RolloutEngine(engine_config(self.run, level=self.policy.align))
+        self.engine = RolloutEngine(engine_config(self.run, self.policy))
         self.rollouts = Rollouts(self.policy, self.engine)
 
     @property

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def test_a_folders_code_runs_only_where_the_config_says_so(folder: Path, tmp_pat
 @pytest.mark.parametrize("trust", [False, True])
 def test_the_engine_is_told(trust: bool) -> None:
     settings = run_config(ROOT, f"model.trust_remote_code={str(trust).lower()}")
-    engine = prepare.engine_config(settings, level="model")
+    engine = prepare.engine_config(settings, SimpleNamespace(align="model", adapters=None))
     assert engine.trust_remote_code is trust
     assert llm_arguments(engine)["trust_remote_code"] is trust
     assert llm_arguments(EngineConfig("x", get_scheme("bf16"), (), 8))["trust_remote_code"] is False

@@ -88,7 +88,7 @@ def predict(config: Row) -> Row:
     size = ModelSize.from_config(config)
     kernels = dict.fromkeys(size.linears().values(), "vllm_cpu_wna16")
     plan = estimate(size, run_config(), device="cpu", align="linears", kernels=kernels)
-    elsewhere = ("vLLM", "libraries", "kept for delta publishes: engine")
+    elsewhere = ("vLLM", "libraries")
     counted = [part for part in plan.parts if not part.name.startswith(elsewhere)]
     return {
         "parameters": size.parameters,

@@ -23,9 +23,6 @@ full length, V the vocabulary and H the hidden size.
                   more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
                   bytes for each weight of lm_head.
     engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance.
-    kept          For delta publishes, in host memory: the published tensors of the whole model. The engine's worker
-                  keeps one copy. With verl the trainer's process keeps a second copy, and with separate rollout workers
-                  the first process does. Where trainer and engine share a GPU, there are no deltas and no copies.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
     reference     With a KL term. Locally a second copy of the weights in the model's dtype and of what `low_bit` keeps
                   between steps. With verl P * 4 bytes, or P * 2 if its model_dtype is bf16, divided by R. On GPUs verl
@@ -93,7 +90,7 @@ def adapter_parameters(size: ModelSize, config: Config) -> int:
     linears, targets = size.linears(), config.lora.target_modules
     of_experts = {name.rpartition(".")[2] for name in linears if ".experts." in name}
     leaves = {name.rpartition(".")[2] for name in linears} - of_experts
-    chosen = leaves if targets == ALL_LINEAR else leaves & set(targets)
+    chosen = leaves if ALL_LINEAR in targets else leaves & set(targets)
     return config.lora.r * sum(n + k for name, (n, k) in linears.items() if name.rpartition(".")[2] in chosen)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from qarl.config.types import Section, Text
+from qarl.config.types import Section, Text, as_list
 
 ALL_LINEAR = "all-linear"
 _ADAPTER_ONLY = "the engine adds only the product of A and B to the output of a linear"
@@ -40,7 +40,7 @@ class LoraConfig(Section):
     """The product of A and B is multiplied by alpha / r, which must be a power of two, so that the engine's product
     B * alpha / r is exact. null means r."""
 
-    target_modules: Literal["all-linear"] | list[Text] = "all-linear"
+    target_modules: Annotated[list[Text], BeforeValidator(as_list), Field(min_length=1)] = [ALL_LINEAR]
     """Linears that get an adapter, by the last part of their name, such as [q_proj, v_proj]. `all-linear`: all but
     lm_head, routers and experts. In a mixture of experts these are mostly those of attention."""
 

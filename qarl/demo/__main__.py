@@ -44,6 +44,10 @@ def _main(argv: list[str]) -> int:
         fix = f"the demos are {', '.join(DEMOS)}"
         raise UserError(f"there is no demo {' '.join(names)!r}", where="command line", fix=fix)
     demo, overrides = DEMOS[names[0]], [word for word in argv if "=" in word]
+    apart = set.symmetric_difference(*map(set, demo.arms)) if len(demo.arms) > 1 else set()
+    if taken := {word.partition("=")[0] for word in apart} & {word.partition("=")[0] for word in overrides}:
+        fix = f"leave out {', '.join(sorted(taken))}, or run both with qarl train"
+        raise UserError("the two runs of this demo would be the same", where="command line", fix=fix)
     arms = [[f"config={demo.config}", *overridden(arm, overrides)] for arm in demo.arms]
     configs = [load_config(arguments) for arguments in arms]  # a wrong argument is refused before the model is made
     if not configs[0].dry_run:

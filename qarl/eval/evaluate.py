@@ -11,7 +11,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +25,9 @@ from qarl.data.rewards import get_reward_fn, score_responses
 from qarl.errors import UserError
 from qarl.eval.request import BF16, EvalRequest, Settings
 from qarl.eval.scores import Estimate, average, difference, interval
+from qarl.lora.adapter import FOLDER, read_adapter
 from qarl.quant.scheme import Scheme, get_scheme
+from qarl.rollout.adapters import AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 
 Sets = dict[str, dict[int, float]]
@@ -72,8 +74,6 @@ def folders(request: EvalRequest, stack: ExitStack) -> Iterator[tuple[str, Path]
 
 
 def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Prompt]:
-    from dataclasses import replace
-
     from transformers import AutoTokenizer
 
     prompts = load_prompts(
@@ -99,8 +99,14 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
     rows = [prompt for prompt in prompts for _ in range(prompt.samples or 1)]
     draw = random.Random(f"eval-{request.seed}")
     seeds = [draw.getrandbits(31) for _ in rows]
-    with RolloutEngine(engine_of(folder, request, settings)) as engine:
+    adapter = read_adapter(folder / FOLDER) if (folder / FOLDER).is_dir() else None
+    engine_config = engine_of(folder, request, settings)
+    if adapter is not None:
+        engine_config = replace(engine_config, adapters=AdapterSpec(adapter.r, adapter.targets))
+    with RolloutEngine(engine_config) as engine:
         engine.publish(read_tensors(folder), version=0)
+        if adapter is not None:
+            engine.publish_adapter(adapter, version=0)
         sampling = SamplingConfig(settings.max_response_length, temperature=settings.temperature)
         responses = engine.generate([row.prompt_token_ids for row in rows], sampling, seeds)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)

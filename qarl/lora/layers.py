@@ -114,7 +114,7 @@ def _adapted_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(original.__name__, (AdaptedLinear, original), {"__module__": __name__})
 
 
-def target_linears(model: nn.Module, targets: str | Sequence[str]) -> dict[str, tuple[int, int]]:
+def target_linears(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return [N, K] of the linears that get an adapter, by name. `targets`: a value of `lora.target_modules`.
 
     Raise UserError if an entry matches no linear, or one that vLLM cannot serve an adapter for."""
@@ -125,7 +125,7 @@ def target_linears(model: nn.Module, targets: str | Sequence[str]) -> dict[str, 
         for name, shape in shapes.items()
         if name != "lm_head" and not name.endswith(ROUTERS) and _leaf(name) not in of_experts
     }
-    if targets == ALL_LINEAR:
+    if ALL_LINEAR in targets:
         return plain
     known = sorted({_leaf(name) for name in plain})
     for entry in targets:

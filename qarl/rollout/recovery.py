@@ -40,7 +40,10 @@ class EngineRecovery:
         def send() -> PublishReport:
             sent = None if self.engine.has_weights else self.engine.publish(base(), version=version)
             report = self.engine.publish_adapter(adapter, version=version)
-            return report if sent is None else replace(sent, bytes=sent.bytes + report.bytes)
+            if sent is None:
+                return report
+            seconds = {name: sent.seconds.get(name, 0.0) + value for name, value in report.seconds.items()}
+            return replace(sent, bytes=sent.bytes + report.bytes, seconds=sent.seconds | seconds)
 
         return self._twice(send)
 

@@ -41,7 +41,7 @@ class Stop:
     and a second one interrupts it. Outside a step there is nothing to save, and the first signal interrupts at once.
 
     `work`: what the first signal lets end and the message names, such as "after step 3". None: nothing, so the first
-    signal raises KeyboardInterrupt. `work` does not matter to the second signal, which always does."""
+    signal raises KeyboardInterrupt. The second signal always raises it."""
 
     def __init__(self) -> None:
         self.work: str | None = None

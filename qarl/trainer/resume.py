@@ -41,7 +41,6 @@ _FREE = {"name", "output_dir", "dry_run"} | _keys(
     "save_minutes max_ckpt_to_keep resume_mode resume_from_path",
     data="val_files",
     rollout="rebuild_on_failure",
-    publish="delta",
     quant="mismatch_limit",
     reward="timeout_s",
     model="trust_remote_code",
@@ -235,6 +234,8 @@ def check_changes(
     may not resume."""
     changed = changed_keys(saved, config)
     other = {key: values for key, values in changed.items() if key not in _FREE | _ROUNDING} | dict(also or {})
+    if set(other.get("actor.old_log_probs", ())) == {"auto", "recompute"}:
+        del other["actor.old_log_probs"]  # `auto` takes the rollout's log-probs where they are those of `recompute`
     if other:
         raise UserError(
             f"the run cannot resume from {folder}: the config changes what is trained",

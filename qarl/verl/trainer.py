@@ -48,6 +48,7 @@ from qarl.trainer.old_log_probs import Skipping, differing_tokens, sample_size
 from qarl.verl.ask_servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped
 from qarl.verl.checkpoint import Saving
 from qarl.verl.checks import refuse
+from qarl.verl.config_classes import QuantSettings
 from qarl.verl.loss import DIFFERING, RELIES
 
 COUNTS = "old_log_probs.json"
@@ -71,13 +72,17 @@ class QaRLTrainerSync(PPOTrainerSync):
     _relies: str | None = None
     """The value of `RELIES` for the batch of this step."""
 
-    @property
-    def _quant(self) -> Any:
-        return self.config.actor_rollout_ref.actor.fsdp_config.get("quant") or {}
+    def _setting(self, name: str) -> Any:
+        """Return a setting of the actor's section `quant`. One that is missing or null has its default."""
+        quant = self.config.actor_rollout_ref.actor.fsdp_config.get("quant")
+        if quant is None:
+            return {"old_log_probs": "recompute", "old_log_probs_sample": 0.0}[name]
+        value = quant.get(name)
+        return QuantSettings.model_fields[name].default if value is None else value
 
     @functools.cached_property
     def _mode(self) -> str:
-        return str(self._quant.get("old_log_probs", "recompute"))
+        return str(self._setting("old_log_probs"))
 
     @functools.cached_property
     def _skipping(self) -> Skipping:
@@ -166,7 +171,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         """Compute a random sample of the rows outside the first mini-batch. Return whether any token has δ != 0."""
         others = self._other_rows(batch)
         ranks = self._ranks()
-        count = sample_size(len(others), float(self._quant.get("old_log_probs_sample", 0.0)))
+        count = sample_size(len(others), float(self._setting("old_log_probs_sample")))
         count = min(math.ceil(count / ranks), len(others) // ranks) * ranks  # the same number on each rank
         if not count:
             return False

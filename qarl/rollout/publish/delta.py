@@ -1,9 +1,8 @@
 """Delta publishes: both sides keep the last published tensors, and only the words that changed are sent.
 
 Each sender and each receiver keeps one copy of all published tensors in host memory, in the published format
-(`PublishedCache`). vLLM stores weights in a different
-layout, in which parts of one published word may be in several places. So the receiver first changes words of its cached
-tensors, and then writes whole tensors into vLLM.
+(`PublishedCache`). vLLM stores weights in a different layout, in which parts of one published word may be in several
+places. So the receiver first changes words of its cached tensors, and then writes whole tensors into vLLM.
 
 A fingerprint identifies the cached tensors. It is a hash of the publish's version and the checksums of all tensors. A
 delta publish contains the fingerprint of the tensors that it changes. If a receiver's fingerprint is different, the

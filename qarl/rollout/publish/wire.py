@@ -43,8 +43,8 @@ BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
 
 
 RETRY = (
-    "publish all tensors once more; backend=local does so by itself; with backend=verl run the same command again, "
-    "which resumes from the last checkpoint; in your own program call publish (or send_weights) again"
+    "publish all tensors once more: with backend=verl run the same command again, which resumes from the last "
+    "checkpoint; in your own program call send_weights again"
 )
 """The advice in errors of a publish that failed on its way."""
 

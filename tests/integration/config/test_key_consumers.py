@@ -130,7 +130,7 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "actor.log_prob_micro_batch_size_per_gpu": (16, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
     "actor.ppo_max_token_len_per_gpu": (400, f"{ACTOR}.ppo_max_token_len_per_gpu", TOKENS),
     "actor.log_prob_max_token_len_per_gpu": (400, f"{ROLLOUT}.log_prob_max_token_len_per_gpu", TOKENS),
-    "actor.old_log_probs": ("auto", f"{QUANT}.old_log_probs"),
+    "actor.old_log_probs": ("recompute", f"{QUANT}.old_log_probs"),
     "actor.old_log_probs_sample": (0.5, f"{QUANT}.old_log_probs_sample", {"actor.old_log_probs": "auto"}),
     "actor.ppo_epochs": (2, f"{ACTOR}.ppo_epochs"),
     "actor.grad_clip": (0.5, f"{OPTIM}.clip_grad"),

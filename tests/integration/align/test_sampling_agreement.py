@@ -37,6 +37,7 @@ OVERRIDES = (
     "trainer.val_before_train=false",
     "trainer.test_freq=-1",
     "trainer.logger=[]",
+    "actor.old_log_probs=recompute",
     "optim.lr=0",
 )
 

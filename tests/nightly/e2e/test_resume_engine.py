@@ -27,6 +27,7 @@ SMALL = {
     "trainer.save_freq": "2",
     "trainer.plots": "false",
     "trainer.logger": "[console]",
+    "actor.old_log_probs": "recompute",  # with `auto` the first step after a resume recomputes, and counts so
 }
 # Seconds, and what only a resumed run or one with other checkpoints has.
 NOT_COMPARED = ("timing_s/", "startup/", "resume/", "checkpoint/", "publish/")

@@ -23,6 +23,7 @@ from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker
 from qarl.trainer.checkpoints import Checkpoints, forward_weights, restore, rng_state, set_rng_state, training_state
 from qarl.trainer.master_optimizer import MasterOptimizer
+from qarl.trainer.old_log_probs import Skipping
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
@@ -44,6 +45,7 @@ def make_trainer(folder: Path, output: Path, **changes: Any) -> Any:
         optimizer=optimizer,
         parts=parts,
         engine=SimpleNamespace(weight_version=3),
+        source=SimpleNamespace(skipping=Skipping()),
         step=0,
         tokenizer=load_tokenizer(str(folder))[0],
     )

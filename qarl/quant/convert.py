@@ -22,7 +22,7 @@ from torch import nn
 from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant.experts import STACKS, QuantExperts, matrices, stacked_experts
-from qarl.quant.linear import QuantLinear, watch_optimizers
+from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import Scheme, get_scheme
 
 DEFAULT_IGNORE = ("lm_head",)
@@ -174,7 +174,6 @@ def replace_selected(
     """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`.
 
     Raise UserError for experts if `kernels` is not "engine"."""
-    watch_optimizers()
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     for name, module in owners(selected).items():

@@ -66,6 +66,7 @@ class QuantLayer(nn.Module):
     _marks: tuple[Mark, ...]
 
     def _choose(self, scheme: Scheme, qualified_name: str, choice: Choice) -> None:
+        watch_optimizers()
         self.scheme, self.qualified_name, self.choice = scheme, qualified_name, choice
         self._generation = 0
         QuantLayer.invalidate(self)

@@ -1,7 +1,7 @@
 """δ, seconds and memory of a training step by length of the responses, in both backends.
 
-Every row is one run in a process of its own: a model with random weights, heads of 64, and responses that all go on to
-the longest length. Engine and trainer have one thread unless `threads` says otherwise.
+Every row is a run in a separate process: a model with random weights, heads of 64, and responses that all have the
+longest length. Engine and trainer have one thread unless `threads` says otherwise.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def read_request(kind: type[Request], arguments: Sequence[str], *, example: str)
     """Return the pydantic dataclass `kind` of `arguments`, each of the form key=value. Raise UserError for the first
     invalid one. `example`: a command line that the message shows."""
     values: dict[str, Any] = dict(argument.partition("=")[::2] for argument in arguments)
-    keys = tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
+    keys = tuple(field.name for field in fields(kind))  # type: ignore[arg-type]  # a pydantic dataclass
     if len(values) < len(arguments) or any(key in keys and not value for key, value in values.items()):
         why = " ".join(arguments)
         raise UserError("a key is given twice or is empty", where="command line", why=why, fix=f"write {example}")

@@ -45,10 +45,12 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
                 samples[prompt.data_source] = max(samples.get(prompt.data_source, 1), prompt.samples or 1)
             with stage(f"scoring {label}"):
                 scores[label] = score_model(folder, prompts, request, settings)
-    found = tabulated(scores)
+    estimates = tabulated(scores)
     if request.output:
-        request.output.write_text(json.dumps({"samples": samples, "scores": found}, indent=2) + "\n", encoding="utf-8")
-    return table(found, samples)
+        request.output.write_text(
+            json.dumps({"samples": samples, "scores": estimates}, indent=2) + "\n", encoding="utf-8"
+        )
+    return table(estimates, samples)
 
 
 def folders(request: EvalRequest, stack: ExitStack) -> Iterator[tuple[str, Path]]:
@@ -148,28 +150,32 @@ def tabulated(scores: dict[str, Sets]) -> dict[str, dict[str, Any]]:
 
     Several sets have a last row, their average."""
     first, *others = scores.values()
-    found: dict[str, dict[str, Any]] = {}
+    estimates: dict[str, dict[str, Any]] = {}
     for name in first:
         values = {label: list(sets[name].values()) for label, sets in scores.items()}
-        found[name] = {"prompts": len(first[name])} | {label: asdict(interval(row)) for label, row in values.items()}
+        estimates[name] = {"prompts": len(first[name])} | {
+            label: asdict(interval(row)) for label, row in values.items()
+        }
         if others:
-            found[name]["difference"] = asdict(difference(list(first[name].values()), list(others[0][name].values())))
+            estimates[name]["difference"] = asdict(
+                difference(list(first[name].values()), list(others[0][name].values()))
+            )
     if len(first) > 1:
         row = {label: asdict(average({k: list(v.values()) for k, v in sets.items()})) for label, sets in scores.items()}
-        found["average of the sets"] = {"prompts": sum(map(len, first.values()))} | row
+        estimates["average of the sets"] = {"prompts": sum(map(len, first.values()))} | row
         if others:
             gaps = {
                 k: [a - b for a, b in zip(v.values(), others[0][k].values(), strict=True)] for k, v in first.items()
             }
-            found["average of the sets"]["difference"] = asdict(average(gaps))
-    return found
+            estimates["average of the sets"]["difference"] = asdict(average(gaps))
+    return estimates
 
 
-def table(found: dict[str, dict[str, Any]], samples: dict[str, int]) -> str:
+def table(estimates: dict[str, dict[str, Any]], samples: dict[str, int]) -> str:
     """Return the estimates as a Markdown table in percent."""
-    models = [label for label in next(iter(found.values())) if label != "prompts"]
+    models = [label for label in next(iter(estimates.values())) if label != "prompts"]
     lines = [f"| set | prompts | mean@ | {' | '.join(models)} |", "|" + "---|" * (3 + len(models))]
-    for name, row in found.items():
+    for name, row in estimates.items():
         cells = [name, str(row["prompts"]), str(samples.get(name, ""))]
         for model in models:
             estimate, sign = Estimate(**row[model]), "+" if model == "difference" else ""

@@ -117,7 +117,7 @@ def test_which_weights_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def scored(**more: object) -> list[str]:
         asked.clear()
         with ExitStack() as stack:
-            found = list(folders(EvalRequest(run, **more), stack))  # type: ignore[arg-type]
+            found = list(folders(EvalRequest(run, **more), stack))  # type: ignore[arg-type]  # keys of several types
             assert all(path.parent.is_dir() for _, path in found)
         return [label for label, path in found if path == run / "export" or path == Path(other)]
 

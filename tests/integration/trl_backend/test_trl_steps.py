@@ -19,6 +19,7 @@ from qarl.align.levels import engine_arithmetic
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, MismatchError
 from qarl.quant.convert import published_forward
+from qarl.rollout.publish.manifest import PublishReport
 from qarl.trl import QaRLConfig, QaRLTrainer, trainer
 from qarl.trl.config import RUN_KEYS
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
@@ -38,7 +39,7 @@ class Engine:
         self.generator = torch.Generator().manual_seed(0)
 
     def publish(self, tensors: Any, version: int) -> Any:
-        return SimpleNamespace(sent_bytes=0, is_delta=False, seconds={})
+        return PublishReport.of(list(tensors), {}, version, {})
 
     def sleep(self) -> None:
         pass

@@ -1,7 +1,8 @@
 """δ, seconds and memory of a training step by length of the responses, in both backends.
 
-Every row is a run in a separate process: a model with random weights, heads of 64, and responses that all have the
-longest length. Engine and trainer have one thread unless `threads` says otherwise.
+A model with random weights and heads of 64; all responses of a row have its length. Locally a process takes a step of
+each length, the shortest first, so that the process's peak is that of the row. In verl every row is a run. Engine and
+trainer have one thread unless `threads` says otherwise.
 """
 
 from __future__ import annotations
@@ -57,21 +58,23 @@ def long_responses(
             kind: random_twin(Path(parent) / kind, source=folder, **SHAPE)
             for kind, folder in (("dense", "tiny-qwen3"), ("experts", "tiny-qwen3-moe"))
         }
-        for backend, kind, length, scheme, level in (
-            (b, k, t, s, v) for b in backends for k in kinds for t in tokens for s in schemes for v in levels
+        for backend, kind, scheme, level in (
+            (b, k, s, v) for b in backends for k in kinds for s in schemes for v in levels
         ):
+            names = {length: f"{backend} | {kind} | {scheme} | {length} | {level}{ending}" for length in sorted(tokens)}
+            lengths = [length for length, name in names.items() if record.wants(name)]
             skipped = (level == "linears" and scheme == "bf16") or (backend == "verl" and level != "model")
-            name = f"{backend} | {kind} | {scheme} | {length} | {level}{ending}"
-            if skipped or not record.wants(name):
+            if skipped or not lengths:
                 continue
-            settings = keys(kind, models[kind], scheme, length, level, prompt)
             if backend == "verl":
-                row = verl_row(settings, length)
+                rows = (verl_row(keys(kind, models[kind], scheme, n, level, prompt), n) for n in lengths)
             else:
                 environment = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_ATTN_SPLIT_KV": str(split_keys)}
-                (row,) = in_process(local_row, settings, prompt, **environment)
+                settings = keys(kind, models[kind], scheme, lengths[-1], level, prompt)
+                (rows,) = in_process(local_rows, settings, prompt, lengths, **environment)
             exact = level in ("model", "exact") and promised
-            record.add(name, row, ok=row["tokens"] == 4 * length and not (exact and row["max"]))
+            for length, row in zip(lengths, rows, strict=True):
+                record.add(names[length], row, ok=row["tokens"] == 4 * length and not (exact and row["max"]))
 
 
 def keys(kind: str, model: Path, scheme: str, length: int, level: str, prompt: int) -> Row:
@@ -95,10 +98,8 @@ def keys(kind: str, model: Path, scheme: str, length: int, level: str, prompt: i
     }
 
 
-def local_row(settings: Row, prompt: int) -> Row:
-    """Take a short step to warm up and a measured one, in the process of this row."""
-    import resource
-
+def local_rows(settings: Row, prompt: int, lengths: list[int]) -> list[Row]:
+    """Take a short step to warm up, and a measured one of each length."""
     import torch
 
     from qarl.data.prompts import Prompt, PromptDataset
@@ -117,21 +118,26 @@ def local_row(settings: Row, prompt: int) -> Row:
         trainer.parts.train_prompts = PromptDataset([Prompt(i, "random", [], row, "") for i, row in enumerate(rows)])
         with trainer.engine:
             trainer.publish()
-            short = config.data.model_copy(update={"max_response_length": 16})
-            trainer.config = config.model_copy(update={"data": short})
-            trainer.train_step()
-            trainer.config = config
-            trainer.timer.pop()
-            start = time.monotonic()
-            metrics = trainer.train_step()
-            seconds = {"step": round(time.monotonic() - start, 2)}
+            local_row(trainer, 16)
+            return [local_row(trainer, length) for length in lengths]
+
+
+def local_row(trainer: Any, length: int) -> Row:
+    """Take a step whose responses have `length` tokens."""
+    import resource
+
+    data = trainer.config.data.model_copy(update={"max_response_length": length})
+    trainer.config = trainer.config.model_copy(update={"data": data})
+    trainer.timer.pop()
+    start = time.monotonic()
+    metrics = trainer.train_step()
+    seconds = {"step": round(time.monotonic() - start, 2)}
     phases = trainer.timer.pop()
     seconds |= {name: round(phases[f"timing_s/{name}"], 2) for name in PHASES}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return measured(metrics, 4 * metrics["response_length/mean"]) | {
         "level_applied": trainer.policy.align,
         "seconds": seconds,
-        "peak_mb": peak // 1024,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
 
 

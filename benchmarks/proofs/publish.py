@@ -6,9 +6,7 @@ import json
 import os
 import random
 import resource
-import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import torch
 
 from benchmarks.proofs.harness import QUIET, TINY, Record, Row, batch_of, in_process, log_probs, run_config
-from qarl.bench.model import Source, write_model
 from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors, save_model
 from qarl.checkpoint.export import export, read_request
 from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
@@ -27,12 +24,8 @@ from qarl.diagnose.diagnosis import with_keys
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig
-from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import DeltaSender
 from qarl.trainer.loop import train
-from qarl.trainer.master_optimizer import MasterOptimizer
 from qarl.trainer.policy import Policy
-from qarl.trainer.prepare import engine_config
 
 IGNORE = ("lm_head",)
 STRESS_PROMPTS = [[3 + i % 17, 5 + i % 11, 8 + i % 13, 4 + i % 29, 3] for i in range(64)]
@@ -119,128 +112,6 @@ def publish_stress(
         row = {"scheme": scheme, "publishes": publishes, "equal_to_a_fresh_engine": equal}
         row |= {"a_b_a_returns_to_a": returns, "tensors_moved": moved, "peak_memory_growth_mb": growth}
         record.add(scheme, row, ok=equal == publishes and returns and not moved and growth < GROWTH_MB)
-
-
-DELTA_RUNS = (
-    ("quickstart.yaml", "w4a16", 1e-6, 1.0),
-    ("quickstart.yaml", "w4a16", 1e-4, 1.0),
-    *(("quickstart.yaml", scheme, 1e-6, 0.1) for scheme in ("w8a8", "fp8", "bf16")),
-    *(("quickstart_moe.yaml", scheme, 1e-6, 0.1) for scheme in ("w4a16", "bf16")),
-    *(("random", "w4a16", lr, 0.02) for lr in (1e-6, 1e-4)),
-)
-"""Config, scheme, learning rate, and the share of `publishes`. `random`: six layers of width 1024, random weights."""
-WIDE = {
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
-
-
-def copied(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of every parameter and buffer, under every name that it has."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor.detach().clone() for name, tensor in named}
-
-
-def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> int:
-    """Return the number of tensors that are not equal byte for byte, or that only one of the two has."""
-
-    def raw(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().view(-1).view(torch.uint8)
-
-    return len(a.keys() ^ b.keys()) + sum(not torch.equal(raw(a[name]), raw(b[name])) for name in a.keys() & b.keys())
-
-
-def publish_delta(record: Record, *, publishes: int = 1000) -> None:
-    """After each of an optimizer's updates, publish the changes, then everything through a second receiver.
-
-    After both, the bytes of every parameter and buffer of the engine are compared, and what the first receiver and a
-    sender keep with the trainer's tensors. `encode` are the seconds in which a sender finds and encodes the changes.
-    """
-    for config, scheme, lr, share in DELTA_RUNS:
-        if record.wants(name := f"{config} | {scheme} | {lr}"):
-            with tempfile.TemporaryDirectory() as parent:
-                row = _deltas(config, scheme, lr, max(int(publishes * share), 1), Path(parent))
-            record.add(name, row, ok=not (row["tensors_that_differ"] or row["different_answers"]))
-
-
-def _deltas(config_name: str, scheme: str, lr: float, publishes: int, parent: Path) -> Row:
-    settings: Row = {
-        "output_dir": parent,
-        "optim.lr": lr,
-        "quant.scheme": scheme,
-        "rollout.cpu_kvcache_space_gib": 0.25,
-    }
-    if config_name == "random":
-        write_model(Source("random", WIDE), 6, parent / "model")
-        settings |= {"model.path": parent / "model", "quant.group_size": 128}
-    config = run_config("quickstart.yaml" if config_name == "random" else config_name, settings)
-    policy, generator = Policy.load(config), torch.Generator().manual_seed(0)
-    optimizer = MasterOptimizer(policy.model.named_parameters(), config.optim, seed=0, total_training_steps=publishes)
-    prompts = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(16)]
-    columns: dict[str, list[float]] = {}
-    wrong = others = 0
-    with RolloutEngine(engine_config(config, policy)) as engine:
-        assert engine.receiver is not None
-        core: Any = engine.llm.llm_engine.engine_core
-        runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-        second, outbox = WeightReceiver.of_runner(runner, engine.expected), DeltaSender()
-        tensors = list(policy.quantize())
-        full = engine.publish(tensors, version=0)
-        engine.receiver.feed(outbox.stream(tensors, version=0, receivers=[None]))
-        for version in range(1, publishes + 1):
-            _update(policy, optimizer, generator)
-            tensors, start = list(policy.quantize()), time.perf_counter()
-            stream = list(outbox.stream(tensors, version=version, receivers=[engine.receiver.fingerprint]))
-            encoded = time.perf_counter()
-            engine.receiver.feed(stream)
-            sent, changed, cached = time.perf_counter(), copied(engine.model()), engine.receiver.cache
-            wrong += cached is None or differ(dict(tensors), cached.tensors)
-            wrong += differ(dict(tensors), outbox.cache.tensors)
-            answers = _greedy(engine, prompts, 12) if version % 100 == 0 else None
-            again = time.perf_counter()
-            second.write_all(tensors, version=version)
-            row = {"full_seconds": time.perf_counter() - again, "delta_seconds": sent - encoded}
-            wrong += differ(changed, copied(engine.model()))
-            others += answers is not None and _greedy(engine, prompts, 12) != answers
-            row |= {
-                "encode_seconds": encoded - start,
-                "deltas": float(outbox.tally.known),
-                "delta_bytes": outbox.tally.bytes,
-            }
-            row["delta_payload_bytes"] = sum(t.nbytes for name, t in stream if not name.startswith("qarl."))
-            row |= {name.removeprefix("publish/"): value for name, value in outbox.tally.metrics().items()}
-            for name, value in row.items():
-                columns.setdefault(name, []).append(value)
-    return {
-        "publishes": publishes,
-        "deltas": int(sum(columns.pop("deltas"))),
-        "tensors_that_differ": wrong,
-        "different_answers": others,
-        "without_changed_codes": sum(not value for value in columns.get("changed_codes_frac", ())),
-        "full_bytes": full.bytes,
-        "bf16_bytes": 2 * sum(parameter.numel() for parameter in policy.model.parameters()),
-        "delta_bytes_max": max(columns["delta_bytes"]),
-    } | {f"{name}_median": statistics.median(values) for name, values in columns.items()}
-
-
-def _update(policy: Policy, optimizer: MasterOptimizer, generator: torch.Generator) -> None:
-    """Take a step of random advantages of random responses: only the size of the update is realistic."""
-    tokens = torch.randint(0, policy.model.config.vocab_size, (4, 24), generator=generator)
-    advantages = torch.randn(4, 1, generator=generator)
-    values = policy.model(input_ids=tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-    (-(advantages * values.gather(-1, tokens[:, 1:, None]).squeeze(-1)).mean()).backward()
-    optimizer.accumulate()
-    optimizer.clip_grad_norm(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 EXPORTED = {"dense": "quickstart.yaml", "experts": "quickstart_moe.yaml"}

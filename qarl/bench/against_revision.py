@@ -34,7 +34,7 @@ PHASES = {"rollout": "rollout", "old_log_probs": "old_log_prob"} | {
 """Name in the table -> name in `timing_s/*` of metrics.jsonl."""
 CHECKOUT = Path(__file__).resolve().parents[2]
 _QUIET = ("resume_mode=disable", "val_before_train=false", "test_freq=-1", "save_freq=-1", "save_final=false",
-          "plots=false", "report=false", "logger=[console]")  # fmt: skip
+          "plots=false", "logger=[console]")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ def long_responses(
         models = {
             kind: random_twin(Path(parent) / kind, source=folder, **SHAPE)
             for kind, folder in (("dense", "tiny-qwen3"), ("experts", "tiny-qwen3-moe"))
+            if kind in kinds
         }
         for backend, kind, scheme, level in (
             (b, k, s, v) for b in backends for k in kinds for s in schemes for v in levels

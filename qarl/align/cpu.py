@@ -8,6 +8,7 @@
                computes in FP32. The attention function then rounds queries and keys.
     attention  `qarl_engine`, vLLM's own operator (level `exact`). Where it cannot be called, `qarl_fp32`, in PyTorch
                with FP32 products of the BF16 operands (level `model`)
+    linears    with AMX, BF16 linears and lm_head by the engine's function (`qarl.kernels.cpu.bf16_linear`)
 
 All other parts, such as SwiGLU, the embedding and lm_head, already round in the same way on both sides. To align a
 layer, its class is replaced by a subclass with the same name. Parameters, state-dict keys, hooks, gradient
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qarl.align.packed_attention import check_plain, in_rows, lengths_of_rows
-from qarl.kernels.cpu import layer_ops
+from qarl.kernels.cpu import bf16_linear, layer_ops
 
 
 class AlignedRMSNorm(nn.Module):
@@ -45,6 +46,16 @@ class AlignedRMSNorm(nn.Module):
         x = hidden_states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return x.to(self.weight.dtype) * self.weight
+
+
+class AlignedLinear(nn.Module):
+    """BF16 linear whose rows do not depend on each other (`qarl.kernels.cpu.bf16_linear`)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return bf16_linear.linear(input, self.weight, self.bias)
 
 
 class AlignedDecoderLayer(nn.Module):

@@ -28,12 +28,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from qarl.align.config_verdicts import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.cpu import (
     ENGINE_ATTENTION,
     FP32_ATTENTION,
     AlignedDecoderLayer,
+    AlignedLinear,
     AlignedRMSNorm,
     align_module,
     engine_attention,
@@ -155,6 +157,9 @@ def _align_on_cpu(model: Any, experts: Mapping[str, QuantExperts], *, exact: boo
         align_module(router, AlignedRouter)
     for name, replacement in experts.items():
         model.set_submodule(name, replacement)
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    for linear in linears if torch.cpu._is_amx_tile_supported() else ():
+        align_module(linear, AlignedLinear)
     count = len(model.model.layers)
     replaced = {"decoder layers (residual, rotary)": count, "norms": len(norms), f"attentions ({attention})": count}
     return replaced | {"routers": len(routers(model)), "BF16 experts": len(experts)}

@@ -22,8 +22,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from qarl.kernels.cpu import bf16_linear
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits [T, E], weights [T, k] and experts [T, k] int64."""
@@ -41,7 +42,7 @@ class AlignedRouter(nn.Module):
     norm_topk_prob: bool
 
     def forward(self, hidden_states: torch.Tensor) -> RouterOutput:
-        logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        logits = bf16_linear.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         experts = torch.topk(logits, self.top_k, dim=-1, sorted=False).indices
         return logits, engine_weights(logits, experts, renormalize=self.norm_topk_prob), experts
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from qarl.align.config_verdicts import check_config_keys
+from qarl.align.cpu import AlignedLinear
 from qarl.align.families import FAMILIES, shown_mismatch
 from qarl.align.levels import resolve_level, unconfirmed
 from qarl.checks.layers import FUSED_LAYERS, meta_model
@@ -23,6 +24,13 @@ from qarl.vllm_versions import check_head_dtype
 _WHERE = "model.path: config.json"
 PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 """Families whose logits are lm_head's unchanged output. Other families cap or scale this output."""
+
+
+def has_plain_head(model: Any) -> bool:
+    """Return whether the logits of a transformers causal LM are the product with lm_head's weight, and nothing more."""
+    head = model.get_output_embeddings()
+    plain = type(head) is nn.Linear or isinstance(head, AlignedLinear)
+    return model.config.model_type in PLAIN_HEADS and plain and head.bias is None
 
 
 def check_served(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:

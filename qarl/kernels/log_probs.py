@@ -48,6 +48,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from qarl.kernels.cpu.bf16_linear import product_with
+
 LOGITS_AT_A_TIME = 2**27
 """Number of logits in a block. The backward of a block needs 2.3 GiB for them."""
 _ROW_MULTIPLE = 64  # blocks of whole tiles
@@ -93,8 +95,9 @@ def log_probs_and_entropies(
     """
     log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
     entropies = torch.empty_like(log_probs)
+    multiply = product_with(weight)
     for block in _blocks(len(hidden), rows or rows_at_a_time(weight.shape[0])):
-        every = (F.linear(hidden[block], weight).float() / temperature).log_softmax(-1)
+        every = (multiply(hidden[block]).float() / temperature).log_softmax(-1)
         log_probs[block] = every.gather(1, tokens[block, None])[:, 0]
         entropies[block] = every.exp().mul_(every).sum(-1).neg_()
         del every  # the next block needs its memory
@@ -152,8 +155,9 @@ class LogitsInBlocks:
         """Return `packed_sampling_mask` of the logits."""
         packed = self.hidden.new_empty(len(self.hidden), packed_width(len(self.weight)), dtype=torch.uint8)
         outside = torch.empty_like(tokens, dtype=torch.bool)
+        multiply = product_with(self.weight)
         for block in _blocks(len(self.hidden), rows_at_a_time(len(self.weight))):
-            logits = F.linear(self.hidden[block], self.weight)
+            logits = multiply(self.hidden[block])
             packed[block], outside[block] = packed_sampling_mask(
                 logits, tokens[block], truncation, temperature=temperature
             )
@@ -238,9 +242,9 @@ class _ChosenLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, tokens)
         ctx.temperature, ctx.rows, ctx.mask = temperature, rows, mask
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        top = torch.empty_like(tokens)
+        top, multiply = torch.empty_like(tokens), product_with(weight)
         for block in _blocks(len(hidden), rows):
-            logits = F.linear(hidden[block], weight)
+            logits = multiply(hidden[block])
             log_probs[block], top[block] = log_probs_of_logits(
                 logits, tokens[block], temperature=temperature, mask=None if mask is None else mask[block]
             )
@@ -255,9 +259,9 @@ class _ChosenLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         blocks = _blocks(len(hidden), ctx.rows)
         total = torch.zeros_like(weight, dtype=torch.float32) if need_weight and len(blocks) != 1 else None
-        grad_weight = None
+        grad_weight, multiply = None, product_with(weight)
         for block in blocks:
-            logits = F.linear(hidden[block], weight).requires_grad_()
+            logits = multiply(hidden[block]).requires_grad_()
             mask = None if ctx.mask is None else ctx.mask[block]
             with torch.enable_grad():
                 log_probs, _ = log_probs_of_logits(logits, tokens[block], temperature=ctx.temperature, mask=mask)

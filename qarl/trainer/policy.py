@@ -21,7 +21,7 @@ from qarl.align import align_model
 from qarl.align.cpu import uses_engine_attention
 from qarl.align.packed_attention import attends_in_rows
 from qarl.align.router import differing_tokens, recorded_routing, replayed_routing, replays
-from qarl.checks.model import PLAIN_HEADS, no_fp32_head
+from qarl.checks.model import has_plain_head, no_fp32_head
 from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
 from qarl.errors import UserError
 from qarl.kernels.log_probs import LOGITS_AT_A_TIME, LogitsInBlocks, Truncation, WholeLogits
@@ -266,8 +266,7 @@ class Policy:
     @property
     def plain_head(self) -> bool:
         """Whether the logits are lm_head's unchanged output."""
-        head = self.model.get_output_embeddings()
-        return self.model.config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
+        return has_plain_head(self.model)
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors to publish. The forward of quantized layers uses these tensors."""

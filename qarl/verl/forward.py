@@ -34,13 +34,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from verl.utils import tensordict_utils as tu
 
 from qarl.align.router import RecordedRouting, known_routing, recorded_routing, replayed_routing
 from qarl.align.router import differing_tokens as differing
-from qarl.checks.model import PLAIN_HEADS, no_fp32_head
+from qarl.checks.model import has_plain_head, no_fp32_head
+from qarl.kernels.cpu import bf16_linear
 from qarl.kernels.log_probs import chosen_log_probs, log_probs_and_entropies
 
 _OTHER_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "use_fused_kernels")
@@ -69,7 +69,7 @@ class LogProbHead(nn.Linear):
         if self.fp32:
             input, weight = input.float(), weight.float()
         if request is None:
-            return F.linear(input, weight)
+            return bf16_linear.linear(input, weight)
         compute = log_probs_and_entropies if request.entropy else chosen_log_probs
         weight = weight[: self.vocabulary]
         log_probs, second = compute(input[0], weight, request.tokens, temperature=request.temperature)
@@ -84,7 +84,7 @@ def replace_head(module: Any, vocabulary: int, head_dtype: str = "model") -> Log
     and the old one cannot be replaced.
     """
     head = module.get_output_embeddings()
-    if module.config.model_type not in PLAIN_HEADS or type(head) is not nn.Linear or head.bias is not None:
+    if not has_plain_head(module):
         if head_dtype == "fp32":
             raise no_fp32_head(module.config.model_type)
         return None

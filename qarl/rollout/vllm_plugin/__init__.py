@@ -1,11 +1,12 @@
 """QaRL's plugin for vLLM. vLLM loads it in each of its processes through the entry point `vllm.general_plugins`.
 
-On a CPU, the plugin adds three things that vLLM 0.29 lacks:
+On a CPU, the plugin adds four things that vLLM 0.29 lacks:
 
 - W4A16, W8A8 and FP8 experts, in the format of compressed-tensors. They are multiplied by the same function as in the
   trainer (`qarl.kernels.vllm_experts`).
 - Correct BF16 experts after a reload of weights. vLLM alone returns wrong outputs.
 - The routing: the experts that each token was sent to.
+- With AMX, BF16 linears whose rows do not depend on the rows beside them (`cpu_linears.py`).
 
 On other devices, vLLM's own backends serve experts.
 
@@ -14,8 +15,7 @@ On every device, the plugin also registers two things:
 - QaRL's own linear kernels, which an engine uses only if `quant.kernels` asks for them (`linears.py`).
 - The transfer engine `qarl`, which receives publishes from another process or host (`transfer.py`).
 
-`cpu_experts.py`, `linears.py` and `transfer.py` have the classes that are registered. Nothing is patched, because vLLM
-has a registry for each class.
+These modules have the classes that are registered. Nothing is patched, because vLLM has a registry for each class.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qarl.vllm_versions import transfer_factories
 ENTRY_POINT = "qarl"
 """The plugin's name in `vllm.general_plugins`. The environment variable VLLM_PLUGINS uses the same name."""
 _CALLED = "vLLM has not called it"
-_why_not: dict[str, str | None] = {"linears": _CALLED, "cpu_experts": _CALLED}
+_why_not: dict[str, str | None] = {"linears": _CALLED, "cpu_experts": _CALLED, "cpu_linears": _CALLED}
 """Module of the plugin -> why its classes are not registered in this process, or None if they are or are not needed."""
 
 
@@ -48,7 +48,7 @@ def register() -> None:
         if why_not is None:
             continue
         try:
-            if module != "cpu_experts" or current_platform.is_cpu():
+            if not module.startswith("cpu_") or current_platform.is_cpu():
                 importlib.import_module(f"{__name__}.{module}").register()
             _why_not[module] = None
         except (ImportError, AttributeError, TypeError, AssertionError) as error:

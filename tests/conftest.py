@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +16,7 @@ import torch
 from bad_runs import CONFIG, EngineConstructed, Refusal, row, write_rows
 from checkout import ROOT
 from config_problems import MINIMAL
-from cpu_features import needs_vllm_cpu
+from cpu_features import FP8_EMULATED, fp8_is_emulated, needs_vllm_cpu
 from random_models import save_random_model
 from verl_runs import quickstart
 
@@ -61,7 +61,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("vllm"):
             item.add_marker(needs_vllm_cpu)
+        if _multiplies_fp8(item, folders) and fp8_is_emulated():
+            item.add_marker(pytest.mark.skip(reason=FP8_EMULATED))
     _long_files_first(items)
+
+
+def _multiplies_fp8(item: pytest.Item, folders: Sequence[str]) -> bool:
+    scheme = isinstance(item, pytest.Function) and hasattr(item, "callspec") and "fp8" in item.callspec.id.split("-")
+    engines = any(item.get_closest_marker(mark) for mark in ("vllm", "verl"))
+    return scheme and (engines or "kernels" in folders)
 
 
 def _long_files_first(items: list[pytest.Item]) -> None:

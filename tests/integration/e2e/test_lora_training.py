@@ -7,10 +7,13 @@ import shutil
 
 import pytest
 import torch
+from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, config
 from fresh_vllm import greedy_in_a_fresh_vllm
+from random_moe import save_random_moe
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from qarl.__main__ import main
 from qarl.checkpoint.resumable import open_checkpoint
@@ -23,7 +26,9 @@ from qarl.trainer.resume import open_run
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
 LORA = ["lora.r=8", "optim.lr=3e-3", "trainer.val_max_prompts=16"]
-MOE = ["model.path=models/tiny-qwen3-moe", 'quant.ignore=["lm_head","re:.*mlp[.]gate$"]']
+RANDOM = f"reward.function={ROOT / 'benchmarks/proofs/lengths_reward.py'}:reward"
+"""Random weights get no reward for their answers."""
+MOE = [RANDOM, 'quant.ignore=["lm_head","re:.*mlp[.]gate$"]']
 CASES = [
     ["quant.scheme=w4a16"],
     ["quant.scheme=w8a8"],
@@ -51,6 +56,11 @@ def run_steps(tmp_path, steps: int, *overrides: str) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("overrides", CASES, ids=NAMES)
 def test_adapters_train_without_a_mismatch(tmp_path, overrides):
+    if RANDOM in overrides:
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny-qwen3")
+        model = save_random_moe(tmp_path / "experts", vocab_size=len(tokenizer))
+        tokenizer.save_pretrained(model)
+        overrides = [*overrides, f"model.path={model}"]
     for step in run_steps(tmp_path, 3, *overrides):
         assert step["mismatch/abs_max"] == 0
         assert step["actor/grad_norm"] > 0

@@ -48,7 +48,9 @@ def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, h
         impl.do_kv_cache_update(layer, k, v, kv_cache, slots)
         expected = impl.forward(layer, q, k, v, kv_cache, metadata, torch.empty_like(q))
         assert torch.equal(exact[row], expected)
-        torch.testing.assert_close(close[row], expected, rtol=2**-7, atol=1e-3)
+        # AMX multiplies values by weights that are rounded to BF16.
+        rounding = value.abs().max().item() * 2**-9 if torch.cpu._is_amx_tile_supported() else 1e-3
+        torch.testing.assert_close(close[row], expected, rtol=2**-7, atol=rounding)
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 32), (9, 3, 64), (2, 2, 16)])
@@ -109,7 +111,7 @@ def test_queries_are_scaled_without_rounding():
 
 @needs_engine_attention
 def test_the_engines_operator_gets_a_prompt_as_one_prefill_and_tokens_as_decodes(monkeypatch):
-    """As in the rollout: with AMX tiles the bits are the same either way, with vectors they are not."""
+    """As in the rollout, whose bits are not those of a prefill of the whole row."""
     from vllm import _custom_ops as ops
 
     original, asked = ops.cpu_attn_get_scheduler_metadata, []

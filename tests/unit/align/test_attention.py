@@ -110,6 +110,18 @@ def test_queries_are_scaled_without_rounding():
 
 
 @needs_engine_attention
+@pytest.mark.parametrize("operand", [0, 1, 2])
+def test_operands_are_rounded_once(operand):
+    """1 + 2^-8 + 2^-12 is nearer to the BF16 number above it. Rounded to FP16 first, it would be halfway."""
+    tensors = [tensor.float() for tensor in random_attention(2, 40)]
+    tensors[operand] = tensors[operand].sign() * (1 + 2**-8 + 2**-12)
+    rounded = [tensor.bfloat16() for tensor in tensors]
+    for attention in (engine_attention, fp32_attention):
+        output = attention(torch.nn.Module(), *tensors, None, 0.2)[0]
+        assert torch.equal(output, attention(torch.nn.Module(), *rounded, None, 0.2)[0])
+
+
+@needs_engine_attention
 def test_the_engines_operator_gets_a_prompt_as_one_prefill_and_tokens_as_decodes(monkeypatch):
     """As in the rollout, whose bits are not those of a prefill of the whole row."""
     from vllm import _custom_ops as ops

@@ -7,6 +7,7 @@ import torch
 from cpu_features import needs_engine_attention
 
 from qarl.align.cpu import causal_gradients, engine_attention, fp32_attention
+from qarl.kernels.cpu.layer_ops import _calls_of_rows
 
 
 def random_attention(
@@ -149,6 +150,21 @@ def test_a_row_of_attention_does_not_depend_on_the_rows_beside_it_or_on_what_fol
             assert torch.equal(part, whole[rows])
     short = engine_attention(torch.nn.Module(), query[:, :, :70], key[:, :, :70], value[:, :, :70], None, 0.2)[0]
     assert torch.equal(short, engine_attention(torch.nn.Module(), query, key, value, None, 0.2)[0][:, :70])
+
+
+@pytest.mark.parametrize(
+    ("threads", "rows", "calls"),
+    [
+        (1, [(720, 700), (37, 20), (4, 0)], [3]),
+        (2, [(720, 700), (37, 20), (4, 0)], [1, 2]),
+        (2, [(37, 32), (4, 0), (34, 33), (5, 1)], [2, 1, 1]),
+        (1, [(4000, 1), (96, 1), (1, 1), (5000, 9), (2, 1)], [2, 1, 1, 1]),
+    ],
+)
+def test_rows_share_a_call_where_none_of_them_can_be_cut(threads, rows, calls):
+    """Several threads cut a prompt of more than 32 tokens. A call of several rows has at most 4,096 tokens."""
+    made = _calls_of_rows(tuple(rows), threads)
+    assert [len(call) for call in made] == calls and [row for call in made for row in call] == rows
 
 
 @needs_engine_attention

@@ -43,23 +43,30 @@ ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "TRL_EXPERIM
 def train(settings: dict[str, Any]) -> Row:
     """Train as `settings` says, and return logs, digests and seconds of this process."""
     from datasets import load_dataset
+    from peft import LoraConfig
     from transformers import TrainerCallback
 
     from qarl.trl import QaRLConfig, QaRLTrainer
 
     kill_at, resume, save = (settings.pop(key, None) for key in ("kill_at", "resume", "save_quantized"))
     row: Row = {"digests": {}}
+    lora = settings.pop("lora", None)
+
+    def trained() -> Any:
+        adapters = trainer.policy.adapters
+        return adapters.tensors().items() if adapters else trainer.policy.quantize()
 
     class Recorder(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            row["digests"][state.global_step] = digest(trainer.policy.quantize())
+            row["digests"][state.global_step] = digest(trained())
             if state.global_step == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     model, file = settings.pop("model"), settings.pop("data")
     data = load_dataset(Path(file).suffix[1:].replace("jsonl", "json"), data_files=file, split="train")
     held_out = data.select(range(8)) if "eval_strategy" in settings else None
-    trainer = QaRLTrainer(model, reward, QaRLConfig(**settings), data, held_out, callbacks=[Recorder()])
+    more: dict[str, Any] = {"peft_config": LoraConfig(**lora)} if lora else {}
+    trainer = QaRLTrainer(model, reward, QaRLConfig(**settings), data, held_out, callbacks=[Recorder()], **more)
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)
     row |= {"seconds": time.perf_counter() - start, "level": trainer.policy.align}
@@ -163,10 +170,10 @@ def local(seed: int, rollouts: int) -> Row:
     return learned([entry["critic/score/mean"] for entry in steps], seconds[len(seconds) // 2])
 
 
-def two_processes() -> Row:
+def two_processes(**settings: Any) -> Row:
     """Ten optimizer steps on two processes: δ, and whether both published the same tensors after each step."""
     halves = {"per_device_train_batch_size": 24, "max_steps": 10, "logging_steps": 1}
-    first, second = run(halves, processes=2)
+    first, second = run(halves | settings, processes=2)
     return {
         "steps": len(first["digests"]),
         "digests_equal": first["digests"] == second["digests"],
@@ -176,9 +183,9 @@ def two_processes() -> Row:
     }
 
 
-def resumed() -> Row:
+def resumed(**settings: Any) -> Row:
     """A run of 12 steps, and one that is killed after step 9 and resumes from its checkpoint of step 6."""
-    saving = {"max_steps": 12, "logging_steps": 1, "save_strategy": "steps", "save_steps": 6}
+    saving = {"max_steps": 12, "logging_steps": 1, "save_strategy": "steps", "save_steps": 6} | settings
     (whole,) = run(saving)
     with tempfile.TemporaryDirectory() as folder:
         run(saving | {"output_dir": folder, "kill_at": 9}, may_die=True)

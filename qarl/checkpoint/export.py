@@ -48,21 +48,18 @@ def export(request: ExportRequest) -> str:
     import torch
 
     from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, weight_files, write_model
-    from qarl.checkpoint.export_adapter import export_adapter
+    from qarl.checkpoint.export_adapter import export_adapter, open_trained
     from qarl.checkpoint.read_weights import find_checkpoint, open_source, read_all, reading
-    from qarl.checkpoint.resumable import open_checkpoint
     from qarl.checkpoint.storage import recover, whole_folder
-    from qarl.lora.adapter import WEIGHTS_FILE
     from qarl.quant.scheme import get_scheme
 
     folder = find_checkpoint(request.run, request.step)
     check_output(request.output, folder, overwrite=request.overwrite)
     trust = request.trust_remote_code
-    if (folder / WEIGHTS_FILE).is_file():
-        with reading(folder):
-            checkpoint = open_checkpoint(folder)
-            text = export_adapter(checkpoint, request.output, request.format, request.max_shard_size, trust)
-        return f"{request.output}: step {checkpoint.step} of {request.run}, {text}"
+    with reading(folder):
+        if trained := open_trained(folder, trust_remote_code=trust):
+            text = export_adapter(trained, request.output, request.format, request.max_shard_size, trust)
+            return f"{request.output}: step {trained.step} of {request.run}, {text}"
     with reading(folder):
         source = open_source(folder, trust_remote_code=trust)
         quant = source.config["quant"]

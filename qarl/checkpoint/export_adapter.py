@@ -10,21 +10,45 @@ so its log-probs would not be those of the run.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, read_tensors, save_model
-from qarl.checkpoint.resumable import Checkpoint, tensor_digest
+from qarl.checkpoint.read_weights import BASE_FILE, open_source
+from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
 from qarl.errors import UserError
-from qarl.lora.adapter import FOLDER, read_adapter
+from qarl.lora.adapter import FOLDER, WEIGHTS_FILE, A, Adapter, read_adapter
 from qarl.quant.scheme import get_scheme
 
 
-def export_adapter(
-    checkpoint: Checkpoint, output: Path, format: str, max_shard_bytes: int, trust_remote_code: bool
-) -> str:
+class Trained(NamedTuple):
+    """What a checkpoint with an adapter has. `published`: the digests of the base's tensors, by name."""
+
+    step: int
+    config: Mapping[str, Any]
+    published: Mapping[str, str]
+    adapter: Adapter
+
+
+def open_trained(folder: Path, *, trust_remote_code: bool = False) -> Trained | None:
+    """Open the checkpoint in `folder`. Return None if it has no adapter. Raise UserError if it is damaged."""
+    if (folder / WEIGHTS_FILE).is_file():
+        checkpoint = open_checkpoint(folder)
+        return Trained(checkpoint.step, checkpoint.config, checkpoint.state["published"], read_adapter(folder))
+    if not (base := folder / "actor" / BASE_FILE).is_file():
+        return None
+    source = open_source(folder, trust_remote_code=trust_remote_code)
+    tensors, lora = dict(source.bf16()), source.config["lora"]
+    leaves = tuple(sorted({name.removesuffix(A).rpartition(".")[2] for name in tensors if name.endswith(A)}))
+    adapter = Adapter(lora["r"], lora["alpha"] or lora["r"], leaves, source.config["model"]["path"], tensors)
+    return Trained(source.step, source.config, json.loads(base.read_text(encoding="utf-8"))["published"], adapter)
+
+
+def export_adapter(trained: Trained, output: Path, format: str, max_shard_bytes: int, trust_remote_code: bool) -> str:
     """Write base and adapter to `output`. Return a few words about them. The arguments are those of `qarl export`.
 
     Raise UserError if `format` is not "quantized", or if the model's folder no longer has the base of the run."""
@@ -34,14 +58,14 @@ def export_adapter(
             why="the adapter would have to be merged into an unquantized base, but it was trained on the quantized one",
             fix="use format=quantized, which writes base and adapter; peft's merge_and_unload merges them",
         )
-    quant, path = checkpoint.config["quant"], checkpoint.config["model"]["path"]
+    quant, path = trained.config["quant"], trained.config["model"]["path"]
     scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
     base = _local(path)
     files = ModelFiles.from_folder(base, trust_remote_code=trust_remote_code)
     linears = linears_of(base, scheme, quant["ignore"], trust_remote_code=trust_remote_code)
     rounded = ((name, tensor.bfloat16()) for name, tensor in read_tensors(base))
-    tensors = _as_recorded(packed(rounded, scheme, linears), checkpoint.state["published"], path)
-    adapter = read_adapter(checkpoint.folder)
+    tensors = _as_recorded(packed(rounded, scheme, linears), trained.published, path)
+    adapter = trained.adapter
     save_model(
         output, files, tensors, scheme=scheme, ignore=quant["ignore"], max_shard_bytes=max_shard_bytes, adapter=adapter
     )

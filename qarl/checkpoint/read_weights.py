@@ -38,6 +38,8 @@ from qarl.rollout.publish.checksum import checksums
 
 Stream = Iterator[tuple[str, torch.Tensor]]
 CONFIG_FOLDER = "huggingface"
+BASE_FILE = "qarl_base.json"
+"""In `actor/`, if adapters were trained: the digests of the tensors of their base."""
 _FOLDER = re.compile(r"global_step_(\d+)")
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 

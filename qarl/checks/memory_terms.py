@@ -95,7 +95,8 @@ def adapter_parameters(size: ModelSize, config: Config) -> int:
 
 
 def bf16_weights(size: ModelSize, config: Config) -> int:
-    """Return the number of BF16 weights that the local trainer has. With adapters, quantized weights are freed."""
+    """Return the number of BF16 weights of the local trainer, or with adapters of either trainer, which has freed the
+    quantized weights."""
     trained = adapter_parameters(size, config)
     quantized = quantized_linears(size, config).values() if trained else ()
     return size.parameters + trained - sum(n * k for n, k in quantized)
@@ -119,6 +120,14 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     state = Part(f"{config.optim.name} state, FP32", optimizer_state(size, config) // shards, used)
     fused = not verl and fp32 and config.optim.name == "adamw"
     single = Part("update of one parameter", 0 if fused else STEP_BYTES * size.largest_parameter // shards, ("step",))
+    trained = adapter_parameters(size, config)
+    if verl and trained:
+        return [
+            Part("frozen BF16 weights, sharded", 2 * (bf16_weights(size, config) - trained) // shards),
+            Part("FP32 masters, sharded", 4 * trained // shards),
+            state,
+            Part("FP32 gradients, sharded", 4 * trained // shards, ("update", "step")),
+        ]
     if verl:
         masters = (4 if fp32 else 2) * parameters // shards
         return [
@@ -129,7 +138,7 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
         ]
     row = config.data.max_prompt_length + config.data.max_response_length
     several = config.actor.ppo_mini_batch_size * config.rollout.n * row > micro_batch_tokens(config)
-    parameters = adapter_parameters(size, config) or parameters
+    parameters = trained or parameters
     return [
         Part("weights, BF16", 2 * bf16_weights(size, config)),
         Part("FP32 masters", 4 * parameters if fp32 else 0),
@@ -146,6 +155,15 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
         return []
     scheme, group = config.quant.scheme, config.quant.group_size
     low_bit = quantized_linears(size, config) if align != "off" else {}
+    if trained := adapter_parameters(size, config):  # low-bit weights are whole on every rank
+        kinds = [size.block_linears(i).items() for i in range(size.layers)]
+        rest = max(sum(n * k for name, (n, k) in linears if name not in low_bit) for linears in kinds)
+        each = trained // size.layers
+        return [
+            Part("gathered blocks (two)", 4 * (rest + each), ("old_log_prob", "update")),
+            Part("embeddings and lm_head, gathered in BF16", 2 * size.embedding_parameters, ("old_log_prob", "update")),
+            Part("gradients of a block, BF16 and FP32", 6 * each + 4 * each // ranks(config), ("update",)),
+        ]
     blocks = [
         sum(wire_bytes(scheme if name in low_bit else "bf16", group, shape) for name, shape in linears.items())
         for linears in map(size.block_linears, range(size.layers))
@@ -188,7 +206,7 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
     own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts]
     # The kernel "dequantized" already holds this weight.
     other = [2 * n * k for n, k in linears if kernels.get((n, k)) not in (*OWN_INPUT_GRADIENT, "dequantized")]
-    if config.backend == "verl":
+    if config.backend == "verl" and not config.lora.r:
         blocks = [quantized.keys() & size.block_linears(i).keys() for i in range(size.layers)]
         restored = max(sum(wire[name] for name in block if ".experts." in name) for block in blocks)
         gathered = max(sum(prepared[name] for name in block) for block in blocks)
@@ -281,7 +299,7 @@ def on_host(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     """Return the parts in host memory beside GPUs: what the local engine moves there while it sleeps, and what verl
     offloads while it is not used."""
     sleeps = config.backend == "local" and config.rollout.free_cache_engine
-    masters = (4 if config.optim.master_dtype == "fp32" else 2) * size.parameters
+    masters = (4 if config.optim.master_dtype == "fp32" else 2) * (adapter_parameters(size, config) or size.parameters)
     offloaded = (masters + optimizer_state(size, config)) // ranks(config) if offload else 0
     return [
         Part("vLLM's weights while it sleeps", sum(published(size, config).values()) if sleeps else 0),

@@ -227,12 +227,12 @@ def fp16_is_unquantized(v: Values) -> Problems:
 
 
 def adapters_are_served(v: Values) -> Problems:
-    """Adapters exist in the local backend only, on a quantized base that the trainer multiplies by, too."""
+    """Adapters need an engine without tensor parallelism, and a quantized base that the trainer multiplies by, too."""
     rank, scheme, alpha = v["lora.r"], v["quant.scheme"], v["lora.alpha"]
     if not rank:
         return
     needs = (
-        ("backend", "local", "verl's publisher sends whole weights, no adapters"),
+        ("rollout.tensor_model_parallel_size", 1, "the bits of A and B are compared with those of a whole engine"),
         ("model.dtype", "bf16", "A and B are rounded to BF16 for the forward and the engine"),
         ("optim.master_dtype", "fp32", "A and B are small, and their FP32 masters take little memory"),
     )

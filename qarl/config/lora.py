@@ -25,13 +25,14 @@ REFUSED = {
     "init_lora_weights": "A starts at random and B at zero, so that the first rollouts are those of the base",
 }
 """Settings of peft's LoraConfig that QaRL refuses, and why."""
-_PEFT_NAMES = {"lora_dropout": "dropout", "lora_bias": "bias", "lora_alpha": "alpha", "rank": "r"}
+PEFT_NAMES = {"lora_dropout": "dropout", "lora_bias": "bias", "lora_alpha": "alpha", "rank": "r"}
+"""Other names of keys, most of them peft's, and QaRL's."""
 
 
 class LoraConfig(Section):
     """Adapters (LoRA) on a frozen base: only two small matrices per linear are trained and published.
 
-    docs/lora.md has the gain in memory and bytes, and the learning rate. Needs backend=local on a CPU."""
+    docs/lora.md has the gain in memory and bytes, and the learning rate. Needs a CPU."""
 
     r: Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512] | None = 0
     """Rank of the adapters, one of vLLM's. 0 or null: no adapters, all weights are trained."""
@@ -48,7 +49,7 @@ class LoraConfig(Section):
     @classmethod
     def _refuse_by_name(cls, values: Any) -> Any:
         for key in values if isinstance(values, Mapping) else ():
-            name = _PEFT_NAMES.get(key, key)
+            name = PEFT_NAMES.get(key, key)
             if name in REFUSED:
                 reason = f"lora.{key} is not supported: {REFUSED[name]}"
                 raise PydanticCustomError("lora", "{reason}", {"reason": reason, "fix": f"remove lora.{key}"})

@@ -20,7 +20,7 @@ modules, hooks and checkpoints of the base do not change, and `lora_A` and `lora
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -141,6 +141,11 @@ def target_linears(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[
     return {name: shape for name, shape in plain.items() if _leaf(name) in targets}
 
 
+def adapted_leaves(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the last parts of the `names` of linears, sorted, each once."""
+    return tuple(sorted({_leaf(name) for name in names}))
+
+
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
@@ -150,11 +155,14 @@ class Adapters:
 
     `layers`: the linears with an adapter, by name."""
 
-    def __init__(self, model: nn.Module, config: LoraConfig, *, seed: int, base: str) -> None:
+    def __init__(
+        self, model: nn.Module, config: LoraConfig, *, seed: int, base: str, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         """Freeze `model`, which is quantized and aligned, and give its linears adapters, in place.
 
         A is random as in peft: Kaiming-uniform with a = sqrt(5), from `seed` alone. B is zero. `base`: the name of the
-        base model, for adapter_config.json."""
+        base model, for adapter_config.json. `dtype`: that of the parameters A and B. FP32 ones start at the same BF16
+        numbers, and something else rounds them for the forward."""
         assert config.r
         self.rank, self.alpha, self.base = config.r, config.alpha or config.r, base
         model.requires_grad_(False)
@@ -168,18 +176,18 @@ class Adapters:
             layer.__class__ = cast(Any, _adapted_class)(type(layer))
             bound = 1 / math.sqrt(columns)
             start = torch.empty(self.rank, columns).uniform_(-bound, bound, generator=generator)
-            layer.lora_A = nn.Parameter(start.bfloat16())
-            layer.lora_B = nn.Parameter(torch.zeros(rows, self.rank, dtype=torch.bfloat16))
+            layer.lora_A = nn.Parameter(start.bfloat16().to(dtype))
+            layer.lora_B = nn.Parameter(torch.zeros(rows, self.rank, dtype=dtype))
             layer.lora_factor = config.factor
             self.layers[name] = layer
 
     @property
     def targets(self) -> tuple[str, ...]:
         """The last parts of the names of the linears with an adapter, sorted."""
-        return tuple(sorted({_leaf(name) for name in self.layers}))
+        return adapted_leaves(self.layers)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of all adapters (not copies) by peft's names, BF16."""
+        """Return the tensors of all adapters (not copies) by peft's names, in their own dtype."""
         named: dict[str, torch.Tensor] = {}
         for name, layer in self.layers.items():
             named |= {f"{PREFIX}{name}{A}": layer.lora_A.detach(), f"{PREFIX}{name}{B}": layer.lora_B.detach()}

@@ -16,6 +16,7 @@ parameters after each of its steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
 
@@ -106,6 +107,10 @@ class QuantLayer(nn.Module):
             setattr(self, name, nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False))
         self._mark()
         self.frozen = True
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Do the same as `nn.Module`, but leave alone what is on the meta device, if the layer is frozen."""
+        return super()._apply((lambda t: t if t.is_meta else fn(t)) if self.frozen else fn, recurse)
 
     def invalidate(self) -> None:
         """Drop the quantized tensors. The next use makes them again. Raise RuntimeError if the layer is frozen."""

@@ -1,4 +1,4 @@
-"""Publish adapters (LoRA) to an engine in the same process, through vLLM's public `add_lora` and `remove_lora`.
+"""Publish adapters (LoRA) to an engine, through vLLM's public `add_lora` and `remove_lora`.
 
 A publish of an adapter is a transaction, too. Names, dtypes, shapes and NaN are checked before vLLM is touched. vLLM
 takes adapters only as folders in peft's format, so the adapter is written to a folder in shared memory. Each publish
@@ -6,6 +6,9 @@ has a new id and name: vLLM reads the folder of an id once, and tells apart the 
 names. Then the engine is asked which adapters it has, and A and B are compared bit for bit with those that its layers
 will multiply by. That finds an adapter that was not loaded, that misses a layer, or that was scaled twice. Until all
 of this has succeeded, the engine refuses to generate.
+
+`EngineAdapter` does this in the engine's process. An adapter from another process arrives as a stream, like weights
+(`qarl.rollout.publish.wire`), and `AdapterReceiver` passes it on once its checksums are right.
 
 vLLM wraps each linear with an adapter. The base is published under the names without these wrappers
 (`qarl.rollout.publish.manifest.without_wrappers`).
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +29,10 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.lora.adapter import PREFIX, A, Adapter, B, write_adapter
+from qarl.rollout.publish import wire
+from qarl.rollout.publish.checksum import check_unit
 from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_complete
+from qarl.rollout.publish.receive import WeightReceiver, check_digest
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -58,17 +65,34 @@ def servable(spec: AdapterSpec | None, scheme_name: str) -> AbstractContextManag
     return adapted_int8()
 
 
+def adapter_request(name: str, number: int, folder: str = "loaded") -> Any:
+    """Return vLLM's name for an adapter. It reads `folder` only if it has no adapter `number`."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, folder)
+
+
+def use_vllms_loader() -> None:
+    """Undo a replacement of the method with which vLLM loads adapters."""
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    if "_load_adapter" in vars(LRUCacheWorkerLoRAManager):  # vLLM's own is a method of its base class
+        del LRUCacheWorkerLoRAManager._load_adapter
+
+
 class EngineAdapter:
-    """The adapter of an in-process engine.
+    """The adapter of an engine in this process.
 
     version         the version of the adapter that the engine generates with, or None
     stale_because   why there is none
     request         vLLM's name for it, which every request must carry
     """
 
-    def __init__(self, llm: Any, model: nn.Module, spec: AdapterSpec) -> None:
-        """Raise UserError if vLLM has no place for an adapter of one of the targets."""
-        self.llm = llm
+    def __init__(self, engine: Any, model: nn.Module, spec: AdapterSpec) -> None:
+        """`engine`: vLLM's engine, or one of its workers.
+
+        Raise UserError if it has no place for an adapter of one of the targets."""
+        self.engine = engine
         self.version: int | None = None
         self.stale_because = "no adapter has been published to it yet"
         self.request: Any = None
@@ -112,18 +136,17 @@ class EngineAdapter:
 
     def _load(self, adapter: Adapter, version: int) -> Any:
         """Load `adapter` under a new id and name. Return vLLM's request for it."""
-        from vllm.lora.request import LoRARequest
-
         self._published += 1
         with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as folder:
             write_adapter(Path(folder), adapter)
-            request = LoRARequest(f"version-{version}-publish-{self._published}", self._published, folder)
-            self.llm.llm_engine.add_lora(request)
+            name = f"version-{version}-publish-{self._published}"
+            request = adapter_request(name, self._published, folder)
+            self.engine.add_lora(request)
         return request
 
     def _remove(self, ids: set[int]) -> None:
         for number in ids:
-            self.llm.llm_engine.remove_lora(number)
+            self.engine.remove_lora(number)
 
     def _check_arrived(self, adapter: Adapter, request: Any, version: int) -> None:
         """Raise UserError unless the engine has this adapter and no other, in every layer, with B scaled once."""
@@ -137,7 +160,7 @@ class EngineAdapter:
 
     def present(self) -> set[int]:
         """Return the ids of the adapters that vLLM says it has."""
-        return set(self.llm.llm_engine.list_loras())
+        return set(self.engine.list_loras())
 
     def check_present(self) -> None:
         """Raise UserError if the engine has lost the adapter of the current version."""
@@ -145,6 +168,68 @@ class EngineAdapter:
             version = self.version
             self.mark_stale(f"vLLM has lost the adapter of version {version}")
             raise _lost(version, f"vLLM has the adapters {sorted(self.present())} now")
+
+
+class AdapterReceiver:
+    """Receives adapters as streams, for one worker of an engine. `base`: the receiver of its weights."""
+
+    def __init__(self, target: EngineAdapter, base: WeightReceiver) -> None:
+        self.target, self.base = target, base
+        self._begin: dict[str, Any] = {}
+        self._unit: list[NamedTensor] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    @property
+    def stale(self) -> bool:
+        return self.base.stale or self.target.version is None
+
+    @property
+    def stale_because(self) -> str:
+        """Why there is no current adapter, or no base."""
+        return self.base.stale_because if self.base.stale else self.target.stale_because
+
+    def mark_stale(self, reason: str) -> None:
+        self.target.mark_stale(reason)
+
+    def feed(self, weights: Iterable[NamedTensor]) -> None:
+        """Take the next tensors and records of a publish. After any exception there is no adapter.
+
+        Raise UserError if the engine has no base, or if the adapter does not fit or arrive."""
+        try:
+            for name, tensor in weights:
+                self._take(name, tensor)
+        except BaseException as error:
+            self.mark_stale(f"the publish of an adapter did not complete: {getattr(error, 'what', error)}")
+            raise
+
+    def _take(self, name: str, tensor: torch.Tensor) -> None:
+        if name == wire.BEGIN:
+            self.mark_stale("the publish of an adapter did not complete")
+            if self.base.stale:
+                raise no_place("its base has not been published")
+            self._begin, self._unit, self._tensors = wire.read_record(name, tensor), [], {}
+        elif name == wire.UNIT:
+            names = [member for member, _ in self._unit]
+            if len(tensor) != len(names):
+                raise wire.not_as_sent(wire.unit_of(names[0]) if names else "a unit", names, [])
+            computed = check_unit([member for _, member in self._unit])[0]
+            for member, mine, theirs in zip(names, computed.tolist(), tensor.tolist(), strict=True):
+                check_digest(member, mine, theirs)
+            self._tensors |= dict(self._unit)
+            self._unit = []
+        elif name == wire.COMMIT:
+            self.target.publish(
+                Adapter(**self._begin["adapter"], tensors=self._tensors), version=self._begin["version"]
+            )
+            self._tensors = {}
+        else:
+            self._unit.append((name, tensor.clone()))  # the transport may reuse its memory
+
+
+def no_place(why: str) -> UserError:
+    """Return the error of an engine that takes no adapter."""
+    fix = "set EngineConfig.adapters, and call publish with the tensors of the base first"
+    return UserError("the rollout engine takes no adapter", where="publish_adapter", why=why, fix=fix)
 
 
 def _stacks(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -31,7 +31,7 @@ from qarl.process import configure_vllm_process
 from qarl.quant.experts import stacked
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, vllm_plugin
-from qarl.rollout.adapters import EngineAdapter, servable
+from qarl.rollout.adapters import EngineAdapter, no_place, servable
 from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager, kernel_request, own_kernels
 from qarl.rollout.publish.manifest import (
     Manifest,
@@ -130,7 +130,7 @@ class RolloutEngine:
 
             check_in_use(self.model(), kernel_request(self.config.kernels, self.config.scheme.name))
         if self.config.adapters is not None:
-            self.adapter = EngineAdapter(self.llm, self.model(), self.config.adapters)
+            self.adapter = EngineAdapter(self.llm.llm_engine, self.model(), self.config.adapters)
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
@@ -286,9 +286,9 @@ class RolloutEngine:
             EngineFailed: vLLM failed. Call `rebuild`, then publish the base and the adapter.
         """
         if self.adapter is None or not self.has_weights:
-            why = "it was started without adapters" if self.adapter is None else "its base has not been published"
-            fix = "set EngineConfig.adapters, and call publish with the tensors of the base first"
-            raise UserError("the rollout engine takes no adapter", where="publish_adapter", why=why, fix=fix)
+            raise no_place(
+                "it was started without adapters" if self.adapter is None else "its base has not been published"
+            )
         self.wake_up()
         target = self.adapter
         seconds = self._run(lambda: target.publish(adapter, version=version))

@@ -51,6 +51,11 @@ def check_finite(model: nn.Module, dtype: str) -> None:
         )
 
 
+def adapters_of(config: Config) -> Callable[[nn.Module], Adapters] | None:
+    """Return what gives a model the adapters of the section `lora`, or None if all weights are trained."""
+    return partial(Adapters, config=config.lora, seed=config.seed, base=config.model.path) if config.lora.r else None
+
+
 DROPOUTS = frozenset({"attention_dropout", "hidden_dropout", "residual_dropout"})
 """Config keys of dropout in the families that are trained. The engine has none, so neither has the trainer."""
 
@@ -143,7 +148,6 @@ class Policy:
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         scheme = get_scheme(quant.scheme, group_size=quant.group_size)
-        adapters = partial(Adapters, config=config.lora, seed=config.seed, base=config.model.path)
         return cls(
             model,
             scheme,
@@ -154,7 +158,7 @@ class Policy:
             head_dtype=config.model.head_dtype,
             kernels=quant.kernels,
             eager=config.rollout.enforce_eager is True,
-            adapters=adapters if config.lora.r else None,
+            adapters=adapters_of(config),
         )
 
     @property

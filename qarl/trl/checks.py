@@ -10,9 +10,11 @@ TRL is pinned for two reasons. Exact log-probs and the check of rewards override
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
+from qarl.trainer.checkpoints import published_digests
+from qarl.trainer.policy import Policy
 from qarl.trl.config import QUANT_KEYS, QaRLConfig
 
 TRL_VERSION = "1.16.0"
@@ -58,7 +62,6 @@ TBPO_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 _ONE_RESPONSE = "QaRL's engine makes one response to each prompt"
 ARGUMENTS = {
-    "peft_config": "a publish sends whole weights, no adapters; backend=local of QaRL trains adapters (docs/lora.md)",
     "quantization_config": "it would quantize the weights that QaRL trains; quant_scheme quantizes the forward",
     "rollout_func": "QaRL's own rollout_func calls the quantized engine",
     "tools": _ONE_RESPONSE,
@@ -68,7 +71,7 @@ ARGUMENTS = {
 """Arguments of `GRPOTrainer` that must be left out, and why."""
 FILE = "qarl.json"
 COMPARED = ["master_dtype", *(f"quant_{name}" for name in QUANT_KEYS if name != "mismatch_limit")]
-"""The fields that a checkpoint and the run that resumes from it must have in common."""
+"""Fields that a checkpoint and the run that resumes from it must have in common."""
 
 
 def check_args(args: Any, arguments: dict[str, Any]) -> None:
@@ -102,6 +105,20 @@ def check_args(args: Any, arguments: dict[str, Any]) -> None:
             raise UserError(f"QaRLTrainer does not support {name}", where=name, why=why, fix=f"leave {name} out")
 
 
+def check_adapter_args(args: QaRLConfig) -> None:
+    """Raise UserError for settings that do not go with `peft_config`."""
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    reentrant = bool(args.gradient_checkpointing and kwargs.get("use_reentrant"))
+    frozen = "the embeddings are frozen, so no gradient would reach the adapters"
+    best, whole = "load_best_model_at_end", "transformers would look for a whole model in the checkpoint"
+    for wrong, name, why, fix in (
+        (getattr(args, best), best, whole, "set it to False"),
+        (reentrant, "gradient_checkpointing_kwargs", frozen, "set use_reentrant=False in it"),
+    ):
+        if wrong:
+            raise UserError(f"QaRLTrainer does not support {name} with peft_config", where=name, why=why, fix=fix)
+
+
 def _check_saves(args: QaRLConfig) -> None:
     """Raise UserError if a checkpoint is due between two optimizer steps on the same rollouts.
 
@@ -120,13 +137,24 @@ def _check_saves(args: QaRLConfig) -> None:
         )
 
 
-def write_settings(folder: str, args: QaRLConfig) -> None:
-    """Write the fields `COMPARED` of `args` to a checkpoint."""
-    write_json(Path(folder) / FILE, {name: getattr(args, name) for name in COMPARED})
+def settings_of(args: QaRLConfig, policy: Policy, lora: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint and the run that resumes from it must have in common: the fields `COMPARED` of `args`,
+    and with adapters the section `lora` and a digest of their base."""
+    settings = {name: getattr(args, name) for name in COMPARED}
+    if policy.adapters is None:
+        return settings
+    digests = published_digests(policy)
+    base = hashlib.sha256("".join(f"{name} {digests[name]};" for name in sorted(digests)).encode()).hexdigest()
+    return settings | {"peft_config": dict(lora), "base": base}
 
 
-def check_resume(asked: str | bool | None, args: QaRLConfig) -> None:
-    """Raise UserError if the checkpoint that `train(resume_from_checkpoint=asked)` reads has other settings.
+def write_settings(folder: str, settings: Mapping[str, Any]) -> None:
+    """Write the `settings_of` a run to a checkpoint."""
+    write_json(Path(folder) / FILE, settings)
+
+
+def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[str, Any]) -> None:
+    """Raise UserError if the checkpoint that `train(resume_from_checkpoint=asked)` reads has other `settings`.
 
     A checkpoint that is missing is left to transformers, which refuses it."""
     folder = get_last_checkpoint(args.output_dir) if asked is True else asked
@@ -138,12 +166,14 @@ def check_resume(asked: str | bool | None, args: QaRLConfig) -> None:
         what = f"the checkpoint does not say how its run was quantized: {FILE} is missing or unreadable"
         fix = "start a new run from its weights: pass this folder as model, without resume_from_checkpoint"
         raise UserError(what, where=str(folder), why="QaRLTrainer writes this file", fix=fix) from None
-    changed = {name: getattr(args, name) for name in COMPARED if saved.get(name) != getattr(args, name)}
+    names = [*settings, *(name for name in saved if name not in settings)]
+    changed = {name: settings.get(name) for name in names if saved.get(name) != settings.get(name)}
     if changed:
-        settings = ", ".join(f"{name}={saved.get(name)!r}" for name in changed)
+        old = ", ".join(f"{name}={saved.get(name)!r}" for name in changed if name != "base")
+        restore = f"set {old}" if old else "restore the model's files of the run"
         raise UserError(
             f"the run cannot resume from {folder}: it was quantized differently",
             where="; ".join(f"{name} was {saved.get(name)!r}, now {value!r}" for name, value in changed.items()),
             why="the rest of the run would be a different experiment than its beginning",
-            fix=f"set {settings}; or start a new run, with another output_dir",
+            fix=f"{restore}; or start a new run, with another output_dir",
         )

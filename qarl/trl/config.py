@@ -12,7 +12,7 @@ GPU with the trainer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
@@ -42,7 +42,9 @@ RUN_KEYS = {
     "seed": "seed",
 }
 """Maps QaRL's keys to the fields of `QaRLConfig` that contain their values."""
+_PEFT = {"r": "r", "alpha": "lora_alpha", "target_modules": "target_modules"}
 _WORDS = {key: name for key, name in RUN_KEYS.items() if "." in key} | {"actor.loss": "loss_type"}
+_WORDS |= {f"lora.{key}": f"peft_config.{name}" for key, name in _PEFT.items()}
 _KEYS = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _WORDS)) + r")(?!\w|\.\w)")
 
 
@@ -75,15 +77,17 @@ class QaRLConfig(_OwnKeys):
         return TBPOConfig.of(self)
 
 
-def run_config(args: QaRLConfig, model: str, max_prompt_length: int) -> Config:
+def run_config(args: QaRLConfig, model: str, max_prompt_length: int, lora: Mapping[str, Any] | None = None) -> Config:
     """Return QaRL's config of the run that `args` describes. For a bad value raise UserError, which names TRL's field.
 
-    `max_prompt_length`: tokens of the longest prompt. TRL loads the data, so the data keys are placeholders."""
+    `max_prompt_length`: tokens of the longest prompt. TRL loads the data, so the data keys are placeholders.
+    `lora`: the section of that name, which `peft_config` sets."""
     values: dict[str, Any] = {
         "name": "trl",
         "model": {"path": model},
         "data": {"train_files": ["dataset"], "train_batch_size": 1, "max_prompt_length": max_prompt_length},
         "rollout": {},
+        "lora": dict(lora or {}),
         "actor": {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1, "log_prob_micro_batch_size_per_gpu": 1},
         "trainer": {"total_training_steps": 1, "val_before_train": False},
     }

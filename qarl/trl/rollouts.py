@@ -58,14 +58,17 @@ class Rollouts:
         }
 
     def publish(self, step: int) -> None:
-        """Send the engine the weights of `step`, if it does not have them.
+        """Send the engine the weights of `step`, if it does not have them. With adapters, send their base only once.
 
         Weights can also change without a step, for example when transformers loads the best checkpoint. So the version
         counters of the parameters are compared too."""
         now = (step, tuple(parameter._version for parameter in self.policy.model.parameters()))
         if self.published == now and not self.engine.stale:
             return
-        self.report = self.engine.publish(self.policy.quantize(), version=step)
+        if self.policy.adapters is None or not self.engine.has_weights:
+            self.report = self.engine.publish(self.policy.quantize(), version=step)
+        if self.policy.adapters is not None:
+            self.report = self.engine.publish_adapter(self.policy.adapters.adapter(), version=step)
         self.published = now
 
     def _seeds(self, trainer: Any, step: int, count: int) -> list[int]:

@@ -6,20 +6,23 @@
     loss          `compute_loss` calls TBPO, or one of TRL's losses.
     optimizer     `create_optimizer` returns AdamW with FP32 copies of the weights. TRL decides which parameters have
                   weight decay.
+    adapters      `peft_config` gives the model QaRL's adapters (`qarl.trl.adapters`), and checkpoints have them alone.
 
-Log-probs and rewards override private methods of TRL, so its version is pinned (`qarl.trl.checks`). TRL provides data,
+Log-probs, rewards and checkpoints of adapters override private methods of TRL and transformers, so TRL's version is
+pinned (`qarl.trl.checks`). TRL provides data,
 advantages, logs, checkpoints and `accelerate launch`. TRL adds 1e-4 to the standard deviation by which it divides
 rewards; QaRL's local backend adds 1e-6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.trainer import TRAINING_ARGS_NAME
 from trl import GRPOTrainer
 
 from qarl.checks.model import level_notes
@@ -27,6 +30,7 @@ from qarl.checks.registry import make_checks
 from qarl.config import Config
 from qarl.console import note
 from qarl.errors import UserError
+from qarl.lora.layers import Adapters
 from qarl.optim.muon_adamw import MuonAdamW
 from qarl.optim.rounding import copy_where_different
 from qarl.process import keep_freed_memory
@@ -34,9 +38,10 @@ from qarl.quant.experts import stacked_experts
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import RolloutEngine
 from qarl.tbpo import tbpo_loss
-from qarl.trainer.policy import Policy
+from qarl.trainer.policy import Policy, adapters_of
 from qarl.trainer.prepare import engine_config
-from qarl.trl.checks import check_args, check_resume, write_settings
+from qarl.trl.adapters import ignore_frozen, load_adapter, lora_section, save_adapter
+from qarl.trl.checks import check_adapter_args, check_args, check_resume, settings_of, write_settings
 from qarl.trl.config import QaRLConfig, in_trls_words, run_config, trls_words
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
 from qarl.trl.metrics import StepMetrics
@@ -67,13 +72,19 @@ class QaRLTrainer(GRPOTrainer):
         """
         check_args(args, arguments)
         assert args is not None
+        lora = lora_section(arguments.pop("peft_config", None), model)
+        if lora:
+            check_adapter_args(args)
         folder = model_folder(model)
-        self.run = run_config(args, folder, max_prompt_length=1)
+        self.run = run_config(args, folder, max_prompt_length=1, lora=lora)
         tokenizer = processing_class or in_trls_words(lambda: make_checks(self.run, data=False)).tokenizer
         length = longest_prompt(args, tokenizer, train_dataset, eval_dataset)
-        self.run = run_config(args, folder, max_prompt_length=length)
+        self.run = run_config(args, folder, max_prompt_length=length, lora=lora)
         inputs = in_trls_words(lambda: make_checks(self.run, data=False))
         self.policy = load_policy(model, self.run)
+        if self.policy.adapters is not None:
+            ignore_frozen(self.policy.model)
+        self._settings = settings_of(args, self.policy, lora)
         self.reference: Policy | None = None
         self.tbpo = args.tbpo()
         super().__init__(
@@ -108,13 +119,28 @@ class QaRLTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
         """Train as `GRPOTrainer` does. Raise UserError if the checkpoint's run was quantized differently."""
-        check_resume(resume_from_checkpoint, self.args)
+        check_resume(resume_from_checkpoint, self.args, self._settings)
         return super().train(resume_from_checkpoint, *more, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            write_settings(output_dir or self.args.output_dir, self.args)
+            write_settings(output_dir or self.args.output_dir, self._settings)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.policy.adapters is None:
+            super()._save(output_dir, state_dict)
+            return
+        folder = output_dir or self.args.output_dir
+        save_adapter(self.policy, folder)
+        self.processing_class.save_pretrained(folder)
+        torch.save(self.args, Path(folder) / TRAINING_ARGS_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.policy.adapters is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_adapter(self.policy, resume_from_checkpoint)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer | None = self.optimizer
@@ -218,7 +244,8 @@ class QaRLTrainer(GRPOTrainer):
         super().log(logs, start_time)
 
     def save_quantized(self, folder: str) -> None:
-        """Write the model in compressed-tensors format, which vLLM can load. Call this in only one process."""
+        """Write the model in compressed-tensors format, which vLLM can load. An adapter is beside it, in the folder
+        `adapter`. Call this in only one process."""
         self.policy.save(Path(folder), self.processing_class)
 
 
@@ -245,11 +272,11 @@ def load_policy(model: str | PreTrainedModel, config: Config) -> Policy:
         why = "vLLM computes in BF16, and the trainer must round in the same way"
         fix = "load it with dtype=torch.bfloat16, or pass its folder; the optimizer keeps FP32 copies of the weights"
         raise UserError(f"the model is {model.dtype}, but QaRL trains BF16 models", where="model", why=why, fix=fix)
-    return quantized(model, config)
+    return quantized(model, config, adapters_of(config))
 
 
-def quantized(model: Any, config: Config) -> Policy:
-    """Quantize and align a loaded model in place, as `Policy.load` does."""
+def quantized(model: Any, config: Config, adapters: Callable[[torch.nn.Module], Adapters] | None = None) -> Policy:
+    """Quantize and align a loaded model in place, as `Policy.load` does. `adapters`: those of `Policy`."""
     model.set_attn_implementation("sdpa")
     model.config.attention_dropout = 0.0
     quant = config.quant
@@ -261,6 +288,7 @@ def quantized(model: Any, config: Config) -> Policy:
         router_replay="off" if stacked_experts(model) else "auto",
         kernels=quant.kernels,
         eager=config.rollout.enforce_eager is True,
+        adapters=adapters,
     )
 
 

@@ -101,6 +101,21 @@ def refuse_dead_servers(watch: Watch, *, is_first: bool, seconds: float) -> None
         raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", dead)
 
 
+def servers_have_base(*, is_first: bool, seconds: float) -> bool:
+    """Return on all ranks whether every rollout server has the weights that adapters are added to. The first rank
+    (`is_first`) asks."""
+    import torch
+
+    answer = [False]
+    if is_first and (servers := engine_servers()):
+        import ray
+
+        answer = [all(ray.get([server.qarl_has_base.remote() for server in servers.values()], timeout=seconds))]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
 def has_stopped(what: str, dead: dict[str, str]) -> UserError:
     """Return the error for stopped processes. `what`: the error's first line. `dead`: process name -> reason."""
     where = "; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4])

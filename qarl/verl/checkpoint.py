@@ -206,7 +206,7 @@ def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
     tensors: dict[str, torch.Tensor] = {}
     state: State = {}
     if "model" in parts:
-        tensors |= {f"model.{name}": tensor for name, tensor in engine.module.state_dict().items()}
+        tensors |= {f"model.{name}": tensor for name, tensor in engine.checkpoint_manager.model.state_dict().items()}
     if "optimizer" in parts:
         optimizer = engine.optimizer.state_dict()
         for index, entry in optimizer["state"].items():

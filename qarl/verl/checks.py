@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 QUANT = f"{ACTOR}.fsdp_config.quant"
 OVERRIDES = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides"
+NO_GPU = "adapters are not built for GPUs yet"
 RECEIVER = f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls"
 
 OWN_KEYS = {
@@ -120,6 +121,8 @@ def refuse_keys(config: Config, composed: Any) -> None:
     lost = "verl deletes the old checkpoint before the next is complete; a run killed in between would lose both"
     export = "there would be no checkpoint to export at the end (trainer.save_final)"
     exports = config.trainer.save_final
+    whole_model = "a checkpoint has the adapter and no model; qarl export writes base and adapter"
+    merged = bool(config.lora.r) and "hf_model" in saved
     only = trainer.max_actor_ckpt_to_keep == 1 or trainer.get("remove_previous_ckpt_in_save")
     problems = (
         (rollout.top_p != 1, f"{ROLLOUT}.top_p", rollout.top_p, 1, whole),
@@ -131,6 +134,7 @@ def refuse_keys(config: Config, composed: Any) -> None:
         (only, "trainer.max_actor_ckpt_to_keep", 1, "2 or more (trainer.max_ckpt_to_keep=2)", lost),
         (exports and trainer.save_freq <= 0, "trainer.save_freq", trainer.save_freq, "a number above 0", export),
         (exports and folder != ours, "trainer.default_local_dir", folder, "null (leave it out)", export),
+        (merged, f"{ACTOR}.checkpoint.save_contents", saved, "a list without hf_model", whole_model),
         (exports and "model" not in saved, f"{ACTOR}.checkpoint.save_contents", saved, "a list with model", export),
     )
     refuse(problems, prefix="verl.")
@@ -253,7 +257,10 @@ def refuse_other_engine(composed: Any, quant: QuantSettings) -> None:
     }
     why = f"{ROLLOUT} makes it that in the engine, and the actor computes as the engine only if both are equal"
     rows = [(name, getattr(quant, name), value) for name, value in engines_values.items()]
+    rank = OmegaConf.select(composed, f"{ROLLOUT}.engine_kwargs.vllm.max_lora_rank") or 0
+    rows.append(("lora.r", quant.lora.r or 0, rank))
     problems = [(mine != value, f"{QUANT}.{name}", mine, value, why) for name, mine, value in rows]
+    problems.append((quant.lora.r and not on_cpu, f"{QUANT}.lora.r", quant.lora.r, 0, NO_GPU))
     receiver = str(OmegaConf.select(composed, RECEIVER) or "verl.")
     why = "it is no receiver for what QaRL publishes: verl's does not know the records of a publish"
     good = f"{PLUGIN}.worker_extension.QaRLWorkerExtension"

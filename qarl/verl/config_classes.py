@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal, cast
 
+import torch
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 from pydantic import ValidationError, create_model
@@ -26,7 +27,7 @@ from qarl.config.types import Section
 from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
 from qarl.tbpo.config import KEYS, TBPOConfig
-from qarl.verl.checks import check_composed, refuse
+from qarl.verl.checks import NO_GPU, check_composed, refuse
 from qarl.verl.keys import engine_fields
 
 _LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
@@ -175,15 +176,19 @@ def check_engine_config(model: Any, engine: Any) -> None:
 
             check_this_gpu(engine.quant.scheme, "engine")
         reference, lora = "actor_rollout_ref.ref.fsdp_config._target_", model.lora_rank
+        stored, adapts = str(engine.model_dtype or "fp32"), engine.quant.lora.r
         dtype, plain = str(precision.get("param_dtype", "bf16")), "verl.workers.config.FSDPEngineConfig"
         other = dtype not in ("bf16", "bfloat16")
+        verls = "verl's adapters are peft's modules, which do not compute as vLLM does"
         wraps = "it replaces or wraps layers that QaRL computes as vLLM does"
         problems += [
             (other, f"{shards}.mixed_precision.param_dtype", dtype, "bf16", "vLLM uses BF16"),
             (engine.offload_policy, f"{shards}.offload_policy", True, False, "shards are quantized on the GPU"),
             (engine.forward_only, reference, "it", plain, "a reference is not quantized"),
             (engine.qat.enable, f"{shards}.qat.enable", True, False, "qat would quantize the weights a second time"),
-            (lora > 0, "actor_rollout_ref.model.lora_rank", lora, 0, "QaRL publishes whole weights, no adapters"),
+            (adapts and torch.cuda.is_available(), f"{shards}.quant.lora.r", adapts, 0, NO_GPU),
+            (lora > 0, "actor_rollout_ref.model.lora_rank", lora, "0, and QaRL's lora.r to the rank", verls),
+            (adapts and stored != "bf16", f"{shards}.model_dtype", stored, "bf16", "the base is frozen"),
         ]
         for name in ("use_fused_kernels", "enable_activation_offload", "use_liger"):
             problems.append((getattr(model, name), f"actor_rollout_ref.model.{name}", True, False, wraps))

@@ -1,8 +1,8 @@
 """The entry point of group `verl.plugins`: every process imports this module at the end of `import verl`.
 
 Most of those processes train nothing and import no engine, so this module imports nothing heavy. The loss, the engine,
-the trainer and the agent loop register themselves as soon as verl has imported the modules that hold its registries.
-Registering them here directly would import verl's engines into every process.
+the trainer, the agent loop and the server register themselves as soon as verl has imported the modules that hold its
+registries. Registering them here directly would import verl's engines into every process.
 
 verl swallows the exceptions of plugins and continues without them. So this module logs its errors. A config that names
 a part of QaRL then fails, because verl does not know that name.
@@ -22,6 +22,7 @@ FOLLOWERS = {
     "verl.workers.engine": "qarl.verl.fsdp_engine",
     "verl.trainer.ppo.v1": "qarl.verl.trainer",
     "verl.experimental.agent_loop.agent_loop": "qarl.verl.agent_loop_and_reward",
+    "verl.workers.rollout.replica": "qarl.verl.adapter_server",
 }
 """Maps each verl module with a registry to the QaRL module that registers itself there on import."""
 

@@ -5,6 +5,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every metho
     _build_module          restores buffers, and swaps linears and blocks before FSDP wraps them; keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
     _build_optimizer       builds QaRL's optimizer if the config names it, and otherwise verl's
+    initialize             lets verl's checkpoint manager see the adapters alone, if there are any
     prepare_model_inputs, prepare_model_outputs   the rows, routing and log-probs of `qarl.verl.forward`
     forward_backward_batch   quantizes the shards that have changed
     infer_batch            remembers that verl has asked for old log-probs
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import MixedPrecisionPolicy, apply_fsdp2, fsdp2_load_full_state_dict
+from verl.workers.config.optimizer import build_optimizer as verls_optimizer
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
@@ -47,11 +49,12 @@ from qarl.quant.meta_model import check_buffers, restore_buffers
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.wire import DeltaSender
 from qarl.verl import forward, step_measurements
-from qarl.verl.ask_servers import Watch, refuse_dead_servers
+from qarl.verl.adapters import ActorAdapters, quantize_whole
+from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base
 from qarl.verl.checkpoint import check_files, check_record, save_record
 from qarl.verl.config_classes import QuantFSDPEngineConfig, check_engine_config
 from qarl.verl.loss import DIFFERING, MICRO_BATCH, OURS, MicroBatch, loss_mode, refuse_hidden_mismatch
-from qarl.verl.publish import publication, publish_timeout
+from qarl.verl.publish import Publication, publication, publish_timeout
 
 _log = logging.getLogger("qarl.verl")
 _log.setLevel(logging.INFO)
@@ -86,6 +89,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     """Whether the update of the last training step was dropped."""
     _head: forward.LogProbHead | None = None
     _outbox: DeltaSender | None = None
+    adapters: ActorAdapters | None = None
+    """The adapters, if they are what is trained."""
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         if isinstance(engine_config, QuantFSDPEngineConfig):
@@ -109,15 +114,20 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return module
         device = torch.device(get_device_name())
         report: Any = "linears: BF16 in the forward"
-        if self.scheme.quantized and self.quant.align != "off":
+        if self.quant.lora.r:
+            report = quantize_whole(module, scheme=self.scheme, ignore=self.ignore, device=device)
+        elif self.scheme.quantized and self.quant.align != "off":
             report = quantize_before_sharding(module, scheme=self.scheme, ignore=self.ignore, device=device)
         engine: dict[str, Any] = {"workers": self.quant.tensor_model_parallel_size, "eager": self.quant.enforce_eager}
         aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, **engine)
         self.align, self.limit_level = aligned.level, aligned.limit_level
         check_rows(module.config, packed=self.use_remove_padding)
         self._head = forward.replace_head(module, len(self.model_config.tokenizer), self.quant.head_dtype)
+        if self.quant.lora.r:
+            options: dict[str, Any] = {"scheme": self.scheme, "ignore": self.ignore, "seed": self.engine_config.seed}
+            self.adapters = ActorAdapters(module, self.quant.lora, **options)
         if self.rank == 0:
-            _log.info("%s\n%s", report, aligned)
+            _log.info("%s\n%s\n%s", report, aligned, self.adapters or "")
         return module
 
     def _build_fsdp_module(self, module: Any) -> Any:
@@ -132,9 +142,12 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=self.quant is None)
         fsdp_kwargs = {"mesh": self.device_mesh, "mp_policy": policy, "offload_policy": None}
         fsdp_kwargs["reshard_after_forward"] = self.engine_config.reshard_after_forward
-        full_state = module.state_dict()
-        apply_fsdp2(module, fsdp_kwargs, self.engine_config)
-        fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
+        if self.adapters is not None:  # every rank has all weights already
+            apply_fsdp2(module, fsdp_kwargs | {"ignored_params": self.adapters.frozen}, self.engine_config)
+        else:
+            full_state = module.state_dict()
+            apply_fsdp2(module, fsdp_kwargs, self.engine_config)
+            fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
         check_buffers(module)
         # Parameters arrive in BF16, so autocast to BF16 would change only what alignment computes in FP32.
         self._autocast_dtype = param_dtype if self.quant is None else torch.float32
@@ -144,7 +157,14 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def _build_optimizer(self, module: Any) -> Any:
         if all(getattr(self.optimizer_config, key, None) == value for key, value in OPTIMIZER.items()):
             return build_optimizer(module, self.optimizer_config)
+        if self.adapters is not None:
+            return verls_optimizer([p for p in module.parameters() if p.requires_grad], self.optimizer_config)
         return super()._build_optimizer(module)
+
+    def initialize(self) -> None:
+        super().initialize()
+        if self.adapters is not None:
+            self.checkpoint_manager.model = self.adapters
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if self.quant is not None:
@@ -233,7 +253,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         for group in self.optimizer.param_groups:
             if group.get("use_muon"):
                 metrics["muon_lr"] = group["lr"]  # in the unit of `qarl.optim.muon`
-        return metrics | (self._outbox.metrics() if self._outbox else {})
+        sender = self.adapters or self._outbox
+        return metrics | (sender.metrics() if sender else {})
 
     def _check_limit(self, step: step_measurements.TrainingStep, abs_mean: float, response_length: float) -> bool:
         """Return whether the mismatch is over its limit, and warn if it is. Before the first update, raise instead.
@@ -280,11 +301,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         super().save_checkpoint(local_path, *args, **kwargs)
         if self.quant is not None:
             save_record(self, local_path)
+            if self.adapters is not None:
+                self.adapters.save_base(local_path)
             torch.distributed.barrier()
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         if self.quant is not None:
             check_files(self, local_path)
+        if self.adapters is not None:
+            self.adapters.check_base(local_path)
         super().load_checkpoint(local_path, *args, **kwargs)
         if self.quant is not None:
             _log.info("rank %d: %s", self.rank, check_record(self, local_path))
@@ -293,12 +318,28 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
         # The scheduler counts training steps, and a checkpoint restores its count.
-        tensors, version = self._wire_tensors(), self.lr_scheduler.last_epoch
+        version = self.lr_scheduler.last_epoch
+        if self.adapters is not None:
+            return self._adapter_publication(version, base_sync_done), None
+        tensors = self._wire_tensors()
         if not base_sync_done:  # the servers wait for the first rank's stream already
             return publication(tensors, version, self._outbox if self.rank == 0 else None), None
         # verl sets `base_sync_done` only if it publishes itself (checkpoint_engine.backend=naive), on the same devices.
         refuse_dead_servers(self._servers, is_first=self.rank == 0, seconds=publish_timeout())
         return publication(tensors, version).reserve(), None
+
+    def _adapter_publication(self, version: int, shares_devices: bool) -> Publication:
+        assert self.adapters is not None
+        if not shares_devices:
+            raise UserError(
+                "adapters cannot be published to separate rollout workers",
+                where="actor_rollout_ref.rollout.checkpoint_engine.backend",
+                why="the engines tell the actor's host whether they have the base",
+                fix="set it to naive, with trainer.v1.trainer_mode=qarl_sync",
+            )
+        asked: dict[str, Any] = {"is_first": self.rank == 0, "seconds": publish_timeout()}
+        refuse_dead_servers(self._servers, **asked)
+        return self.adapters.publication(version, with_base=not servers_have_base(**asked)).reserve()
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         def gather(entry: torch.Tensor) -> torch.Tensor:

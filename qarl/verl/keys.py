@@ -15,12 +15,16 @@ from qarl.align.router import replays
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config
+from qarl.config.lora import LoraConfig
 from qarl.config.schema import sections
 from qarl.errors import UserError
+from qarl.lora.layers import adapted_leaves, target_linears
 from qarl.objectives import verl_functions
 from qarl.objectives.settings import SAME_IN_VERL, objective_settings
 from qarl.process import VLLM_ENVIRONMENT
+from qarl.quant.meta_model import meta_model
 from qarl.quant.scheme import get_scheme
+from qarl.rollout.adapters import AdapterSpec
 from qarl.rollout.engine_config import graph_arguments
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.tbpo.config import KEYS
@@ -43,6 +47,7 @@ def engine_fields() -> Keys:
     """Return the type and the default of each setting of `_ENGINE`, as `pydantic.create_model` takes them."""
     known = {name: sections()[section].model_fields[name] for name, section in _ENGINE.items()}
     fields: Keys = {name: (info.annotation, info) for name, info in known.items()}
+    fields |= {"lora": (LoraConfig, LoraConfig())}
     return fields | {"enforce_eager": (bool, False)}  # null is resolved before it gets there
 
 
@@ -50,7 +55,7 @@ def engine_settings(config: Config) -> Keys:
     """Return the settings of `_ENGINE`, for `actor_rollout_ref.actor.fsdp_config.quant`."""
     values = config.model_dump()
     settings = {name: values[section][name] for name, section in _ENGINE.items()}
-    return settings | {"enforce_eager": bool(config.rollout.enforce_eager)}
+    return settings | {"enforce_eager": bool(config.rollout.enforce_eager), "lora": values["lora"]}
 
 
 def verl_keys(config: Config, on_cpu: bool) -> Keys:
@@ -130,7 +135,8 @@ def actor_keys(config: Config) -> Keys:
         **objective_keys(config),
         **{key: limit for key, limit in limits.items() if limit is not None},
         f"{root}.fsdp_config._target_": f"{PLUGIN}.config_classes.QuantFSDPEngineConfig",
-        f"{root}.fsdp_config.model_dtype": config.optim.master_dtype,
+        # A frozen base needs no masters; A and B are FP32 in any case.
+        f"{root}.fsdp_config.model_dtype": "bf16" if config.lora.r else config.optim.master_dtype,
         f"{root}.fsdp_config.seed": config.seed,
         f"{root}.data_loader_seed": config.seed,
         **{f"+{root}.fsdp_config.quant.{name}": value for name, value in engine_settings(config).items()},
@@ -221,6 +227,10 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         aligned = planned_level(config, on_cpu) in ("model", "exact")
         arguments = graph_arguments(scheme, aligned=aligned, kernels=config.quant.kernels)
         keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
+    if config.lora.r and (hf_config := hf_config_of(config)) is not None:
+        model = meta_model(hf_config, trust_remote_code=config.model.trust_remote_code)
+        spec = AdapterSpec(config.lora.r, adapted_leaves(target_linears(model, config.lora.target_modules)))
+        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in spec.arguments().items()}
     overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
     if scheme.quantized:
         overrides["quantization_config"] = scheme.quantization_config(list(config.quant.ignore))

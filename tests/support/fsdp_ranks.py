@@ -6,13 +6,17 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from checkout import ROOT
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from qarl.config.lora import LoraConfig
+from qarl.lora.layers import Adapters
 from qarl.quant import get_scheme
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
 from qarl.trainer.batch import Batch
@@ -72,9 +76,27 @@ def short_rows() -> dict[str, torch.Tensor]:
     return rows | {"old_log_probs": torch.zeros(64, 16), "rollout_log_probs": torch.full((64, 16), -1.0)}
 
 
-def load_policy(model: str, scheme: str = "w4a16") -> Policy:
+LORA = {"r": 8, "alpha": 16}
+
+
+def load_policy(model: str, scheme: str = "w4a16", lora: dict[str, int] | None = None) -> Policy:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return Policy(loaded, get_scheme(scheme, group_size=32), ("lm_head",), align="model")
+    adapters = partial(Adapters, config=LoraConfig(**cast(Any, lora or {})), seed=42, base=model)
+    options: dict[str, Any] = {"align": "model", "adapters": adapters if lora else None}
+    policy = Policy(loaded, get_scheme(scheme, group_size=32), ("lm_head",), **options)
+    if policy.adapters:
+        draw_b(policy.adapters)
+    return policy
+
+
+@torch.no_grad()
+def draw_b(adapters: Adapters, seed: int = 7) -> None:
+    """Make B random instead of zero, also if FSDP2 has sharded it."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapters.layers.values():
+        b = layer.lora_B
+        drawn = (torch.randn(b.shape, generator=generator) / 8).bfloat16().to(b.dtype)
+        b.copy_(distribute_tensor(drawn, b.device_mesh, b.placements) if isinstance(b, DTensor) else drawn)
 
 
 def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
@@ -85,9 +107,11 @@ def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
     return Batch(**tensors, weight_version=0)
 
 
-def local_update(model: str, rows: dict[str, torch.Tensor], scheme: str = "w4a16") -> tuple[float, dict, dict, Policy]:
+def local_update(
+    model: str, rows: dict[str, torch.Tensor], scheme: str = "w4a16", lora: dict[str, int] | None = None
+) -> tuple[float, dict, dict, Policy]:
     """The local backend's loss, gradients and metrics of the rows, in one micro-batch, and its policy."""
-    policy = load_policy(model, scheme)
+    policy = load_policy(model, scheme, lora)
     log_probs = policy.response_log_probs(as_batch(rows), slice(0, 8), temperature=1.0)
     names = ("old_log_probs", "rollout_log_probs", "advantages", "response_mask")
     arguments: list[Any] = [*(rows[name] for name in names), TBPOConfig(**cast(Any, BANDS))]

@@ -30,6 +30,7 @@ os.environ |= {"VERL_PLATFORM": "cpu", "LOCAL_RANK": "0", "RAY_RAYLET_PID": port
 
 import torch
 import verl  # noqa: F401  registers its platform
+from fsdp_ranks import draw_b
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, PolicyLossConfig
@@ -113,7 +114,43 @@ def make_data(
     return data
 
 
+def run_adapters(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """An update of adapters whose B is not zero, the streams of two publishes, and a checkpoint: the same update after
+    it, and once more after it was loaded."""
+    engine, loss = build(content["model"], job)
+    draw_b(engine.adapters)
+    rows = content["rows"]
+    mine = list(range(int(rank), len(rows["input_ids"]), int(world)))
+    result: dict[str, Any] = {}
+
+    def update() -> dict[str, torch.Tensor]:
+        data = make_data(rows, mine, job["micro"])
+        with engine.train_mode():
+            output = engine.train_batch(data, loss)
+            gradients = {n: p.grad.full_tensor() for n, p in engine.module.named_parameters() if p.grad is not None}
+        engine.lr_scheduler_step()
+        engine.optimizer_zero_grad()
+        values = torch.tensor(sum(output["loss"]))
+        torch.distributed.all_reduce(values)
+        result.setdefault("update", (float(values) / int(world), gradients))
+        return {name: tensor.full_tensor().clone() for name, tensor in engine.adapters.tensors().items()}
+
+    states = [update()]
+    result["streams"] = [list(engine.get_per_tensor_param(base_sync_done=True)[0])]
+    result["streams"].append(list(engine.adapters.publication(1, with_base=False)))
+    result["separate"] = refusal(engine.get_per_tensor_param)
+    engine.save_checkpoint(job["checkpoint"], global_step=1)
+    states.append(update())
+    engine.load_checkpoint(job["checkpoint"])
+    states += [{name: tensor.full_tensor().clone() for name, tensor in engine.adapters.tensors().items()}, update()]
+    engine.adapters._digests = {**engine.adapters._digests, "model.norm.weight": "another"}
+    result["another base"] = gathered(refusal(partial(engine.adapters.check_base, job["checkpoint"])))
+    return result | {"states": states}
+
+
 def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    if "lora" in (job["quant"] or {}):
+        return run_adapters(content, job)
     engine, loss = build(job.get("model", content["model"]), job)
     rows = {name: tensor.clone() for name, tensor in job.get("rows", content["rows"]).items()}
     mine = list(range(int(rank), len(rows["input_ids"]), int(world)))

@@ -22,6 +22,8 @@ import verl  # noqa: F401  registers its platform
 from publish_streams import engine_model, feed_in_buckets, runner_of, weights
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
+from qarl.errors import UserError
+from qarl.rollout.adapters import AdapterReceiver
 from qarl.rollout.publish.wire import DeltaSender, encode_publish
 from qarl.verl import worker_extension
 from qarl.verl.publish import publication
@@ -48,6 +50,7 @@ class Receiver:
 
 
 MAKE = worker_extension.make_receiver  # `publish` replaces it
+NO_ADAPTERS = SimpleNamespace(lora_config=None)
 TENSORS = [(f"part{i}", torch.full((1 << 18,), i, dtype=torch.float32)) for i in range(3)]
 
 
@@ -67,7 +70,7 @@ def publish(make_receiver: Any, tensors: Any = TENSORS) -> dict[str, Any]:
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
     worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
-    worker.device, worker.model_runner = torch.device("cpu"), SimpleNamespace(device="cpu")
+    worker.device, worker.model_runner = torch.device("cpu"), SimpleNamespace(device="cpu", vllm_config=NO_ADAPTERS)
     worker._get_zmq_handle = lambda: handle
     raised = None
     try:
@@ -110,7 +113,27 @@ def changes_through_buckets() -> dict[str, Any]:
     return {"publishes": result}
 
 
+def adapter_of_a_worker() -> list[Any]:
+    """What a worker answers before a publish, after one, after a sleep, and once vLLM has lost the adapter."""
+    worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
+    answers = [(worker.qarl_adapter(), worker.qarl_has_base())]
+    target = SimpleNamespace(check_present=lambda: None, request=SimpleNamespace(lora_name="v1", lora_int_id=3))
+    worker._qarl_receiver = MAKE(runner_of(engine_model("llama")))
+    worker._qarl_adapter_receiver = AdapterReceiver(target, worker._qarl_receiver)
+    worker._qarl_receiver.version = target.version = 1
+    answers.append((worker.qarl_adapter(), worker.qarl_has_base()))
+    worker.qarl_discard("it slept")
+    answers.append((worker.qarl_adapter(), worker.qarl_has_base()))
+
+    def lost() -> None:
+        raise UserError("", why="vLLM has the adapters [] now")
+
+    target.check_present = lost
+    return [*answers, (worker.qarl_adapter(), worker.qarl_has_base())]
+
+
 results = {
+    "adapter": adapter_of_a_worker(),
     "changes": changes_through_buckets(),
     "reused": reuses_its_buffer(),
     "well": publish(lambda runner: Receiver()),

@@ -227,7 +227,7 @@ class WeightReceiver:
         self._check_new(whole)
         computed = check_unit([tensor for _, tensor in whole])[0].tolist() if whole else []
         for (name, _), digest in zip(whole, computed, strict=True):
-            _check_digest(name, digest, self.cache.digests[name])
+            check_digest(name, digest, self.cache.digests[name])
         self._write(dict(whole))
         self._unit = []
 
@@ -286,7 +286,7 @@ class WeightReceiver:
         names = [name for names, _ in self._compare for name in names]
         computed, sent = torch.cat([both for _, both in self._compare], 1).tolist()
         for name, mine, theirs in zip(names, computed, sent, strict=True):
-            _check_digest(name, mine, theirs)
+            check_digest(name, mine, theirs)
         return dict(zip(names, computed, strict=True))
 
     def _check_addresses(self) -> None:
@@ -303,7 +303,8 @@ class WeightReceiver:
             )
 
 
-def _check_digest(name: str, computed: int, sent: int) -> None:
+def check_digest(name: str, computed: int, sent: int) -> None:
+    """Raise TransferFailed if the checksum of a tensor is not that sent."""
     if computed != sent:
         raise wire.TransferFailed(
             f"{name} was damaged on the way to the engine",

@@ -1,6 +1,6 @@
 """The wire format of a publish to engines in other processes: tensors in layer order, with records between them.
 
-    qarl.begin    the version
+    qarl.begin    the version, and for an adapter its rank, alpha and targets
     tensors       the tensors of one unit: a decoder layer, or a module outside the decoder layers
     qarl.unit     the checksums of the unit's tensors, int64, in their order
     ...           more units
@@ -112,6 +112,7 @@ def encode_publish(
     *,
     version: int,
     run: str | None = None,
+    adapter: Mapping[str, Any] | None = None,
     cache: PublishedCache | None = None,
     is_delta: bool = False,
     tally: Tally | None = None,
@@ -120,6 +121,7 @@ def encode_publish(
 
     Args:
         run: the name of the run that owns the weights, for transports that two runs could share by mistake.
+        adapter: what `qarl.lora.adapter.Adapter` has beside its tensors, if the tensors are those of an adapter.
         cache: the tensors of the last publish, which follow the stream. The receivers cache the tensors too, so that
             the next publish can be a delta.
         is_delta: whether the receivers have what is in `cache`, so that only changes are sent.
@@ -131,6 +133,8 @@ def encode_publish(
     begin: dict[str, Any] = {"version": version}
     if run is not None:
         begin["run"] = run
+    if adapter is not None:
+        begin["adapter"] = adapter
     tally, units = tally or Tally(), list[tuple[list[str], torch.Tensor]]()
     tally.known = is_delta
     if cache is not None:

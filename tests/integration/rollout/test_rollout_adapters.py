@@ -4,6 +4,7 @@ disk, and each way in which others lose an adapter in silence."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from qarl.errors import UserError
 from qarl.lora.adapter import FOLDER, Adapter
 from qarl.lora.layers import Adapters
 from qarl.quant import packed_state_dict
-from qarl.rollout.adapters import AdapterSpec
+from qarl.rollout.adapters import AdapterReceiver, AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.rollout.publish.wire import encode_publish
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -89,6 +91,63 @@ def test_after_each_publish_the_engine_is_a_fresh_one_with_base_and_adapter(base
         fresh = greedy_in_a_fresh_vllm(folder, PROMPTS, max_tokens=24, max_model_len=320, adapter=Path(folder / FOLDER))
         assert fresh == seen[-1]
     assert len({str(outputs) for outputs in seen}) == 3, "the adapters changed nothing"
+
+
+def test_transformers_and_peft_load_the_export_and_give_nearly_the_engines_log_probs(based, model, adapters, tmp_path):
+    """They multiply by the same low-bit weights and the same A and B. transformers rounds elsewhere: it multiplies by
+    dequantized weights, and peft adds the adapter after its own casts."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    adapter = changed(adapters, 1)
+    based.publish_adapter(adapter, version=1)
+    batch = based.generate(PROMPTS, SamplingConfig(24, temperature=0.0))
+    files = ModelFiles.of(model, AutoTokenizer.from_pretrained(based.config.model))
+    save_model(tmp_path / "out", files, packed_state_dict(model), scheme=SCHEME, ignore=("lm_head",), adapter=adapter)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+
+    def differences(loaded: Any) -> torch.Tensor:
+        parts = []
+        rows = zip(batch.prompt_token_ids, batch.response_token_ids, batch.rollout_log_probs, strict=True)
+        for prompt, response, log_probs in rows:
+            with torch.no_grad():
+                logits = loaded(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+            theirs = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+            parts.append((theirs - torch.tensor(log_probs)).abs())
+        return torch.cat(parts)
+
+    alone = differences(base)
+    both = differences(peft.PeftModel.from_pretrained(base, tmp_path / "out" / FOLDER))
+    assert both.mean() < 1e-2 and both.max() < 1e-1  # 3.5e-3 and 2.9e-2 were measured
+    assert alone.mean() > 0.1  # 0.5, without the adapter
+
+
+def test_an_adapter_that_arrives_as_a_stream_is_the_one_that_was_sent(based, adapters):
+    adapter = changed(adapters, 2)
+    sent = {name: tensor.clone() for name, tensor in adapter.tensors.items()}
+    based.publish_adapter(adapter, version=1)
+    expected = greedy(based)
+    based.publish_adapter(changed(adapters, 3), version=2)
+    receiver = AdapterReceiver(based.adapter, based.receiver)
+    settings = {"r": adapter.r, "alpha": adapter.alpha, "targets": adapter.targets, "base": adapter.base}
+    stream = list(encode_publish(sent.items(), version=3, adapter=settings))
+    receiver.feed(stream[: len(stream) // 2])
+    assert receiver.stale
+    with pytest.raises(UserError, match="refuses to generate"):
+        greedy(based)
+    receiver.feed(stream[len(stream) // 2 :])
+    assert (based.weight_version, greedy(based)) == (3, expected)
+    for fault in ("damaged", "lost", "cut"):
+        place = next(i for i, (name, _) in enumerate(stream) if "lora_B" in name)
+        name, tensor = stream[place]
+        parts = {"damaged": [(name, tensor + 1)], "lost": [], "cut": [(name, tensor)]}[fault]
+        rest = [*stream[:place], *parts, *stream[place + 1 : -1 if fault == "cut" else None]]
+        with pytest.raises(UserError, match=r"damaged|did not arrive") if fault != "cut" else nullcontext():
+            receiver.feed(rest)
+        assert receiver.stale and based.weight_version is None
+    based.receiver.mark_stale("it slept")
+    with pytest.raises(UserError, match="its base has not been published"):
+        receiver.feed(stream)
 
 
 def test_an_adapter_of_zeros_is_the_base(based, adapters):
@@ -194,4 +253,4 @@ def test_targets_without_a_place_in_the_engine_are_refused(engine, adapters):
     from qarl.rollout.adapters import EngineAdapter
 
     with pytest.raises(UserError, match="no place for an adapter of c_attn"):
-        EngineAdapter(engine.llm, engine.model(), AdapterSpec(8, (*adapters.targets, "c_attn")))
+        EngineAdapter(engine.llm.llm_engine, engine.model(), AdapterSpec(8, (*adapters.targets, "c_attn")))

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("trl")
 
 from datasets import Dataset, IterableDataset
+from peft import IA3Config, LoraConfig, get_peft_model
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
@@ -104,6 +105,59 @@ def test_a_setting_is_refused(model: Path, tmp_path: Path, settings: dict[str, A
     assert caught.value.__cause__ is None  # Python would print the same error twice, once with QaRL's keys
     # The error speaks of the fields of QaRLConfig, not of the config of `qarl train`.
     assert not [key for key in RUN_KEYS if "." in key and key in text]
+
+
+LORA: dict[str, Any] = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
+PEFT: list[tuple[Any, str]] = [
+    (LoraConfig(**LORA, lora_dropout=0.1), "lora_dropout=0.1"),
+    (LoraConfig(**LORA, bias="all"), "bias='all'"),
+    (LoraConfig(**LORA, use_dora=True), "use_dora=True"),
+    (LoraConfig(**LORA, use_rslora=True), "use_rslora=True"),
+    (LoraConfig(**LORA, modules_to_save=["lm_head"]), "modules_to_save"),
+    (LoraConfig(**LORA, rank_pattern={"q_proj": 4}), "rank_pattern"),
+    (LoraConfig(**LORA, layers_to_transform=[0]), "layers_to_transform"),
+    (LoraConfig(**LORA, init_lora_weights="gaussian"), "init_lora_weights"),
+    (LoraConfig(**LORA, task_type="SEQ_CLS"), "task_type"),
+    (LoraConfig(r=8), "target_modules=None"),
+    (LoraConfig(r=8, target_modules=".*_proj"), "target_modules='.*_proj'"),
+    (LoraConfig(r=8, target_modules=["c_attn"]), "peft_config.target_modules"),
+    (LoraConfig(r=8, target_modules=["q_proj", "lm_head"]), "peft_config.target_modules"),
+    (LoraConfig(r=6, target_modules="all-linear"), "peft_config.r"),
+    (LoraConfig(r=8, lora_alpha=12, target_modules="all-linear"), "peft_config.lora_alpha"),
+    (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "IA3Config"),
+    ({"r": 8}, "peft_config=dict"),
+]
+
+
+@pytest.mark.parametrize(("peft_config", "words"), PEFT, ids=[words for _, words in PEFT])
+def test_a_peft_config_is_refused(model: Path, tmp_path: Path, peft_config: Any, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build(model, tmp_path, arguments={"peft_config": peft_config})
+    assert words in str(caught.value) and "lora." not in str(caught.value)
+
+
+def test_a_model_with_adapters_of_peft_is_refused(model: Path, tmp_path: Path) -> None:
+    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16"), LoraConfig(**LORA))
+    with pytest.raises(UserError, match="has adapters of peft"):
+        build(wrapped, tmp_path)
+
+
+BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps"}
+BEST |= {"eval_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quant_align": "off"}, "quant_align"),
+        ({"master_dtype": "bf16"}, "master_dtype"),
+        (BEST, "load_best_model_at_end"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+    ],
+)
+def test_what_adapters_do_not_go_with(model: Path, tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build(model, tmp_path, arguments={"peft_config": LoraConfig(**LORA)}, **settings)
 
 
 @pytest.mark.parametrize(

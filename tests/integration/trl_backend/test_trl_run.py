@@ -48,6 +48,28 @@ def test_a_run_has_no_mismatch_and_moves_the_weights() -> None:
     assert row["history"][0]["publish/mbytes"] > 0
 
 
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+
+
+def test_a_run_with_adapters_has_no_mismatch_and_publishes_them_alone(tmp_path: Path) -> None:
+    steps = {"max_steps": 3, "learning_rate": 1e-3, "gradient_checkpointing": True, "save_quantized": str(tmp_path)}
+    (row,) = trl_cpu.run(steps | {"lora": LORA})
+    history = row["history"]
+    assert [entry["mismatch/abs_max"] for entry in history] == [0.0] * 3
+    assert all(entry["grad_norm"] > 0 for entry in history) and len(set(row["digests"].values())) > 1
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    sizes = [entry["publish/mbytes"] * 1e6 for entry in history if "publish/mbytes" in entry]
+    assert set(sizes) == {sum(tensor.nbytes for tensor in adapter.values())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "bf16"])
+def test_schemes_with_adapters(scheme: str) -> None:
+    (row,) = trl_cpu.run({"max_steps": 2, "learning_rate": 1e-3, "quant_scheme": scheme, "lora": LORA, "beta": 0.01,
+                          "loss_type": "grpo"})  # fmt: skip
+    assert [entry["mismatch/abs_max"] for entry in row["history"]] == [0.0, 0.0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "sapo"])
 def test_trls_losses_run_on_quantized_rollouts(loss_type: str) -> None:
@@ -93,14 +115,16 @@ def test_a_run_with_evaluations() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_bit_for_bit() -> None:
-    row = trl_cpu.resumed()
+@pytest.mark.parametrize("settings", [{}, {"lora": LORA}], ids=["all weights", "adapters"])
+def test_a_killed_run_resumes_bit_for_bit(settings: dict[str, Any]) -> None:
+    row = trl_cpu.resumed(**settings)
     assert all(row["digests_equal"]) and row["masters_equal"] and row["metrics_equal"], row
 
 
 @pytest.mark.slow
-def test_two_processes_publish_the_same() -> None:
-    row = trl_cpu.two_processes()
+@pytest.mark.parametrize("settings", [{}, {"lora": LORA}], ids=["all weights", "adapters"])
+def test_two_processes_publish_the_same(settings: dict[str, Any]) -> None:
+    row = trl_cpu.two_processes(**settings)
     assert row["digests_equal"] and row["masters_equal"] and row["abs_max"] == 0
 
 

@@ -119,6 +119,15 @@ def results(tmp_path_factory):
     return json.loads(output.read_text())
 
 
+def test_a_worker_says_why_it_has_no_adapter(results):
+    assert results["adapter"] == [
+        ["nothing has been published to it yet", False],
+        [["v1", 3], True],
+        ["it slept", False],
+        ["vLLM has the adapters [] now", False],
+    ]
+
+
 @pytest.mark.parametrize(
     ("case", "raised", "names"),
     [

@@ -4,8 +4,6 @@ verl's own command line."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from bad_runs import row
 from checkout import ROOT
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from random_models import save_random_model
+from verl_runs import REWARD, ROUNDING, run_quickstart, start
 
 from qarl.checkpoint.compressed_tensors import linears_of, packed, read_tensors
 from qarl.metrics.mismatch_limit import resolve_limit
@@ -26,16 +25,6 @@ from qarl.quant import get_scheme
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 pytestmark = [needs_w4a16_cpu, pytest.mark.timeout(900)]
-
-
-ROUNDING = 1e-5
-"""Of a log-prob. δ is 0 on a CPU without AMX; with AMX a run at level `exact` had 9.5e-7."""
-
-# Differs between the answers of a random model.
-REWARD = """
-def length_reward(data_source, solution_str, ground_truth, extra_info=None):
-    return min(len(solution_str) / 64, 1.0)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -53,33 +42,6 @@ def data(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("data") / "train.parquet"
     pq.write_table(pa.Table.from_pylist([row(f"t{3 + i} t{20 + i} t{40 + i}") for i in range(16)]), path)
     return path
-
-
-def start(command: list[str], **variables: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-
-
-def run_quickstart(output: Path, model: Path, data: Path, changes: dict[str, object]) -> Path:
-    """Two steps at learning rate 0. Returns the run's folder."""
-    settings = {
-        "output_dir": output,
-        "model.path": model,
-        "data.train_files": f"[{data}]",
-        "data.val_files": f"[{data}]",
-        "data.train_batch_size": 4,
-        "data.max_response_length": 16,
-        "rollout.cpu_kvcache_space_gib": 0.25,
-        "actor.ppo_mini_batch_size": 2,
-        "optim.lr": 0.0,
-        "trainer.total_training_steps": 2,
-        "trainer.test_freq": -1,
-        "trainer.logger": "[console]",
-    }
-    overrides = [f"{key}={value}" for key, value in (settings | changes).items()]
-    start([sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *overrides])
-    return output / "quickstart_verl"
 
 
 @needs_vllm_cpu

@@ -114,6 +114,18 @@ def test_what_the_options_change(changes: dict[str, Any], part: str, size: int |
     assert parts(estimate(SMALL, run(**changes), device="cpu")).get(part) == size
 
 
+def test_adapters_under_fsdp2_by_hand() -> None:
+    """The low-bit base is whole on every rank. Sharded are the adapters, 14848 weights, and 13120 frozen ones."""
+    config = run(backend="verl", trainer__n_gpus_per_node=2, lora__r=8)
+    sharded = parts(estimate(SMALL, config, device="cpu"))
+    assert sharded["frozen BF16 weights, sharded"] == 74560 - 61440
+    assert sharded["FP32 masters, sharded"] == sharded["FP32 gradients, sharded"] == 2 * 14848
+    assert sharded["adamw state, FP32"] == 4 * 14848
+    assert sharded["low-bit tensors"] == 34784
+    assert sharded["gathered blocks (two)"] == 4 * 7424
+    assert sharded["gradients of a block, BF16 and FP32"] == 8 * 7424
+
+
 def test_one_micro_batch_sums_no_gradients_while_activations_live() -> None:
     whole = estimate(SMALL, run(actor__ppo_micro_batch_size_per_gpu=12), device="cpu")
     assert [part.phases for part in whole.parts if part.name == "FP32 gradient sums"] == [("step",)]

@@ -11,6 +11,7 @@ from qarl.config import load_config
 from qarl.config.lora import REFUSED, LoraConfig
 
 R8 = "lora.r=8"
+PARALLEL = "rollout.tensor_model_parallel_size"
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -32,7 +33,7 @@ def test_dropout_has_pefts_name_too(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["backend=verl"], "backend", "no adapters"),
+        (["backend=verl", f"{PARALLEL}=2"], PARALLEL, "those of a whole engine"),
         (["model.dtype=fp16", "quant.scheme=bf16"], "model.dtype", "BF16"),
         (["optim.master_dtype=bf16"], "optim.master_dtype", "FP32 masters"),
         (["quant.align=off"], "quant.align", "only in w4a16"),

@@ -1,0 +1,135 @@
+"""Adapters in verl's actor: a frozen base on every rank, A and B sharded by FSDP2 (docs/lora.md).
+
+    before FSDP2      every rank gets the first rank's weights, quantizes the linears and frees their BF16 weights
+    FSDP2             shards what is left: A and B in FP32, and frozen in BF16 embeddings, norms and unquantized linears
+    first publish     the base and the adapter; later ones the adapter alone, as long as all servers have the base
+    checkpoints       A and B instead of the model, and the digests of the base (`BASE_FILE`)
+
+verl has adapters of its own (`actor_rollout_ref.model.lora_rank`). They are peft's modules on linears, which would not
+compute as the engine does, and `get_per_tensor_param` has no base in low bits for them. So verl does not know of these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from qarl.checkpoint.read_weights import BASE_FILE
+from qarl.checkpoint.resumable import tensor_digest
+from qarl.checkpoint.storage import write_json
+from qarl.errors import UserError
+from qarl.lora.layers import Adapters
+from qarl.quant.convert import QuantReport, quantize_model
+from qarl.quant.scheme import Scheme
+from qarl.quant.state_dict import packed_state_dict
+from qarl.rollout.publish.delta import Tally
+from qarl.rollout.publish.wire import encode_publish
+from qarl.verl.publish import Publication, numbered, run_identity
+
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+def quantize_whole(module: nn.Module, *, scheme: Scheme, ignore: tuple[str, ...], device: torch.device) -> QuantReport:
+    """Quantize the linears of `module` on every rank. Call this before FSDP2 wraps it.
+
+    verl loads weights only on the first rank, and leaves those of others on the meta device. Here all get them."""
+    for owner in module.modules():
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if tensor.is_meta:
+                    whole = torch.empty_like(tensor, device=device)
+                    table[name] = nn.Parameter(whole) if isinstance(tensor, nn.Parameter) else whole
+                torch.distributed.broadcast(table[name].detach(), src=0)
+    return quantize_model(module, scheme=scheme, ignore=ignore)
+
+
+class ActorAdapters(Adapters):
+    """The adapters of verl's actor, and what verl's checkpoint manager sees of the model: their tensors alone.
+
+    frozen   the parameters that FSDP2 must leave alone: those of quantized weights, which are on the meta device
+    tally    counts the bytes of the last publish"""
+
+    def __init__(self, module: Any, config: Any, *, scheme: Scheme, ignore: tuple[str, ...], seed: int) -> None:
+        """Freeze `module`, which is quantized, aligned and whole, and give its linears adapters, in place."""
+        super().__init__(module, config, seed=seed, base=module.config.name_or_path, dtype=torch.float32)
+        self.frozen = {parameter for parameter in module.parameters() if parameter.is_meta}
+        self.tally = Tally()
+        self._module, self._scheme, self._ignore = module, scheme, ignore
+        self._digests: Mapping[str, str] = {}
+        if torch.distributed.get_rank() == 0:
+            self._digests = {name: tensor_digest(tensor) for name, tensor in self._base(stacks=False)}
+
+    def _base(self, *, stacks: bool) -> Named:
+        return packed_state_dict(self._module, scheme=self._scheme, ignore=self._ignore, stacks=stacks)
+
+    def publication(self, version: int, *, with_base: bool) -> Publication:
+        """Return the publish of the adapter, after its base if `with_base`. All ranks must read it together."""
+        settings = {"r": self.rank, "alpha": self.alpha, "targets": self.targets, "base": self.base}
+        rounded = ((name, whole(tensor).bfloat16()) for name, tensor in self.tensors().items())
+        streams = [encode_publish(rounded, version=version, run=run_identity(), adapter=settings)]
+        if with_base:
+            base = ((name, whole(tensor)) for name, tensor in self._base(stacks=True))
+            streams.insert(0, encode_publish(base, version=version, run=run_identity()))
+        self.tally = Tally()
+        return Publication(numbered(self.tally.count(chain(*streams))))
+
+    def metrics(self) -> dict[str, float]:
+        return {"publish/mbytes": self.tally.bytes / 1e6} if self.tally.bytes else {}
+
+    def save_base(self, folder: str) -> None:
+        """Write the digests of the base to the checkpoint in `folder`. Only the first rank does."""
+        if torch.distributed.get_rank() == 0:
+            write_json(Path(folder) / BASE_FILE, {"published": self._digests})
+
+    def check_base(self, folder: str) -> None:
+        """Raise UserError on the first rank if the base is not that of the checkpoint in `folder`."""
+        path = Path(folder) / BASE_FILE
+        if torch.distributed.get_rank() != 0:
+            return
+        saved = json.loads(path.read_text(encoding="utf-8"))["published"] if path.is_file() else {}
+        differ = sorted(
+            name for name in saved.keys() | self._digests.keys() if saved.get(name) != self._digests.get(name)
+        )
+        if differ:
+            raise UserError(
+                f"{len(differ)} tensors of the base differ from those that the adapter was trained on",
+                where=f"{self.base}: {differ[0]}",
+                why="the model's files, or the quantizer, have changed since the checkpoint was written",
+                fix="restore the old model and version of QaRL, or start fresh with a new name=...",
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the model's attribute, for verl's checkpoint manager, which also saves the config."""
+        return getattr(self.__dict__["_module"], name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.tensors()
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load the tensors of `state_dict`. Raise UserError if `state` has others."""
+        ours = self.tensors()
+        if differing := sorted(ours.keys() ^ state.keys()):
+            raise UserError(
+                "the checkpoint has adapters of other linears",
+                where=differing[0],
+                why="this tensor is only in the checkpoint, or only in the model",
+                fix="restore the model and lora.target_modules of the run",
+            )
+        for name, tensor in state.items():
+            ours[name].copy_(tensor)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor that FSDP2 may have sharded. All ranks must call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,176 @@
+"""Adapters in verl: the FSDP2 engine on one and two ranks against the local backend, the server that names the adapter
+of each request, and whole runs (docs/lora.md)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_runs import row, write_rows
+from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
+from fresh_vllm import greedy_in_a_fresh_vllm
+from fsdp_ranks import BANDS, LORA, QUANT, assert_same_gradients, local_update, make_rows, run_engine
+from random_models import save_random_model
+from safetensors.torch import load_file
+from verl_runs import REWARD, ROUNDING, run_quickstart
+
+from qarl.errors import UserError
+from qarl.metrics.tracker import read_metrics
+from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT
+
+pytest.importorskip("verl")
+pytestmark = [needs_w4a16_cpu, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(save_random_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def rows(model):
+    return make_rows(model)
+
+
+@pytest.fixture(scope="module")
+def local(model, rows):
+    return local_update(model, rows, lora=LORA)
+
+
+@pytest.fixture(scope="module")
+def results(model, rows, tmp_path_factory):
+    job = {"quant": QUANT | {"lora": LORA}, "bands": BANDS, "lr": 1e-2, "micro": 2, "engine": {"model_dtype": "bf16"}}
+    folder = tmp_path_factory.mktemp("engine")
+    jobs = {world: job | {"checkpoint": str(folder / f"step{world}")} for world in (1, 2)}
+    return {world: run_engine(folder, world, model, rows, [jobs[world]])[0] for world in (1, 2)}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_loss_and_gradients_are_those_of_the_local_backend(results, local, world):
+    loss, gradients = results[world]["update"]
+    assert loss == pytest.approx(local[0], rel=1e-5)
+    assert gradients and all("lora_" in name for name in gradients)
+    assert_same_gradients(gradients, local[1])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_publish_has_the_base_only_if_a_server_lacks_it(results, local, world):
+    first, second = ([(name.split("#")[0], tensor) for name, tensor in s] for s in results[world]["streams"])
+    base = dict(local[3].packed_state_dict(stacks=True))
+    adapter = {name: tensor.bfloat16() for name, tensor in results[world]["states"][0].items()}
+    for stream, expected in ((first, [*base.items(), *adapter.items()]), (second, list(adapter.items()))):
+        sent = [item for item in stream if item[0] not in (BEGIN, UNIT, COMMIT)]
+        assert [name for name, _ in sent] == [name for name, _ in expected]
+        assert all(torch.equal(tensor, wanted) for (_, tensor), (_, wanted) in zip(sent, expected, strict=True))
+    assert "separate rollout workers" in results[world]["separate"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_from_a_checkpoint_the_next_update_has_the_same_bits(results, world):
+    saved, updated, loaded, again = results[world]["states"]
+    assert any(not torch.equal(saved[name], tensor) for name, tensor in updated.items())
+    assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
+    assert all(torch.equal(updated[name], tensor) for name, tensor in again.items())
+    assert "differ from those that the adapter was trained on" in results[world]["another base"][0]
+
+
+class Client:
+    """vLLM's client of an engine."""
+
+    answer: Any = ("version-1", 7)
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append((method, *args))
+        return [self.answer]
+
+    async def generate(self, lora_request: Any, **_: Any) -> Any:
+        yield lora_request
+
+    async def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+
+async def first(stream: Any) -> Any:
+    async for item in stream:
+        return item
+
+
+def test_each_request_names_the_adapter_that_the_engine_has() -> None:
+    from qarl.verl.adapter_server import AdaptedClient
+
+    client = Client()
+    request = asyncio.run(first(AdaptedClient(client).generate(prompt="", lora_request=None)))
+    assert (request.lora_name, request.lora_int_id) == client.answer
+    client.answer = "no adapter has been published to it yet"
+    with pytest.raises(UserError, match="refuses to generate"):
+        asyncio.run(first(AdaptedClient(client).generate(prompt="")))
+
+
+def test_a_sleep_that_discards_weights_makes_the_engine_forget_its_base() -> None:
+    from qarl.verl.adapter_server import AdaptedClient
+
+    client = Client()
+    asyncio.run(AdaptedClient(client).sleep(level=1))
+    assert client.calls == [("sleep", 1)]
+    asyncio.run(AdaptedClient(client).sleep(level=2))
+    assert client.calls[1:] == [("qarl_discard", "the engine slept at level 2"), ("sleep", 2)]
+
+
+RUN = {
+    "lora.r": 8,
+    "optim.lr": 1e-2,
+    "rollout.n": 4,
+    "actor.ppo_micro_batch_size_per_gpu": 2,
+    "actor.log_prob_micro_batch_size_per_gpu": 4,
+    "trainer.val_before_train": "false",
+    "trainer.plots": "false",
+    "trainer.report": "false",
+}
+
+
+def check_run(folder: Path, model: Path, data: Path, changes: dict[str, object]) -> Path:
+    """Train, and check that δ is 0 and that the base was published once. Return the run's folder."""
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
+    run_dir = run_quickstart(folder, model, data, RUN | {"reward.function": f"{reward}:length_reward"} | changes)
+    steps = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
+    adapter = load_file(run_dir / "export" / "adapter" / "adapter_model.safetensors")
+    assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+    sizes = [entry["publish/mbytes"] * 1e6 for entry in steps]
+    assert sum(tensor.nbytes for tensor in adapter.values()) < sizes[1] < sizes[0] / 2  # records are some bytes, too
+    assert all(entry["mismatch/abs_max"] < ROUNDING for entry in steps)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    write_rows(str(path), [row(f"t{3 + i} t{20 + i} t{40 + i}") for i in range(16)])
+    return path
+
+
+@needs_vllm_cpu
+def test_a_run_has_no_mismatch_and_a_fresh_vllm_loads_its_export(tmp_path, model, data):
+    export = check_run(tmp_path, Path(model), data, {}) / "export"
+    tokens, _ = greedy_in_a_fresh_vllm(export, [[3, 4, 5]], max_tokens=4, max_model_len=64, adapter=export / "adapter")
+    assert all(tokens)
+
+
+@pytest.mark.slow
+@needs_vllm_cpu
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "bf16"])
+def test_schemes_on_two_ranks(tmp_path, model, data, scheme):
+    check_run(tmp_path, Path(model), data, {"quant.scheme": scheme, "trainer.n_gpus_per_node": 2})
+
+
+@pytest.mark.slow
+@needs_vllm_cpu
+def test_attention_of_a_mixture_of_experts(tmp_path, data):
+    experts = save_random_model(tmp_path / "model", "qwen3_moe")
+    check_run(tmp_path, experts, data, {"quant.ignore": '["lm_head","re:.*mlp[.]gate$"]'})

@@ -35,9 +35,6 @@ def run_program(name: str, *arguments: object, **variables: str) -> str:
     return run.stdout
 
 
-ROUNDING = 1e-5
-"""Of a log-prob. δ is 0 on a CPU without AMX; with AMX a run at level `exact` had 9.5e-7."""
-
 # Differs between the answers of a random model.
 REWARD = """
 def length_reward(data_source, solution_str, ground_truth, extra_info=None):

@@ -15,7 +15,7 @@ from fresh_vllm import greedy_in_a_fresh_vllm
 from fsdp_ranks import BANDS, LORA, QUANT, assert_same_gradients, local_update, make_rows, run_engine
 from random_models import save_random_model
 from safetensors.torch import load_file
-from verl_runs import REWARD, ROUNDING, run_quickstart
+from verl_runs import REWARD, run_quickstart
 
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
@@ -144,7 +144,7 @@ def check_run(folder: Path, model: Path, data: Path, changes: dict[str, object])
     assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
     sizes = [entry["publish/mbytes"] * 1e6 for entry in steps]
     assert sum(tensor.nbytes for tensor in adapter.values()) < sizes[1] < sizes[0] / 2  # records are some bytes, too
-    assert all(entry["mismatch/abs_max"] < ROUNDING for entry in steps)
+    assert all(entry["mismatch/abs_max"] == 0 for entry in steps)
     return run_dir
 
 

@@ -117,7 +117,8 @@ def adapter_of_a_worker() -> list[Any]:
     """What a worker answers before a publish, after one, after a sleep, and once vLLM has lost the adapter."""
     worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
     answers = [(worker.qarl_adapter(), worker.qarl_has_base())]
-    target = SimpleNamespace(check_present=lambda: None, request=SimpleNamespace(lora_name="v1", lora_int_id=3))
+    request = SimpleNamespace(lora_name="v1", lora_int_id=3)
+    target: Any = SimpleNamespace(check_present=lambda: None, request=request)
     worker._qarl_receiver = MAKE(runner_of(engine_model("llama")))
     worker._qarl_adapter_receiver = AdapterReceiver(target, worker._qarl_receiver)
     worker._qarl_receiver.version = target.version = 1

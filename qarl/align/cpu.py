@@ -10,7 +10,7 @@
                with FP32 products of the BF16 operands (level `model`)
     linears    with AMX, BF16 linears and lm_head by the engine's function (`qarl.kernels.cpu.bf16_linear`)
 
-All other parts, such as SwiGLU, the embedding and lm_head, already round in the same way on both sides. To align a
+All other parts, such as SwiGLU and the embedding, already round in the same way on both sides. To align a
 layer, its class is replaced by a subclass with the same name. Parameters, state-dict keys, hooks, gradient
 checkpointing and wrapping by class name do not change.
 

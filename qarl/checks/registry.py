@@ -98,16 +98,17 @@ def _no_kernel(config: Config, place: str, why: str) -> UserError:
 
 
 def check_experts(config: Config, machine: Machine, hf_config: Any) -> None:
-    """Raise UserError if vLLM or QaRL's own kernels cannot run the model's mixture of experts.
+    """Raise UserError if vLLM lacks QaRL's plugin, or if vLLM or QaRL's kernels cannot run the model's experts.
 
     For W8A8 on GPUs vLLM 0.24, which requirements/gpu.lock has, chooses `TritonExperts`, whose `apply` refuses the int8
     rows that it is given. (vLLM 0.29 takes them.)"""
+    if machine.on_cpu:
+        vllm_plugin.check_installed(hf_config)
     if not vllm_plugin.experts_of(hf_config):
         return
     if config.quant.kernels != "engine":
         raise no_own_experts(config.quant.kernels, f"quant.kernels with {config.model.path}")
     if machine.on_cpu:
-        vllm_plugin.check_installed(hf_config)
         if config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
             vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
     elif config.quant.scheme == "w8a8":

@@ -8,9 +8,9 @@ Rows are processed in blocks:
 If the engine sampled by top-k or top-p, the softmax is over the tokens that it sampled from, a packed mask (below).
 
 `log_probs_of_logits` does the same with all logits at once. Its results are the same bit for bit if the BF16 product of
-a row does not depend on other rows, as in PyTorch on CPU from 17 rows on. Only the gradient of `weight` can differ in
-the last BF16 bit. It is summed over blocks in FP32 and rounded once. A policy's forward returns `WholeLogits` or
-`LogitsInBlocks`.
+a row does not depend on other rows (with AMX that of `qarl.kernels.cpu.bf16_linear`, which multiplies here; without it
+PyTorch's from 17 rows on). Only the gradient of `weight` can differ in the last BF16 bit. It is summed over blocks in
+FP32 and rounded once. A policy's forward returns `WholeLogits` or `LogitsInBlocks`.
 
 Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, and 18
 in the backward (with a single block 14; entropies need 8). If there are several blocks, a gradient of `weight` needs 4

@@ -43,14 +43,15 @@ def product_with(weight: torch.Tensor) -> Product:
     if not serves(weight):
         return lambda x, bias=None: F.linear(x, weight, bias)
     out_features = len(weight)
-    blocks = F.pad(weight.detach(), (0, 0, 0, -out_features % _BLOCK)).contiguous()
+    blocks, missing = weight.detach(), -out_features % _BLOCK
+    blocks = F.pad(blocks, (0, 0, 0, missing)) if missing else blocks.contiguous()
     width, packed = len(blocks), torch.ops._C.convert_weight_packed(blocks)
 
     def multiply(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.detach().flatten(0, -2)
         padded = F.pad(rows, (0, 0, 0, max(_FEWEST_ROWS - len(rows), 0))).contiguous()
         y = x.new_empty(len(padded), width)
-        added = None if bias is None else F.pad(bias.detach().float(), (0, width - out_features))
+        added = None if bias is None else F.pad(bias.detach().float(), (0, missing))
         torch.ops._C.weight_packed_linear(y, padded, packed, added, True)
         return y[: len(rows), :out_features].contiguous().unflatten(0, x.shape[:-1])
 

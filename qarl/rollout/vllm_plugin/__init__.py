@@ -62,9 +62,19 @@ def check_linears_loaded(kernels: str) -> None:
 
 
 def check_loaded(hf_config: Any) -> None:
-    """Raise UserError if `hf_config` is a mixture of experts and the plugin is not registered in this process."""
-    if experts_of(hf_config) and _loaded("cpu_experts") is not None:
-        raise not_loaded()
+    """Raise UserError if an engine on this CPU needs a part of the plugin that is not registered in this process."""
+    for module in _needed(hf_config):
+        if _loaded(module) is not None:
+            raise not_loaded(module)
+
+
+def _needed(hf_config: Any) -> list[str]:
+    """Return the modules of the plugin that an engine for `hf_config` needs on this CPU."""
+    import torch
+
+    experts = ["cpu_experts"] if experts_of(hf_config) else []
+    amx = torch.cpu._is_amx_tile_supported() and not torch.cuda.is_available()
+    return experts + (["cpu_linears"] if amx else [])
 
 
 def _loaded(module: str) -> str | None:
@@ -76,11 +86,12 @@ def _loaded(module: str) -> str | None:
 
 
 def check_installed(hf_config: Any) -> None:
-    """Raise UserError if `hf_config` is a mixture of experts and vLLM would not find the plugin. Call this only for
-    runs on a CPU. It does not import vLLM."""
+    """Raise UserError if the model needs the plugin and vLLM would not find it. Call this only for runs on a CPU. It
+    does not import vLLM."""
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if experts_of(hf_config) and (_left_out() or not any(point.value.startswith(__name__) for point in points)):
-        raise not_loaded()
+    needed = _needed(hf_config)
+    if needed and (_left_out() or not any(point.value.startswith(__name__) for point in points)):
+        raise not_loaded(needed[0])
 
 
 def check_eager(hf_config: Any, enforce_eager: bool) -> None:
@@ -101,9 +112,13 @@ def _left_out() -> bool:
     return allowed is not None and ENTRY_POINT not in allowed.split(",")
 
 
-def not_loaded() -> UserError:
-    """Return the error for an engine that would serve experts without the plugin."""
-    return _error("cpu_experts", "the model is a mixture of experts, but vLLM runs without QaRL's plugin")
+def not_loaded(module: str = "cpu_experts") -> UserError:
+    """Return the error for an engine on a CPU that would start without a module of the plugin that it needs."""
+    reason = {
+        "cpu_experts": "the model is a mixture of experts",
+        "cpu_linears": "this CPU has AMX, on which vLLM's log-probs depend on the number of responses that run",
+    }
+    return _error(module, f"{reason[module]}, but vLLM runs without QaRL's plugin")
 
 
 def _error(module: str, what: str, where: str = "") -> UserError:

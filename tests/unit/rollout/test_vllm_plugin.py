@@ -64,20 +64,23 @@ OURS = SimpleNamespace(value="qarl.rollout.vllm_plugin:register")
 
 
 @pytest.mark.parametrize(
-    ("hf_config", "points", "plugins", "why"),
+    ("hf_config", "amx", "points", "plugins", "why"),
     [
-        (MIXTURE, [OURS], None, None),
-        (MIXTURE, [OURS], "qarl,other", None),
-        (MIXTURE, [OURS], "other", "VLLM_PLUGINS=other leaves it out"),
-        (MIXTURE, [SimpleNamespace(value="vllm.plugins:x")], None, "no entry point"),
-        (DENSE, [], "other", None),
+        (MIXTURE, False, [OURS], None, None),
+        (MIXTURE, False, [OURS], "qarl,other", None),
+        (MIXTURE, False, [OURS], "other", "(?s)mixture of experts.*VLLM_PLUGINS=other leaves it out"),
+        (MIXTURE, False, [SimpleNamespace(value="vllm.plugins:x")], None, "no entry point"),
+        (DENSE, False, [], "other", None),
+        (DENSE, True, [OURS], None, None),
+        (DENSE, True, [OURS], "other", "(?s)has AMX.*VLLM_PLUGINS=other leaves it out"),
+        (DENSE, True, [], None, "no entry point"),
     ],
 )
-def test_a_run_of_a_mixture_asks_for_the_plugin_before_vllm_starts(
-    monkeypatch, hf_config, points, plugins, why
-) -> None:
+def test_a_run_asks_for_the_plugin_before_vllm_starts(monkeypatch, hf_config, amx, points, plugins, why) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
-    monkeypatch.setitem(vllm_plugin._why_not, "cpu_experts", vllm_plugin._CALLED)
+    for module in ("cpu_experts", "cpu_linears"):
+        monkeypatch.setitem(vllm_plugin._why_not, module, vllm_plugin._CALLED)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
@@ -86,6 +89,14 @@ def test_a_run_of_a_mixture_asks_for_the_plugin_before_vllm_starts(
         return
     with pytest.raises(UserError, match=why):
         vllm_plugin.check_installed(hf_config)
+
+
+def test_a_dense_model_needs_the_linears_of_the_plugin_where_there_is_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vllm_plugin._why_not, "cpu_linears", "AttributeError: register_oot")
+    for amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        with pytest.raises(UserError, match=r"(?s)has AMX.*register_oot") if amx else nullcontext():
+            vllm_plugin.check_loaded(DENSE)
 
 
 @needs_w4a16_cpu

@@ -250,7 +250,8 @@ def test_copies_to_the_host_are_complete_before_they_are_read(monkeypatch):
     module(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     scheduler: Any = SimpleNamespace(state_dict=dict)
-    engine = SimpleNamespace(module=module, optimizer=optimizer, lr_scheduler=scheduler)
+    manager = SimpleNamespace(model=module)  # which is the adapters, if there are any
+    engine = SimpleNamespace(checkpoint_manager=manager, optimizer=optimizer, lr_scheduler=scheduler)
     expected = engine_state(engine)
     tensors = [*module.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
     copies = [tensor.detach().clone() for tensor in tensors]

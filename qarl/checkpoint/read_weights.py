@@ -175,7 +175,19 @@ def what_is_missing(folder: Path) -> str | None:
     if not shards or len(ranks) != max(int(match[1]) for match in shards.values()):
         return "actor/ lacks the weights of at least one rank"
     torn = [file.name for file in shards if not zipfile.is_zipfile(file)]
+    if not torn and _has_adapters(folder) and not (folder / "actor" / BASE_FILE).is_file():
+        return f"actor/{BASE_FILE}, the digests of the adapter's base, is missing"
     return f"actor/{torn[0]} is cut short" if torn else None
+
+
+def _has_adapters(folder: Path) -> bool:
+    """Return whether the run of the checkpoint in `folder` trains adapters. Without the run's config, return False."""
+    try:
+        config = yaml.safe_load((folder.resolve().parents[1] / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    lora = config.get("lora") if isinstance(config, dict) else None
+    return isinstance(lora, dict) and bool(lora.get("r"))
 
 
 def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:

@@ -199,6 +199,7 @@ class AdapterReceiver:
             for name, tensor in weights:
                 self._take(name, tensor)
         except BaseException as error:
+            self._begin = {}
             self.mark_stale(f"the publish of an adapter did not complete: {getattr(error, 'what', error)}")
             raise
 
@@ -206,8 +207,13 @@ class AdapterReceiver:
         if name == wire.BEGIN:
             self.mark_stale("the publish of an adapter did not complete")
             if self.base.stale:
-                raise no_place("its base has not been published")
+                raise no_place(
+                    "its base has not been published", "run the same command again: it publishes the base first"
+                )
             self._begin, self._unit, self._tensors = wire.read_record(name, tensor), [], {}
+        elif not self._begin:
+            why = f"a publish must start with the record {wire.BEGIN}"
+            raise wire.TransferFailed(f"{name} arrived outside of a publish", why=why)
         elif name == wire.UNIT:
             names = [member for member, _ in self._unit]
             if len(tensor) != len(names):
@@ -221,15 +227,14 @@ class AdapterReceiver:
             self.target.publish(
                 Adapter(**self._begin["adapter"], tensors=self._tensors), version=self._begin["version"]
             )
-            self._tensors = {}
+            self._begin, self._tensors = {}, {}
         else:
             self._unit.append((name, tensor.clone()))  # the transport may reuse its memory
 
 
-def no_place(why: str) -> UserError:
+def no_place(why: str, fix: str) -> UserError:
     """Return the error of an engine that takes no adapter."""
-    fix = "set EngineConfig.adapters, and call publish with the tensors of the base first"
-    return UserError("the rollout engine takes no adapter", where="publish_adapter", why=why, fix=fix)
+    return UserError("the rollout engine takes no adapter", why=why, fix=fix)
 
 
 def _stacks(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

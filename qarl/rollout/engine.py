@@ -285,10 +285,10 @@ class RolloutEngine:
             UserError: there is no base, the adapter does not fit it, or the engine does not multiply by the adapter.
             EngineFailed: vLLM failed. Call `rebuild`, then publish the base and the adapter.
         """
-        if self.adapter is None or not self.has_weights:
-            raise no_place(
-                "it was started without adapters" if self.adapter is None else "its base has not been published"
-            )
+        if self.adapter is None:
+            raise no_place("it was started without adapters", "set EngineConfig.adapters")
+        if not self.has_weights:
+            raise no_place("its base has not been published", "call publish with the tensors of the base first")
         self.wake_up()
         target = self.adapter
         seconds = self._run(lambda: target.publish(adapter, version=version))

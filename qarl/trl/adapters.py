@@ -38,6 +38,9 @@ def lora_section(peft_config: Any, model: Any) -> dict[str, Any]:
         what = f"QaRLTrainer does not support peft_config={type(peft_config).__name__}"
         why, fix = "vLLM adds only LoRA to the outputs of its linears", "pass a peft.LoraConfig"
         raise UserError(what, where="peft_config", why=why, fix=fix)
+    if not peft_config.r:
+        what, why = f"r={peft_config.r} gives the model no adapters", "all weights would be trained"
+        raise UserError(what, where="peft_config.r", why=why, fix="set r to a rank such as 8, or leave peft_config out")
     targets = peft_config.target_modules
     if not targets or (isinstance(targets, str) and targets != ALL_LINEAR):
         why = "it chooses linears by the last part of their name; peft's own default depends on the model's family"

@@ -111,8 +111,10 @@ def check_adapter_args(args: QaRLConfig) -> None:
     reentrant = bool(args.gradient_checkpointing and kwargs.get("use_reentrant"))
     frozen = "the embeddings are frozen, so no gradient would reach the adapters"
     best, whole = "load_best_model_at_end", "transformers would look for a whole model in the checkpoint"
+    reference = "the reference is the base alone, so TRL would copy weights to parameters that it does not have"
     for wrong, name, why, fix in (
         (getattr(args, best), best, whole, "set it to False"),
+        (args.sync_ref_model, "sync_ref_model", reference, "set it to False"),
         (reentrant, "gradient_checkpointing_kwargs", frozen, "set use_reentrant=False in it"),
     ):
         if wrong:
@@ -167,13 +169,29 @@ def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[s
         fix = "start a new run from its weights: pass this folder as model, without resume_from_checkpoint"
         raise UserError(what, where=str(folder), why="QaRLTrainer writes this file", fix=fix) from None
     names = [*settings, *(name for name in saved if name not in settings)]
-    changed = {name: settings.get(name) for name in names if saved.get(name) != settings.get(name)}
-    if changed:
-        old = ", ".join(f"{name}={saved.get(name)!r}" for name in changed if name != "base")
-        restore = f"set {old}" if old else "restore the model's files of the run"
+    changed = [name for name in names if saved.get(name) != settings.get(name)]
+    if changed == ["base"]:
         raise UserError(
-            f"the run cannot resume from {folder}: it was quantized differently",
-            where="; ".join(f"{name} was {saved.get(name)!r}, now {value!r}" for name, value in changed.items()),
-            why="the rest of the run would be a different experiment than its beginning",
-            fix=f"{restore}; or start a new run, with another output_dir",
+            f"the run cannot resume from {folder}: its adapter was trained on another base",
+            where="model",
+            why="the model's files, or the quantizer, have changed since the checkpoint was written",
+            fix="restore the model's files and QaRL's version of the run; or start a new run, with another output_dir",
         )
+    if changed:
+        pairs = {name: [_in_python(each.get(name)) for each in (saved, settings)] for name in changed if name != "base"}
+        different = "its peft_config was different" if [*pairs] == ["peft_config"] else "it was quantized differently"
+        restore = ", ".join(f"{name}={old}" for name, (old, _) in pairs.items())
+        raise UserError(
+            f"the run cannot resume from {folder}: {different}",
+            where="; ".join(f"{name} was {old}, now {new}" for name, (old, new) in pairs.items()),
+            why="the rest of the run would be a different experiment than its beginning",
+            fix=f"set {restore}; or start a new run, with another output_dir",
+        )
+
+
+def _in_python(value: Any) -> str:
+    """Return the expression for a setting's value. Adapters are saved as QaRL's section `lora`."""
+    if not isinstance(value, dict):
+        return repr(value)
+    arguments = {"lora_alpha" if name == "alpha" else name: setting for name, setting in value.items()}
+    return f"LoraConfig({', '.join(f'{name}={setting!r}' for name, setting in arguments.items())})"

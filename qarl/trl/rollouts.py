@@ -17,6 +17,7 @@ import functools
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,10 +66,12 @@ class Rollouts:
         now = (step, tuple(parameter._version for parameter in self.policy.model.parameters()))
         if self.published == now and not self.engine.stale:
             return
+        base: PublishReport | None = None
         if self.policy.adapters is None or not self.engine.has_weights:
-            self.report = self.engine.publish(self.policy.quantize(), version=step)
+            base = self.report = self.engine.publish(self.policy.quantize(), version=step)
         if self.policy.adapters is not None:
-            self.report = self.engine.publish_adapter(self.policy.adapters.adapter(), version=step)
+            report = self.engine.publish_adapter(self.policy.adapters.adapter(), version=step)
+            self.report = replace(report, bytes=report.bytes + (base.bytes if base else 0))
         self.published = now
 
     def _seeds(self, trainer: Any, step: int, count: int) -> list[int]:

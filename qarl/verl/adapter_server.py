@@ -5,6 +5,9 @@ none. Here the server asks the engine's worker before each request which adapter
 (`QaRLWorkerExtension.qarl_adapter`), and a request to an engine without a current one raises. Each version has a name
 and an id of its own, so vLLM cannot reuse a cached prefix of an older one.
 
+Only requests through the server's `generate`, which verl's agent loop calls, carry the adapter. The server's HTTP
+endpoint has the client of vLLM itself, so it serves the base without the adapter.
+
 `RolloutReplicaRegistry.register` is verl's extension point. Engines without adapters get verl's own server.
 """
 
@@ -39,12 +42,6 @@ class AdaptedClient:
                 what, fix = "the rollout engine refuses to generate", "see the error of the last publish"
                 raise UserError(what, why=answer, fix=fix)
         return adapter_request(*answer)
-
-    async def sleep(self, level: int = 1, **options: Any) -> None:
-        """Sleep. Level 2 discards the weights, so the next publish must have the base again."""
-        if level > 1:
-            await self._client.collective_rpc("qarl_discard", args=(f"the engine slept at level {level}",))
-        await self._client.sleep(level=level, **options)
 
 
 def load_replica() -> type[Any]:

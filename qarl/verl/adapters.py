@@ -92,11 +92,15 @@ class ActorAdapters(Adapters):
             write_json(Path(folder) / BASE_FILE, {"published": self._digests})
 
     def check_base(self, folder: str) -> None:
-        """Raise UserError on the first rank if the base is not that of the checkpoint in `folder`."""
+        """Raise UserError on the first rank if the base is not that of the checkpoint in `folder`, or if that lacks its
+        digests."""
         path = Path(folder) / BASE_FILE
         if torch.distributed.get_rank() != 0:
             return
-        saved = json.loads(path.read_text(encoding="utf-8"))["published"] if path.is_file() else {}
+        if not path.is_file():
+            why, fix = "it has the digests of the adapter's base", "copy the checkpoint again, or use another one"
+            raise UserError("a file of the checkpoint is missing", where=str(path), why=why, fix=fix)
+        saved = json.loads(path.read_text(encoding="utf-8"))["published"]
         differ = sorted(
             name for name in saved.keys() | self._digests.keys() if saved.get(name) != self._digests.get(name)
         )

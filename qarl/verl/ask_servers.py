@@ -25,6 +25,7 @@ KILLED = "something killed it, for example lack of memory (see the kernel's log 
 SERVER = "vllm_server_"
 OTHERS = ("agent_loop_worker_", "reward_loop_worker_")
 ANSWER_SECONDS = 10.0
+_ENGINE_OF_ACTOR = re.compile(r"vllm_server_\d+_0")
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{.*\})? (\S+)", re.MULTILINE)
 
 _log = logging.getLogger("qarl.verl")
@@ -73,12 +74,13 @@ class Watch:
 
 
 def engine_servers() -> dict[str, Any]:
-    """Return the Ray actors that have an engine, by name. There is one in each replica."""
+    """Return the Ray actors that have an engine of the actor's weights, by name. There is one in each replica. Servers
+    of reward models and of teachers (`vllm_server_reward_0_0`, `vllm_server_teacher_0_0`) have other weights."""
     import ray
 
     if not ray.is_initialized():  # otherwise the call below would start Ray
         return {}
-    return {name: ray.get_actor(name) for name in ray.util.list_named_actors() if _has_engine(name)}
+    return {name: ray.get_actor(name) for name in ray.util.list_named_actors() if _ENGINE_OF_ACTOR.fullmatch(name)}
 
 
 def refuse_dead_servers(watch: Watch, *, is_first: bool, seconds: float) -> None:
@@ -103,17 +105,29 @@ def refuse_dead_servers(watch: Watch, *, is_first: bool, seconds: float) -> None
 
 def servers_have_base(*, is_first: bool, seconds: float) -> bool:
     """Return on all ranks whether every rollout server has the weights that adapters are added to. The first rank
-    (`is_first`) asks."""
+    (`is_first`) asks. Raise UserError on all ranks if a server does not answer, because they wait for the first one."""
     import torch
 
-    answer = [False]
-    if is_first and (servers := engine_servers()):
-        import ray
-
-        answer = [all(ray.get([server.qarl_has_base.remote() for server in servers.values()], timeout=seconds))]
+    answer: list[bool | str] = [False]
+    if is_first:
+        try:
+            answer = [_all_have_base(seconds)]
+        except Exception as error:  # whatever Ray or a server raises, the other ranks must be told
+            answer = [_in_short(error)]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(answer, src=0)
-    return answer[0]
+    if isinstance(why := answer[0], str):
+        what = "the rollout servers did not say whether they have the base of the adapters"
+        raise UserError(what, where="the rollout servers", why=why, fix=RESUME)
+    return why
+
+
+def _all_have_base(seconds: float) -> bool:
+    if not (servers := engine_servers()):
+        return False
+    import ray
+
+    return all(ray.get([server.qarl_has_base.remote() for server in servers.values()], timeout=seconds))
 
 
 def has_stopped(what: str, dead: dict[str, str]) -> UserError:

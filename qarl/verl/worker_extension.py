@@ -74,11 +74,6 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         """Return whether a publish of weights is complete."""
         return hasattr(self, "_qarl_receiver") and not self._qarl_receiver.stale
 
-    def qarl_discard(self, reason: str) -> None:
-        """Refuse to generate until weights and adapter are published again, because of `reason`."""
-        if hasattr(self, "_qarl_receiver"):
-            self._qarl_receiver.mark_stale(reason)
-
     def _qarl_make_receivers(self) -> None:
         self._qarl_receiver = make_receiver(self.model_runner)
         if (config := self.model_runner.vllm_config.lora_config) is not None:
@@ -114,7 +109,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
                     for is_adapter, part in groupby(decode(weights, run=run), self._qarl_is_of_adapter):
                         receiver = self._qarl_adapter_receiver if is_adapter else self._qarl_receiver
                         if receiver is None:
-                            raise no_place("it was started without adapters")
+                            fix = "leave actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora to QaRL"
+                            raise no_place("it was started without adapters", fix)
                         receiver.feed(part)
 
         with noted():

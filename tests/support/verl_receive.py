@@ -114,7 +114,7 @@ def changes_through_buckets() -> dict[str, Any]:
 
 
 def adapter_of_a_worker() -> list[Any]:
-    """What a worker answers before a publish, after one, after a sleep, and once vLLM has lost the adapter."""
+    """What a worker answers before a publish, after one, once the base is lost, and once vLLM has lost the adapter."""
     worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
     answers = [(worker.qarl_adapter(), worker.qarl_has_base())]
     request = SimpleNamespace(lora_name="v1", lora_int_id=3)
@@ -123,7 +123,7 @@ def adapter_of_a_worker() -> list[Any]:
     worker._qarl_adapter_receiver = AdapterReceiver(target, worker._qarl_receiver)
     worker._qarl_receiver.version = target.version = 1
     answers.append((worker.qarl_adapter(), worker.qarl_has_base()))
-    worker.qarl_discard("it slept")
+    worker._qarl_receiver.mark_stale("a publish failed")
     answers.append((worker.qarl_adapter(), worker.qarl_has_base()))
 
     def lost() -> None:

@@ -118,6 +118,8 @@ PEFT: list[tuple[Any, str]] = [
     (LoraConfig(**LORA, layers_to_transform=[0]), "layers_to_transform"),
     (LoraConfig(**LORA, init_lora_weights="gaussian"), "init_lora_weights"),
     (LoraConfig(**LORA, task_type="SEQ_CLS"), "task_type"),
+    (LoraConfig(**LORA | {"r": 0}), "r=0 gives the model no adapters"),
+    (LoraConfig(**LORA | {"r": None}), "r=None gives the model no adapters"),
     (LoraConfig(r=8), "target_modules=None"),
     (LoraConfig(r=8, target_modules=".*_proj"), "target_modules='.*_proj'"),
     (LoraConfig(r=8, target_modules=["c_attn"]), "peft_config.target_modules"),
@@ -152,6 +154,7 @@ BEST |= {"eval_steps": 4}
         ({"quant_align": "off"}, "quant_align"),
         ({"master_dtype": "bf16"}, "master_dtype"),
         (BEST, "load_best_model_at_end"),
+        ({"sync_ref_model": True}, "sync_ref_model"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
     ],
 )

@@ -21,6 +21,7 @@ from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, MismatchError
 from qarl.quant.convert import published_forward
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.trl import QaRLConfig, QaRLTrainer, trainer
+from qarl.trl.checks import check_resume, write_settings
 from qarl.trl.config import RUN_KEYS
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
 
@@ -167,6 +168,18 @@ def test_a_resume_with_another_scheme_is_refused(model: Path, tmp_path: Path, mo
         with pytest.raises(UserError, match="quant_scheme was 'w4a16', now 'w8a8'") as caught:
             other.train(resume_from_checkpoint=asked)
         assert "set quant_scheme='w4a16', quant_group_size=32" in str(caught.value)
-    (tmp_path / "checkpoint-1" / "qarl.json").unlink()
+    lora: dict[str, Any] = {"r": 8, "alpha": 16, "target_modules": ["q_proj"]}
+    file, args = tmp_path / "checkpoint-1" / "qarl.json", other.args
+    for now, words in (
+        ({"peft_config": lora, "base": "b"}, "another base"),
+        (
+            {"peft_config": lora | {"r": 16}, "base": "b"},
+            r"LoraConfig\(r=8, lora_alpha=16, target_modules=\['q_proj'\]\);",
+        ),
+    ):
+        write_settings(str(file.parent), {"peft_config": lora, "base": "a"})
+        with pytest.raises(UserError, match=words):
+            check_resume(str(file.parent), args, now)
+    file.unlink()
     with pytest.raises(UserError, match=r"qarl\.json is missing"):
         build(model, tmp_path, monkeypatch).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

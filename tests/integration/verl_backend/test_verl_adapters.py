@@ -82,18 +82,11 @@ class Client:
 
     answer: Any = ("version-1", 7)
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        self.calls.append((method, *args))
+    async def collective_rpc(self, method: str) -> list[Any]:
         return [self.answer]
 
     async def generate(self, lora_request: Any, **_: Any) -> Any:
         yield lora_request
-
-    async def sleep(self, level: int) -> None:
-        self.calls.append(("sleep", level))
 
 
 async def first(stream: Any) -> Any:
@@ -110,16 +103,6 @@ def test_each_request_names_the_adapter_that_the_engine_has() -> None:
     client.answer = "no adapter has been published to it yet"
     with pytest.raises(UserError, match="refuses to generate"):
         asyncio.run(first(AdaptedClient(client).generate(prompt="")))
-
-
-def test_a_sleep_that_discards_weights_makes_the_engine_forget_its_base() -> None:
-    from qarl.verl.adapter_server import AdaptedClient
-
-    client = Client()
-    asyncio.run(AdaptedClient(client).sleep(level=1))
-    assert client.calls == [("sleep", 1)]
-    asyncio.run(AdaptedClient(client).sleep(level=2))
-    assert client.calls[1:] == [("qarl_discard", "the engine slept at level 2"), ("sleep", 2)]
 
 
 RUN = {

@@ -123,7 +123,7 @@ def test_a_worker_says_why_it_has_no_adapter(results):
     assert results["adapter"] == [
         ["nothing has been published to it yet", False],
         [["v1", 3], True],
-        ["it slept", False],
+        ["a publish failed", False],
         ["vLLM has the adapters [] now", False],
     ]
 

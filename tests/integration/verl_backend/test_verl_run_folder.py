@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from verl_runs import quickstart
 
-from qarl.checkpoint.read_weights import find_checkpoint, open_ranks, whole_and_torn, whole_tensor
+from qarl.checkpoint.read_weights import BASE_FILE, find_checkpoint, open_ranks, whole_and_torn, whole_tensor
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
@@ -183,6 +183,11 @@ def test_an_export_says_what_a_checkpoint_lacks(tmp_path, capsys):
     whole = checkpoint(tmp_path, 4)
     assert find_checkpoint(tmp_path, None) == whole
     assert "note: the checkpoint of step 6 is incomplete: actor/ lacks" in capsys.readouterr().err
+    checkpoint(tmp_path, 7)
+    (tmp_path / "config.yaml").write_text("lora: {r: 8}")
+    (whole / "actor" / BASE_FILE).write_text("{}")
+    assert find_checkpoint(tmp_path, None) == whole
+    assert f"step 7 is incomplete: actor/{BASE_FILE}" in capsys.readouterr().err
     for step, what in ((6, "step 6 is incomplete"), (8, "no checkpoint of step 8")):
         with pytest.raises(UserError, match=what):
             find_checkpoint(tmp_path, step)
@@ -245,7 +250,8 @@ def test_copies_to_the_host_are_complete_before_they_are_read(monkeypatch):
     module(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     scheduler: Any = SimpleNamespace(state_dict=dict)
-    engine = SimpleNamespace(module=module, optimizer=optimizer, lr_scheduler=scheduler)
+    manager = SimpleNamespace(model=module)  # which is the adapters, if there are any
+    engine = SimpleNamespace(checkpoint_manager=manager, optimizer=optimizer, lr_scheduler=scheduler)
     expected = engine_state(engine)
     tensors = [*module.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
     copies = [tensor.detach().clone() for tensor in tensors]

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import zmq
 from verl_runs import KWARGS
 
@@ -25,7 +26,7 @@ import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from qarl.verl import trainer
-from qarl.verl.ask_servers import RESUME, Watch, preemptions_in
+from qarl.verl.ask_servers import RESUME, Watch, preemptions_in, servers_have_base
 from qarl.verl.trainer import PromptReplayBuffer
 
 ANSWERS = {"vllm_server_0_0": None, "agent_loop_worker_0_ab": None, "reward_loop_worker_0": None, "other": None}
@@ -89,6 +90,46 @@ def test_a_good_answer_from_before_says_nothing_of_now(actors):
     answers["vllm_server_0_0"] = RuntimeError("EngineCore encountered an issue")
     watch.ask()
     assert watch.dead(1.0) == {"vllm_server_0_0": "RuntimeError: EngineCore encountered an issue"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({"vllm_server_0_0": True, "vllm_server_1_0": True, "vllm_server_1_1": None}, True),
+        ({"vllm_server_0_0": True, "vllm_server_1_0": False}, False),
+        ({"vllm_server_0_0": True, "vllm_server_reward_0_0": None, "vllm_server_teacher_0_0": None}, True),
+        ({"vllm_server_0_0": TimeoutError("no answer")}, "TimeoutError: no answer"),
+        ({}, False),
+    ],
+)
+def test_every_rank_knows_whether_the_actors_servers_have_the_base(monkeypatch, answers, expected):
+    """verl's own servers, which are None here, do not have the method."""
+
+    def get(asked: list, timeout: float) -> list:
+        if errors := [answer for answer in asked if isinstance(answer, Exception)]:
+            raise errors[0]
+        return asked
+
+    def server(name: str) -> SimpleNamespace:
+        known = SimpleNamespace(qarl_has_base=SimpleNamespace(remote=lambda: answers[name]))
+        return SimpleNamespace() if answers[name] is None else known
+
+    for name, value in {"is_initialized": lambda: True, "get_actor": server, "get": get}.items():
+        monkeypatch.setattr(ray, name, value)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda: list(answers))
+    wire: list = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for is_first in (True, False):
+
+        def broadcast(answer: list, src: int, is_first: bool = is_first) -> None:
+            wire[:], answer[:] = (answer, answer) if is_first else (wire, wire)
+
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+        if isinstance(expected, str):
+            with pytest.raises(UserError, match=expected):
+                servers_have_base(is_first=is_first, seconds=1.0)
+        else:
+            assert servers_have_base(is_first=is_first, seconds=1.0) is expected
 
 
 def prompts(**statuses: str) -> dict[str, dict[str, dict]]:

@@ -43,8 +43,9 @@ def product_with(weight: torch.Tensor) -> Product:
     if not serves(weight):
         return lambda x, bias=None: F.linear(x, weight, bias)
     out_features = len(weight)
-    blocks, missing = weight.detach(), -out_features % _BLOCK
-    blocks = F.pad(blocks, (0, 0, 0, missing)) if missing else blocks.contiguous()
+    missing = -out_features % _BLOCK
+    blocks = weight.new_zeros(out_features + missing, weight.shape[1])
+    blocks[:out_features] = weight.detach()
     width, packed = len(blocks), torch.ops._C.convert_weight_packed(blocks)
 
     def multiply(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,7 +54,7 @@ def product_with(weight: torch.Tensor) -> Product:
         y = x.new_empty(len(padded), width)
         added = None if bias is None else F.pad(bias.detach().float(), (0, missing))
         torch.ops._C.weight_packed_linear(y, padded, packed, added, True)
-        return y[: len(rows), :out_features].contiguous().unflatten(0, x.shape[:-1])
+        return y[: len(rows), :out_features].unflatten(0, x.shape[:-1])
 
     return multiply
 

@@ -251,7 +251,10 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
         return None
     if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
         return _write_plain
-    return writer or _DENSE_WRITERS.get(type(getattr(module, "quant_method", None)).__name__)
+    method_classes = type(getattr(module, "quant_method", None)).__mro__  # QaRL's own are subclasses of vLLM's
+    return writer or next(
+        (_DENSE_WRITERS[kind.__name__] for kind in method_classes if kind.__name__ in _DENSE_WRITERS), None
+    )
 
 
 def cut_of(module: nn.Module, parts: int) -> Cut | None:

@@ -89,6 +89,9 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "model.trust_remote_code": (True, f"{MODEL}.trust_remote_code"),
     "model.head_dtype": ("fp32", f"{QUANT}.head_dtype"),
     "model.gradient_checkpointing": (True, f"{MODEL}.enable_gradient_checkpointing"),
+    "lora.r": (8, f"{QUANT}.lora"),
+    "lora.alpha": (16, f"{QUANT}.lora", {"lora.r": 8}),
+    "lora.target_modules": (["q_proj"], f"{QUANT}.lora", {"lora.r": 8}),
     "model.use_remove_padding": (False, f"{MODEL}.use_remove_padding"),
     "data.train_files": (["a.parquet"], "data.train_files"),
     "data.val_files": (["b.parquet"], "data.val_files"),
@@ -193,9 +196,6 @@ NOT_VERL: dict[str, tuple[Any, dict[str, Any]]] = {
     "quant.kernels": ("qarl", {}),
     "actor.use_kl_loss": (True, {}),
     "actor.kl_loss_coef": (2.0, {"actor.use_kl_loss": True}),
-    "lora.r": (8, {}),
-    "lora.alpha": (16, {"lora.r": 8}),
-    "lora.target_modules": (["q_proj"], {"lora.r": 8}),
 }
 """Key -> a value that backend=verl refuses, and other keys that it needs."""
 BESIDE_VERL = {

@@ -22,11 +22,12 @@ from qarl.checkpoint.read_weights import BASE_FILE, open_source
 from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
 from qarl.errors import UserError
 from qarl.lora.adapter import FOLDER, WEIGHTS_FILE, A, Adapter, read_adapter
+from qarl.lora.layers import adapted_leaves
 from qarl.quant.scheme import get_scheme
 
 
 class Trained(NamedTuple):
-    """What a checkpoint with an adapter has. `published`: the digests of the base's tensors, by name."""
+    """The contents of a checkpoint with an adapter. `published`: the digests of the base's tensors, by name."""
 
     step: int
     config: Mapping[str, Any]
@@ -43,7 +44,7 @@ def open_trained(folder: Path, *, trust_remote_code: bool = False) -> Trained | 
         return None
     source = open_source(folder, trust_remote_code=trust_remote_code)
     tensors, lora = dict(source.bf16()), source.config["lora"]
-    leaves = tuple(sorted({name.removesuffix(A).rpartition(".")[2] for name in tensors if name.endswith(A)}))
+    leaves = adapted_leaves(name.removesuffix(A) for name in tensors if name.endswith(A))
     adapter = Adapter(lora["r"], lora["alpha"] or lora["r"], leaves, source.config["model"]["path"], tensors)
     return Trained(source.step, source.config, json.loads(base.read_text(encoding="utf-8"))["published"], adapter)
 

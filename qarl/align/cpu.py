@@ -4,32 +4,29 @@
                (`fused_add_rms_norm` in vllm/ir/ops/layernorm.py). transformers rounds before it normalises. Here a
                layer returns the unrounded FP32 sum. The next norm reads it unrounded, and the next addition rounds it.
     rotary     vLLM's `rotary_embedding` multiplies in FP32 by BF16 cosines and sines and rounds once. transformers
-               rounds each product. Here transformers' formula gets FP32 copies of the BF16 cosines and sines, so it
-               computes in FP32. The attention function then rounds queries and keys.
-    attention  `qarl_engine`, vLLM's own operator (level `exact`). Where it cannot be called, `qarl_fp32`, in PyTorch
-               with FP32 products of the BF16 operands (level `model`)
+               rounds each product. At level `exact` this operator turns queries and keys here, too. Where it cannot be
+               called, transformers' formula gets FP32 copies of the BF16 cosines and sines, so it computes in FP32, and
+               the attention function rounds queries and keys.
+    attention  `qarl.align.cpu_attention`
     linears    with AMX, BF16 linears and lm_head by the engine's function (`qarl.kernels.cpu.bf16_linear`)
 
 All other parts, such as SwiGLU and the embedding, already round in the same way on both sides. To align a
 layer, its class is replaced by a subclass with the same name. Parameters, state-dict keys, hooks, gradient
 checkpointing and wrapping by class name do not change.
 
-Both attention functions compute each row by itself (`qarl.align.packed_attention`), so a row's bits depend neither on
-other rows nor on padding or packing. Both round queries, keys and values to BF16 first, because the aligned rotary
-embedding and a key-value cache return FP32. Their gradients are those of unrounded FP32 attention.
+The gradients of norms and rotary embeddings are written by hand. Autograd would store and read three times as many
+numbers, and round the gradient of the normalised value to BF16.
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from functools import cache
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from qarl.align.packed_attention import check_plain, in_rows, lengths_of_rows
+from qarl.align.cpu_attention import engine_attention
 from qarl.kernels.cpu import bf16_linear, layer_ops
 
 
@@ -43,9 +40,106 @@ class AlignedRMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x = hidden_states.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return x.to(self.weight.dtype) * self.weight
+        y: torch.Tensor = _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+        return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The norm of rows [..., hidden], in blocks of rows that stay in a core's cache."""
+
+    BLOCK = 1 << 16
+
+    @classmethod
+    def blocks(cls, *tensors: torch.Tensor) -> Any:
+        hidden = tensors[0].shape[-1]
+        return zip(*(t.reshape(-1, t.shape[-1]).split(max(cls.BLOCK // hidden, 1)) for t in tensors), strict=True)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y = x.new_empty(x.shape, dtype=weight.dtype)
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        for x_rows, y_rows, scale_rows in _RMSNorm.blocks(x, y, scale):
+            x_rows = x_rows.float()
+            torch.rsqrt(x_rows.pow(2).mean(-1, keepdim=True).add_(eps), out=scale_rows)
+            y_rows.copy_(x_rows * scale_rows).mul_(weight)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        weight32, grad_x = weight.float(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        grad_weight = torch.zeros_like(weight32)
+        for x_rows, grad, scale_rows, grad_rows in _RMSNorm.blocks(x, *grad_outputs, scale, grad_x):
+            normal, grad = x_rows * scale_rows, grad.float()
+            product = grad * normal
+            grad_weight += product.sum(0)
+            mean = (product @ weight32).div_(len(weight)).unsqueeze(-1)
+            grad_rows.copy_((grad * weight32).addcmul_(normal, mean, value=-1).mul_(scale_rows))
+        return grad_x, grad_weight.to(weight.dtype), None
+
+
+class AlignedAttention(nn.Module):
+    """Attention whose queries and keys are turned by the engine's operator.
+
+    With a key-value cache, which no training has, this is transformers' forward."""
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    head_dim: int
+    scaling: float
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if past_key_values is not None:
+            how = {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            turns = _in_fp32(position_embeddings)
+            attend: Any = super().forward
+            return attend(hidden_states, position_embeddings=turns, **how, **kwargs)[0], None
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = _Turn.apply(query, key, *position_embeddings)
+        by_head = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        attended, _ = engine_attention(self, *by_head, attention_mask, self.scaling, **kwargs)
+        output: torch.Tensor = self.o_proj(attended.flatten(-2))
+        return output, None
+
+
+def _in_fp32(turns: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    cosines, sines = turns
+    return cosines.float(), sines.float()
+
+
+class _Turn(torch.autograd.Function):
+    """Rotary embedding of query and key, BF16 [B, T, heads, D], by vLLM's operator. Cosines and sines are BF16
+    [B or 1, T, D], whose halves are equal."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cosines, sines)
+        return layer_ops.turn(query, key, cosines, sines)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cosines, sines = ctx.saved_tensors
+        grad_query, grad_key = grad_outputs
+        return (*layer_ops.turn(grad_query, grad_key, cosines, -sines), None, None)
 
 
 class AlignedLinear(nn.Module):
@@ -75,19 +169,31 @@ class AlignedDecoderLayer(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **kwargs: Any,
     ) -> torch.Tensor:
-        cos, sin = position_embeddings
-        output, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            position_embeddings=(cos.float(), sin.float()),
-            **kwargs,
-        )
+        if not isinstance(self.self_attn, AlignedAttention):
+            position_embeddings = _in_fp32(position_embeddings)
+        normal = self.input_layernorm(hidden_states)
+        output, _ = self.self_attn(hidden_states=normal, position_embeddings=position_embeddings, **kwargs)
         hidden_states = add_residual(output, hidden_states)
         return add_residual(self.mlp(self.post_attention_layernorm(hidden_states)), hidden_states)
 
 
 def add_residual(output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
     """Round `hidden_states` to BF16, add it to `output` (BF16) in FP32, and return the FP32 sum."""
-    return output.float() + hidden_states.bfloat16().float()
+    total: torch.Tensor = _AddResidual.apply(output, hidden_states)
+    return total
+
+
+class _AddResidual(torch.autograd.Function):
+    """The gradient passes the rounding unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        ctx.dtypes = output.dtype, hidden_states.dtype
+        return hidden_states.bfloat16().float().add_(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(grad_outputs[0].to(dtype) for dtype in ctx.dtypes)
 
 
 @cache
@@ -99,204 +205,3 @@ def aligned_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.
 def align_module(module: nn.Module, mixin: type[nn.Module]) -> None:
     """Give `module` the forward of `mixin`. Its submodules and parameters stay the same."""
     module.__class__ = cast(Any, aligned_class)(mixin, type(module))
-
-
-FP32_ATTENTION = "qarl_fp32"
-ENGINE_ATTENTION = "qarl_engine"
-
-
-def fp32_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Return attention as BF16 [B, T, H, D]. `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
-
-    Attention is causal if `attention_mask` is None. `kwargs` may contain the lengths of the rows
-    (`qarl.align.packed_attention`).
-    """
-    check_plain("model", module, kwargs)
-
-    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        query, key, value = (tensor.bfloat16().float() for tensor in (query, key, value))
-        output = F.scaled_dot_product_attention(
-            query * scaling,
-            key,
-            value,
-            attn_mask=attention_mask,
-            dropout_p=dropout,
-            is_causal=attention_mask is None and query.shape[2] > 1,
-            scale=1.0,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return output.bfloat16().transpose(1, 2)
-
-    lengths = lengths_of_rows(query, key, kwargs)
-    if lengths is None or attention_mask is not None:
-        return attend(0, query, key, value), None
-    return in_rows(attend, query, key, value, lengths), None
-
-
-def engine_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    prompt_lengths: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention with vLLM's operator. Shapes are as in `fp32_attention`.
-
-    The operator computes rows that start at position 0, packed or padded on the right. For masks, key-value caches and
-    dropout, which no training has, this calls `fp32_attention`.
-
-    `prompt_lengths` [rows] is an extra argument of the model's forward: the number of tokens that the engine prefilled
-    in each row. Without it, tokens are computed as if the engine had decoded all of them.
-    """
-    if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
-        return fp32_attention(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
-    check_plain("exact", module, kwargs)
-    batch, total = query.shape[0], query.shape[2]
-    lengths = lengths_of_rows(query, key, kwargs) or (total,) * batch
-    prompts = [0] * len(lengths) if prompt_lengths is None else prompt_lengths.tolist()
-    tokens = [tensor.bfloat16().transpose(1, 2) for tensor in (query, key, value)]
-    if sum(lengths) == batch * total:
-        pack = [tensor.flatten(0, 1) for tensor in tokens]
-    else:
-        valid = torch.arange(total) < torch.tensor(lengths)[:, None]
-        pack = [tensor[valid] for tensor in tokens]
-    output: torch.Tensor = _EngineAttention.apply(*pack, scaling, tuple(zip(lengths, prompts, strict=True)))
-    if len(output) == batch * total:
-        return output.unflatten(0, (batch, total)), None
-    padded = output.new_zeros(batch, total, *output.shape[1:])
-    padded[valid] = output
-    return padded, None
-
-
-def uses_engine_attention(model: Any) -> bool:
-    """Return whether a transformers model attends by `engine_attention`, whose forward takes `prompt_lengths`."""
-    return bool(model.config._attn_implementation == ENGINE_ATTENTION)
-
-
-class _EngineAttention(torch.autograd.Function):
-    """Attention of packed rows, BF16 [T, H, D], by vLLM's operator, with the gradients of unrounded FP32 attention."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        rows: tuple[layer_ops.Row, ...],
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.scaling, ctx.lengths = scaling, tuple(length for length, _ in rows)
-        return layer_ops.causal_attention(query, key, value, scaling, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors, parts = (*ctx.saved_tensors, *grad_outputs), []
-        sets = _sets_of_rows(ctx.lengths, tensors[0].shape[1])
-        padded = [tensor.flatten(1).index_select(0, sets.places) for tensor in tensors]
-        padded[3].masked_fill_(sets.beyond[:, None], 0.0)  # so nothing beyond a row's end has a gradient
-        sizes, size = [count * length for count, length in sets.shapes], tensors[0].shape[2]
-        for (count, length), *operands in zip(sets.shapes, *(tensor.split(sizes) for tensor in padded), strict=True):
-            by_head = (operand.view(count, length, -1, size).transpose(1, 2) for operand in operands)
-            query, key, value, grad = (_copy(operand, torch.float32).flatten(0, 1) for operand in by_head)
-            gradients = causal_gradients(query, key, value, grad, ctx.scaling)
-            by_token = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in gradients)
-            parts.append([_copy(part, tensors[0].dtype).flatten(0, 1) for part in by_token])
-        return (*(torch.cat(part).index_select(0, sets.back) for part in zip(*parts, strict=True)), None, None)
-
-
-def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype, memory_format=torch.contiguous_format)
-
-
-class _Sets(NamedTuple):
-    """Packed rows in sets of similar length, padded to the longest row of their set.
-
-    shapes  of each set: its number of rows, and their padded length
-    places  int64 [padded tokens]; the place in the pack of each token of the sets, in their order
-    beyond  bool [padded tokens]; whether a token is behind the end of its row
-    back    int64 [tokens of the pack]; the place in the sets of each token of the pack
-    """
-
-    shapes: list[tuple[int, int]]
-    places: torch.Tensor
-    beyond: torch.Tensor
-    back: torch.Tensor
-
-
-_SCORES = 1 << 17
-"""Number of scores that the rows of a set have at once in the backward, so that they stay in a core's cache."""
-
-
-@lru_cache(maxsize=4)  # all layers of a backward have the same rows
-def _sets_of_rows(lengths: tuple[int, ...], heads: int) -> _Sets:
-    starts = torch.tensor([0, *accumulate(lengths)])
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    shapes, places, beyond = [], [], []
-    while order:
-        longest = lengths[order[0]]
-        count = max(_SCORES // (heads * min(longest, _QUERIES) * longest), 1)
-        rows, order = order[:count], order[count:]
-        after = torch.arange(longest) >= torch.tensor([lengths[row] for row in rows])[:, None]
-        places.append((starts[rows, None] + torch.arange(longest)).masked_fill(after, 0).flatten())
-        beyond.append(after.flatten())
-        shapes.append((len(rows), longest))
-    padded, after = torch.cat(places), torch.cat(beyond)
-    back = torch.empty(sum(lengths), dtype=torch.int64)
-    back[padded[~after]] = (~after).nonzero()[:, 0]
-    return _Sets(shapes, padded, after, back)
-
-
-_QUERIES = 64
-"""Number of queries whose scores the backward has in memory at once."""
-
-
-def causal_gradients(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad_output: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of causal attention for query, key and value, in FP32 (FP64 for FP64 inputs).
-
-    A block of queries sees all of its keys at once, so its softmax is computed again from the scores. PyTorch's own
-    backward would need the sums of a forward of its own, which costs two more products.
-
-    Args:
-        query, grad_output: [H, T, D]. `key`, `value`: [Hkv, T, D]; H is a multiple of Hkv. Rows of equal length may
-            follow each other in the first dimension, each with all of its heads.
-    """
-    heads, length, size = query.shape
-    groups, wide = heads // len(key), torch.promote_types(query.dtype, torch.float32)
-    key, value = key.to(wide), value.to(wide)
-    query, grad_output = (tensor.to(wide).view(-1, groups, length, size) for tensor in (query, grad_output))
-    grad_query, grad_key, grad_value = torch.empty_like(query), key, value
-    for start in reversed(range(0, length, _QUERIES)):
-        end = min(start + _QUERIES, length)
-        block, grad = (
-            tensor[:, :, start:end].reshape(-1, groups * (end - start), size) for tensor in (query, grad_output)
-        )
-        block, keys, values = block * scaling, key[:, :end], value[:, :end]
-        scores = block @ keys.mT
-        later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
-        scores.unflatten(1, (groups, -1))[..., start:].masked_fill_(later, -torch.inf)
-        weights = scores.softmax(-1)
-        grad_scores = torch._softmax_backward_data(grad @ values.mT, weights, -1, wide)
-        grad_query[:, :, start:end] = (grad_scores @ keys).view(-1, groups, end - start, size)
-        products = (grad_scores.mT @ block, weights.mT @ grad)
-        if end == length:  # the last block, whose keys are those of the row
-            grad_key, grad_value = products
-        else:
-            grad_key[:, :end] += products[0]
-            grad_value[:, :end] += products[1]
-    return grad_query.mul_(scaling).view(heads, length, size), grad_key, grad_value

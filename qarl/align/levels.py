@@ -31,16 +31,8 @@ import torch
 from torch import nn
 
 from qarl.align.config_verdicts import ENGINE_ACTIVATIONS, check_config_keys
-from qarl.align.cpu import (
-    ENGINE_ATTENTION,
-    FP32_ATTENTION,
-    AlignedDecoderLayer,
-    AlignedLinear,
-    AlignedRMSNorm,
-    align_module,
-    engine_attention,
-    fp32_attention,
-)
+from qarl.align.cpu import AlignedAttention, AlignedDecoderLayer, AlignedLinear, AlignedRMSNorm, align_module
+from qarl.align.cpu_attention import ENGINE_ATTENTION, FP32_ATTENTION, engine_attention, fp32_attention
 from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
 from qarl.align.packed_attention import register_attention, use_rows_attention
@@ -147,6 +139,9 @@ def _align_on_cpu(model: Any, experts: Mapping[str, QuantExperts], *, exact: boo
     for layer in model.model.layers:
         align_module(layer, AlignedDecoderLayer)
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
+        if exact:
+            align_module(layer.self_attn, AlignedAttention)
     for norm in norms:
         align_module(norm, AlignedRMSNorm)
     align_rotary(model)

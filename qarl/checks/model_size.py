@@ -135,7 +135,7 @@ class ModelSize:
 
         `align`: an applied alignment level, or `CUDA_MODEL` for level `model` on a GPU. On a CPU, attention saves FP32
         tensors at level `model`, but only BF16 queries, keys and values at `exact`, without log-sum-exps
-        (`qarl.align.cpu`). The FP32 copies and scores that the backward of one row holds are not counted.
+        (`qarl.align.cpu_attention`). The FP32 copies and scores that the backward of one row holds are not counted.
         """
         if align == CUDA_MODEL:  # each operator saves its BF16 inputs, and a linear saves its input
             attention = 2 * (self.query_width + 2 * self.kv_width) + 2 * self.query_width + 8 * self.head_dim

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qarl.align import align_model
-from qarl.align.cpu import uses_engine_attention
+from qarl.align.cpu_attention import uses_engine_attention
 from qarl.align.packed_attention import attends_in_rows
 from qarl.align.router import differing_tokens, recorded_routing, replayed_routing, replays
 from qarl.checks.model import has_plain_head, no_fp32_head
@@ -31,7 +31,7 @@ from qarl.quant.experts import stacked_experts
 from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.state_dict import packed_state_dict
-from qarl.trainer.batch import FEWEST_TOKENS, Batch, Layout, Rows, lay_out, micro_batches
+from qarl.trainer.batch import MULTIPLE, Batch, Layout, Rows, lay_out, micro_batches
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -256,7 +256,7 @@ class Policy:
             return LogitsInBlocks(hidden, weight)
         if not self.packed:
             return WholeLogits(self.called(use_cache=False, **inputs).logits.flatten(0, 1)[places])
-        to_keep = F.pad(places, (0, max(FEWEST_TOKENS - len(places), 0)))
+        to_keep = F.pad(places, (0, -len(places) % MULTIPLE))
         return WholeLogits(self.called(use_cache=False, logits_to_keep=to_keep, **inputs).logits[0, : len(places)])
 
     def logits_in_blocks(self, positions: int) -> bool:

@@ -36,7 +36,7 @@ from verl.workers.config.optimizer import build_optimizer as verls_optimizer
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
-from qarl.align.cpu import uses_engine_attention
+from qarl.align.cpu_attention import uses_engine_attention
 from qarl.align.families import check_rows
 from qarl.align.packed_attention import use_rows_attention
 from qarl.align.router import replays

@@ -23,7 +23,7 @@ from contract_checks import (
     vllm_logits,
 )
 
-from qarl.align.cpu import fp32_attention
+from qarl.align.cpu_attention import fp32_attention
 from qarl.align.packed_attention import varlen_attention
 from qarl.kernels.cuda import layer_ops
 

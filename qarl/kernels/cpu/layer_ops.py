@@ -6,7 +6,7 @@ queries in a request. So the prompt is one request here, as in the engine's pref
 request, as in its decoding. `causal_attention` is batch-invariant, because rows share a call only where the operator
 cannot cut a prompt (`_calls_of_rows`), and the keys of one query are never split among threads (`enable_kv_split` is
 false, here and by `qarl.process` in the engine). With several threads the engine's prefill is not batch-invariant,
-because one call computes several long prompts. The operator has no autograd. `qarl.align.cpu` adds it.
+because one call computes several long prompts. The operator has no autograd. `qarl.align.cpu_attention` adds it.
 
 Rotary embedding. It is compared with transformers' (`qarl.align.rotary`). The two read different config keys, and may
 compute different angles from the same keys. For example, vLLM's `dynamic` changes the base for every length, but
@@ -205,6 +205,22 @@ def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> to
     call = getattr(rotary, "forward_cpu" if current_platform.is_cpu() else "forward_native", rotary)
     turned: torch.Tensor = call(positions, query.clone(), query.clone())[0]
     return turned.view(query.shape)
+
+
+def turn(
+    query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate copies of query and key, BF16 [B, T, heads, D], with the engine's operator.
+
+    `cosines`, `sines`: BF16 [B or 1, T, D], whose halves are equal. The operator reads them like the rows of its table.
+    """
+    size = query.shape[-1]
+    table = torch.cat([cosines[..., : size // 2], sines[..., : size // 2]], -1).expand(*query.shape[:2], -1)
+    turned = [tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key)]
+    places = torch.arange(query.shape[0] * query.shape[1])
+    rows = (tensor.view(len(places), -1) for tensor in turned)
+    torch.ops._C.rotary_embedding(places, *rows, size, table.reshape(len(places), size), True)
+    return turned[0], turned[1]
 
 
 def cached_turns(rotary: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

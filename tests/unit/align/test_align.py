@@ -15,7 +15,7 @@ from random_models import save_random_model
 from torch.nn.modules.module import register_module_forward_hook
 
 from qarl.align import align_model
-from qarl.align.cpu import AlignedRMSNorm, add_residual, align_module
+from qarl.align.cpu import AlignedRMSNorm, _Turn, add_residual, align_module
 from qarl.align.levels import resolve_level
 from qarl.align.router import recorded_routing, replayed_routing
 from qarl.kernels.reference import ReferenceW4A16Linear
@@ -70,11 +70,38 @@ def test_norms_and_residual_equal_the_engines_over_many_additions(size, eps):
             assert torch.equal(hidden_states.bfloat16(), residual)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 7), (1, 70, 1000), (1, 513, 128), (3, 700, 4, 32)])
+def test_gradients_of_a_norm_equal_float64(shape, dtype):
+    """The last two shapes have several blocks of rows, of which the last is smaller."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    torch.manual_seed(len(shape))
+    ours = Qwen3RMSNorm(shape[-1], eps=1e-3).bfloat16()
+    ours.weight.data.normal_()
+    align_module(ours, AlignedRMSNorm)
+    x, grad = torch.randn(shape).to(dtype).requires_grad_(), torch.randn(shape).bfloat16()
+    ours(x).backward(grad)
+    x64, weight64 = (tensor.detach().double().requires_grad_() for tensor in (x, ours.weight))
+    (weight64 * x64 * torch.rsqrt(x64.pow(2).mean(-1, keepdim=True) + 1e-3)).backward(grad.double())
+    rounding = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(x.grad.double(), x64.grad, rtol=rounding, atol=1e-5)
+    torch.testing.assert_close(ours.weight.grad.double(), weight64.grad, rtol=2**-8, atol=1e-5)
+
+
+def test_a_residual_passes_its_gradient_to_both_operands():
+    output, hidden = torch.randn(3, 5).bfloat16().requires_grad_(), torch.randn(3, 5).requires_grad_()
+    grad = torch.randn(3, 5)
+    add_residual(output, hidden).backward(grad)
+    assert torch.equal(hidden.grad, grad) and torch.equal(output.grad, grad.bfloat16())
+
+
 @needs_engine_attention
 @pytest.mark.parametrize("rope_type", ["default", "llama3"])
 @pytest.mark.parametrize("head_dim", [32, 128])
 def test_rotary_embedding_equals_the_engines(rope_type, head_dim):
-    """transformers' own formula with the BF16 cosines and sines in FP32, against vLLM's operator and its cache."""
+    """The operator with rows of cosines and sines instead of vLLM's table, and transformers' own formula with BF16
+    cosines and sines in FP32, against vLLM's module; and the operator's gradients against float64."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
@@ -98,6 +125,17 @@ def test_rotary_embedding_equals_the_engines(rope_type, head_dim):
     theirs = rope.forward_cpu(positions, query.clone().flatten(1), key.clone().flatten(1))
     for mine, expected in zip(ours, theirs, strict=True):
         assert torch.equal(mine.bfloat16()[0].transpose(0, 1).flatten(1), expected)
+    pairs = [tensor.unflatten(0, (2, 300)).requires_grad_() for tensor in (query, key)]
+    by_operator = _Turn.apply(*pairs, *(turns.unflatten(1, (2, 300))[0] for turns in (cos, sin)))
+    for mine, expected in zip(by_operator, theirs, strict=True):
+        assert torch.equal(mine.flatten(0, 1).flatten(1), expected)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (query, key)]
+    by_formula = apply_rotary_pos_emb(*(t.transpose(0, 1)[None] for t in exact), cos.double(), sin.double())
+    for mine, formula, pair, wanted in zip(by_operator, by_formula, pairs, exact, strict=True):
+        grad = torch.randn(mine.shape).bfloat16()
+        mine.backward(grad, retain_graph=True)
+        formula.backward(grad.double().flatten(0, 1).transpose(0, 1)[None])
+        torch.testing.assert_close(pair.grad.flatten(0, 1).double(), wanted.grad, rtol=2**-8, atol=1e-6)
 
 
 def unaligned_twin(layer: Any) -> Any:
@@ -147,7 +185,8 @@ def test_parameters_keys_and_class_names_stay(folders, family):
     classes = [type(module).__name__ for module in model.modules()]
     keys = list(model.state_dict())
     report = align_model(model, "model")
-    assert sum(report.replaced.values()) == 2 + 5 + 2
+    norms = sum("norm" in name.rsplit(".", 1)[-1] for name, _ in model.named_modules())
+    assert sum(report.replaced.values()) == 2 + norms + 2
     assert list(model.state_dict()) == keys
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
     assert [type(module).__name__ for module in model.modules()] == classes

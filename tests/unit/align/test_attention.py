@@ -6,7 +6,7 @@ import pytest
 import torch
 from cpu_features import needs_engine_attention
 
-from qarl.align.cpu import causal_gradients, engine_attention, fp32_attention
+from qarl.align.cpu_attention import causal_gradients, engine_attention, fp32_attention
 from qarl.kernels.cpu.layer_ops import _calls_of_rows
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qarl.align import packed_attention
-from qarl.align.cpu import engine_attention, fp32_attention
+from qarl.align.cpu_attention import engine_attention, fp32_attention
 from qarl.align.cuda import cuda_attention
 from qarl.align.packed_attention import rows_attention, scored_attention
 

@@ -13,7 +13,7 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 from updating_trainer import updating_trainer
 
-from qarl.align.cpu import uses_engine_attention
+from qarl.align.cpu_attention import uses_engine_attention
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, fill, lay_out, make_batch
@@ -134,9 +134,9 @@ def test_a_layout_by_hand():
     batch, rows = made_batch([(2, 3), (1, 1), (5, 1)]), torch.tensor([0, 2])
     layout = lay_out(batch, rows)
     ids = [*batch.input_ids[0, :5].tolist(), *batch.input_ids[2, :6].tolist()]
-    assert layout.inputs["input_ids"].tolist() == [ids + [0] * 21]
-    assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, *range(21)]]
-    assert layout.inputs["row_lengths"] == (5, 6, 21)
+    assert layout.inputs["input_ids"].tolist() == [ids + [0] * 53]
+    assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, *range(53)]]
+    assert layout.inputs["row_lengths"] == (5, 6, 53)
     assert layout.places.tolist() == list(range(11)) and layout.predictors.tolist() == [1, 2, 3, 9]
     padded = lay_out(batch, rows, packed=False)
     assert padded.inputs["input_ids"].tolist() == batch.input_ids[rows].tolist()

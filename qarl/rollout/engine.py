@@ -89,6 +89,7 @@ class RolloutEngine:
         if not torch.cuda.is_available():
             vllm_plugin.check_eager(hf_config, eager(config.enforce_eager))
         self.config = config
+        self._counts_preemptions = engine_config.may_preempt(config, hf_config)
         self.receiver: WeightReceiver | None = None
         self.adapter: EngineAdapter | None = None
         self._start()
@@ -110,7 +111,7 @@ class RolloutEngine:
             scheme = self.config.scheme.name
             kernels = own_kernels(kernel_request(self.config.kernels, scheme))
             with default_dtype_kept(), kernels, servable(self.config.adapters, scheme):
-                self.llm = LLM(**engine_config.llm_arguments(self.config))
+                self.llm = LLM(**engine_config.llm_arguments(self.config, statistics=self._counts_preemptions))
             self._prepare_publish()
         except BaseException:
             self.close()
@@ -239,7 +240,7 @@ class RolloutEngine:
 
     def _preemptions(self) -> int:
         """Number of preemptions since this vLLM was started."""
-        metrics: list[Any] = self.llm.get_metrics()
+        metrics: list[Any] = self.llm.get_metrics() if self._counts_preemptions else []
         return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
     def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:

@@ -30,6 +30,7 @@ import torch
 
 from qarl.config import Config
 from qarl.errors import UserError
+from qarl.kernels.cpu.layer_ops import BLOCK_SIZE
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
@@ -125,8 +126,21 @@ class SamplingConfig:
         return cls(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, top_tokens)
 
 
-def llm_arguments(config: EngineConfig) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`."""
+def may_preempt(config: EngineConfig, hf_config: Any) -> bool:
+    """Return whether vLLM may free a response's KV cache for other requests. On a CPU it cannot if the cache is large
+    enough for `max_num_seqs` sequences of full length. `hf_config`: the model's transformers config."""
+    if torch.cuda.is_available():
+        return True
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    tokens = BLOCK_SIZE * (math.ceil(config.max_model_len / BLOCK_SIZE) * config.max_num_seqs + 1)
+    return config.kv_cache_gib * 2**30 < tokens * text.num_hidden_layers * 2 * heads * size * 2
+
+
+def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`. `statistics`: whether vLLM counts preemptions, and much else. That costs
+    several percent of the rollout of a tiny model."""
     arguments: dict[str, Any] = {
         "model": config.model,
         "trust_remote_code": config.trust_remote_code,
@@ -136,7 +150,7 @@ def llm_arguments(config: EngineConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": eager(config.enforce_eager),
         "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": False,  # `_preemptions` reads one of these statistics
+        "disable_log_stats": not statistics,
     }
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         # Without this, vLLM would wait for other ranks to join its groups. Each rank has an engine.
@@ -185,6 +199,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
             seed=seed,
             logprobs=int(sampling.top_tokens),
             flat_logprobs=True,  # lists of numbers, instead of a dict and an object for each token
+            skip_clone=True,  # nobody else has these parameters
             detokenize=False,
             ignore_eos=sampling.ignore_eos,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from qarl.metrics.mismatch_limit import MismatchError
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-from qarl.rollout.engine_config import sampling_params
+from qarl.rollout.engine_config import may_preempt, sampling_params
 from qarl.trainer import prepare
 from qarl.trainer.batch import Batch
 from qarl.trainer.local import LocalTrainer
@@ -165,7 +166,13 @@ def test_preemptions_are_counted(trainer, pristine_model):
         few = engine.generate(prompts[:1], SamplingConfig(300, ignore_eos=True), seeds=[0])
         many = engine.generate(prompts, SamplingConfig(300, ignore_eos=True), seeds=list(range(6)))
         again = engine.generate(prompts[:1], SamplingConfig(300, ignore_eos=True), seeds=[0])
+        cache = engine.llm.llm_engine.engine_core.engine_core.vllm_config.cache_config
     assert few.preemptions == again.preemptions == 0 and many.preemptions > 0
+    assert cache.num_gpu_blocks == 8 and cache.block_size == 128
+    blocks = 4 * engine.config.max_num_seqs + 1  # four for each sequence of 420 tokens, and one that vLLM leaves free
+    for spare, enough in ((0, True), (-1, False)):
+        config = replace(engine.config, kv_cache_gib=(blocks + spare) * 2**-14)
+        assert may_preempt(config, policy.model.config) is not enough
     assert few.response_token_ids[0] == many.response_token_ids[0] == again.response_token_ids[0]
 
 

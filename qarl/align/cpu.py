@@ -92,6 +92,8 @@ class AlignedAttention(nn.Module):
     k_norm: nn.Module
     head_dim: int
     scaling: float
+    attention_dropout: float
+    sliding_window: int | None
 
     def forward(
         self,
@@ -114,6 +116,8 @@ class AlignedAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = _Turn.apply(query, key, *position_embeddings)
         by_head = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        kwargs |= {"dropout": self.attention_dropout if self.training else 0.0}
+        kwargs |= {"sliding_window": self.sliding_window} if hasattr(self, "sliding_window") else {}
         attended, _ = engine_attention(self, *by_head, attention_mask, self.scaling, **kwargs)
         output: torch.Tensor = self.o_proj(attended.flatten(-2))
         return output, None

@@ -15,7 +15,7 @@ from random_models import save_random_model
 from torch.nn.modules.module import register_module_forward_hook
 
 from qarl.align import align_model
-from qarl.align.cpu import AlignedRMSNorm, _Turn, add_residual, align_module
+from qarl.align.cpu import AlignedAttention, AlignedRMSNorm, _Turn, add_residual, align_module
 from qarl.align.levels import resolve_level
 from qarl.align.router import recorded_routing, replayed_routing
 from qarl.kernels.reference import ReferenceW4A16Linear
@@ -176,6 +176,31 @@ def test_gradients_of_an_aligned_layer_match_float64(folders, family):
     assert tensors.keys() == wanted.keys() and len(tensors) > 10
     for name, value in wanted.items():
         assert (tensors[name].double() - value).norm() <= 2**-6 * value.norm(), name
+
+
+@needs_engine_attention
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
+def test_an_aligned_attention_passes_the_arguments_of_transformers(folders, family, training, monkeypatch):
+    """Everything but queries, keys and values, which transformers' class has not rounded."""
+    calls: list[tuple[Any, ...]] = []
+
+    def spy(module, query, key, value, mask, scaling, dropout=0.0, **options):
+        calls.append((module, [t.shape for t in (query, key, value)], mask, scaling, dropout, options))
+        return query.transpose(1, 2).bfloat16(), None
+
+    monkeypatch.setattr("qarl.align.cpu.engine_attention", spy)
+    transformers.AttentionInterface.register("spy", spy)
+    for level in ("model", "off"):
+        model = load(folders[family], level).train(training)
+        attention = model.model.layers[0].self_attn
+        attention.attention_dropout = 0.25
+        attention.config._attn_implementation = "spy"
+        hidden = torch.randn(2, 5, 128).bfloat16()
+        turns = model.model.rotary_emb(hidden, torch.arange(5)[None])
+        attention(hidden, position_embeddings=turns, attention_mask=None, position_ids=7, row_lengths=(5, 5))
+    (ours, *mine), (_, *theirs) = calls
+    assert isinstance(ours, AlignedAttention) and mine == theirs and mine[3] == 0.25 * training
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,6 +26,8 @@ VERSION = "--version"
 INTERRUPTED = 130
 Command = Callable[[list[str]], int]
 Describe = Callable[[list[str]], str]
+Main = Callable[..., int]
+"""`main(argv)`; without `argv` the process's own arguments."""
 
 
 def say(text: str) -> None:
@@ -79,6 +81,14 @@ def summary_text(name: str, folder: Path, summary: Mapping[str, object], *, repo
         shown["to resume"] = shlex.join(["qarl", "train", *again]) if saved else "not possible: there is no checkpoint"
     lines += [f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in shown.items()]
     return "\n".join(lines)
+
+
+def entry(command: Command, about: str | None, describe: Describe | None = None) -> tuple[Main, Describe]:
+    """Return a module's `main`, which runs `command` and returns the exit code, and its `describe`.
+
+    `about`: the docstring of the module, which is its help. `describe`: what returns the help if that is more."""
+    told = describe or (lambda topics: (about or "").strip())
+    return lambda argv=None: run_command(command, argv, describe=told), told
 
 
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:

@@ -18,14 +18,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
 
-from qarl.bench.arguments import read
 from qarl.bench.report import markdown_table
+from qarl.config.request import read_request
 from qarl.errors import UserError
 
 PHASES = {"rollout": "rollout", "old_log_probs": "old_log_prob"} | {
@@ -37,7 +37,7 @@ _QUIET = ("resume_mode=disable", "val_before_train=false", "test_freq=-1", "save
           "plots=false", "logger=[console]")  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Arguments:
     """
     config    the config of both revisions, taken from this checkout
@@ -51,11 +51,9 @@ class Arguments:
 
     @classmethod
     def parse(cls, part: str, words: Sequence[str]) -> Arguments:
-        """Read the arguments, a revision first. Raise UserError if one is invalid."""
-        if not words or "=" in words[0]:
-            where = "qarl bench against"
-            raise UserError("no revision was named", where=where, fix="name a commit, tag or branch first")
-        return read(cls, words[1:], revision=words[0])
+        """Read the arguments, one of which is a revision. Raise UserError if one is invalid."""
+        named = [word if "=" in word else f"revision={word}" for word in words]
+        return read_request(cls, named, example="qarl bench against main~1")
 
 
 KEYS = Arguments

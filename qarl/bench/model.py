@@ -15,6 +15,7 @@ from typing import Any
 
 from qarl.bench.arguments import one_of
 from qarl.checks.model_size import ModelSize
+from qarl.config import Config, build_config
 from qarl.errors import UserError
 
 MODELS = Path(__file__).resolve().parent / "models"
@@ -74,6 +75,23 @@ def default_group_size(size: ModelSize) -> int:
     """Return the largest of 128, 64 and 32 that divides the input size of every linear, or 128 if there is none."""
     inputs = {k for _, k in size.block_linears(0).values()}
     return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
+
+
+def run_config(path: str, work: Any, scheme: str, level: str, *, backend: str = "local", **more: Any) -> Config:
+    """Return the config of a run with the numbers of `work`, a benchmark's arguments. Its data files are never read.
+
+    `path`: the model's folder or name. `more`: other keys by section."""
+    group_size = default_group_size(find_model(work.model).size)
+    values: dict[str, Any] = {
+        "model": {"path": path},
+        "data": {"train_files": ["x"], "train_batch_size": work.prompts, "max_prompt_length": work.prompt_length},
+        "rollout": {"n": work.n, "gpu_memory_utilization": work.gpu_memory_utilization},
+        "quant": {"scheme": scheme, "align": level, "group_size": group_size},
+        "actor": {"ppo_mini_batch_size": work.prompts // work.mini_batches},
+        "trainer": {"total_training_steps": 10**6, "val_before_train": False, "test_freq": -1},
+    }
+    sections = {name: values.get(name, {}) | more.get(name, {}) for name in values | more}
+    return build_config({"name": "bench", "backend": backend} | sections)
 
 
 def write_model(source: Source, layers: int, folder: Path, *, eos: int | None = None) -> int:

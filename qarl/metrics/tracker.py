@@ -7,18 +7,14 @@ to the file and may repeat steps. `read_metrics` then drops the older entries.
 
 from __future__ import annotations
 
-import configparser
 import importlib.util
-import netrc
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
-from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
@@ -155,25 +151,19 @@ def check_loggers(loggers: Sequence[str]) -> None:
 
 
 def check_wandb_key() -> None:
-    """Raise UserError if W&B has no key, because `wandb.init` would wait for one at the terminal.
+    """Raise UserError if W&B has no key, because `wandb.init` would wait for one at the terminal."""
+    import wandb
 
-    A key may be in the environment, in W&B's settings files or in .netrc (docs.wandb.ai, `wandb login`)."""
-    home = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.read([home / "settings", Path("wandb") / "settings"], encoding="utf-8")
-    settings = dict(parser["default"]) if parser.has_section("default") else {}
-    mode = os.environ.get("WANDB_MODE") or settings.get("mode")
-    keys = [os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")]
-    if mode in ("offline", "disabled", "dryrun") or any(keys) or settings.get("api_key"):
-        return
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai").hostname
-    with suppress(OSError, netrc.NetrcParseError):
-        if netrc.netrc(Path(os.environ.get("NETRC", "~/.netrc")).expanduser()).authenticators(host or ""):
+    why = "no variable of the environment, settings file of W&B or .netrc has one, and a run cannot ask for it"
+    try:
+        if wandb.setup().settings.mode in ("offline", "disabled") or wandb.login(prompt=False, verify=False):
             return
+    except wandb.Error as error:
+        why = str(error)
     raise UserError(
         "the logger wandb is chosen, but W&B has no key",
         where="trainer.logger",
-        why=f"neither WANDB_API_KEY nor .netrc has a key for {host}, and a run cannot ask for one",
+        why=why,
         fix="run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline; or remove wandb from trainer.logger",
     )
 
@@ -280,7 +270,7 @@ def write_versions(run_dir: str | Path) -> Path:
         "cpu_count": os.cpu_count(),
     }
     versions = {
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": package_versions(_PACKAGES),
@@ -293,7 +283,7 @@ def write_versions(run_dir: str | Path) -> Path:
     return path
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Return the commit of QaRL's checkout, with "+changes" if tracked files differ, or None outside a checkout."""
 
     def git(*arguments: str) -> str:

@@ -98,8 +98,8 @@ def test_a_failed_run_has_no_figure_and_leaves_no_worktree(checkout: Path) -> No
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "no revision"),
-        (["pairs=2"], "no revision"),
+        ([], "revision=: Field required"),
+        (["pairs=2"], "revision=: Field required"),
         (["HEAD", "steps=1"], "equal to 2"),
         (["HEAD", "pair=1"], "pairs"),
         (["nowhere"], "cannot check out 'nowhere'"),

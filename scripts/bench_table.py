@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl.bench.report import Entry, head, markdown_table, step_tables
+from qarl.bench.report import Result, head, markdown_table, step_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,7 +33,7 @@ def kernel_tables(document: Mapping[str, Any]) -> str:
         f"{tops['bf16_flop_per_s'] / 1e12:.2f} TFLOP/s. Median times divided by the baseline's (BF16, for quantizers "
         "eager PyTorch); in brackets, the same ratio of the fastest calls."
     ]
-    groups: dict[tuple[Any, ...], list[Entry]] = {}
+    groups: dict[tuple[Any, ...], list[Result]] = {}
     for entry in document["results"]:
         key = (entry["operation"], entry["model"], entry["layer"], entry["n"], entry["k"])
         groups.setdefault(key, []).append(entry)
@@ -43,7 +43,7 @@ def kernel_tables(document: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _kernel_table(entries: Sequence[Entry]) -> str:
+def _kernel_table(entries: Sequence[Result]) -> str:
     columns = sorted({entry["m"] for entry in entries})
     rows = []
     for scheme, kernel in dict.fromkeys((entry["scheme"], entry["kernel"]) for entry in entries):
@@ -52,7 +52,7 @@ def _kernel_table(entries: Sequence[Entry]) -> str:
     return markdown_table(["kernel", *(f"M={m}" if m else "time" for m in columns)], rows)
 
 
-def _cell(entries: Sequence[Entry], scheme: str, kernel: str, m: int) -> str:
+def _cell(entries: Sequence[Result], scheme: str, kernel: str, m: int) -> str:
     at = [entry for entry in entries if entry["m"] == m]
     mine = next((entry for entry in at if (entry["scheme"], entry["kernel"]) == (scheme, kernel)), None)
     if mine is None:

@@ -25,10 +25,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
 
 from qarl.bench.arguments import one_of
-from qarl.console import run_command
+from qarl.console import entry
 from qarl.process import limit_threads
 
 PARTS = {
@@ -41,11 +40,6 @@ PARTS = {
 it is imported, because threads are set later."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the part that `argv` names, and return the exit code."""
-    return run_command(_main, argv, describe=describe)
-
-
 def _main(argv: list[str]) -> int:
     part = one_of(argv[0] if argv else "", PARTS, "benchmark")
     module = importlib.import_module(PARTS[part])
@@ -55,11 +49,14 @@ def _main(argv: list[str]) -> int:
     return int(module.run(arguments))
 
 
-def describe(topics: list[str]) -> str:
+def _help(topics: list[str]) -> str:
     """Return the help: this page, or the keys of the parts in `topics`."""
     modules = [importlib.import_module(PARTS[one_of(part, PARTS, "benchmark")]) for part in topics]
     texts = [text for module in modules for text in (module.__doc__ or "", f"Keys:\n{module.KEYS.__doc__}")]
     return "\n\n".join(inspect.cleandoc(text) for text in texts or [__doc__ or ""])
+
+
+main, describe = entry(_main, __doc__, _help)
 
 
 if __name__ == "__main__":

@@ -239,20 +239,16 @@ def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tenso
 def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
     """Return a run's config, with the sizes and counts that `arguments` gives."""
     scheme, level = case.scheme, case.level or ("off" if case.scheme == "bf16" else "linears")
-    kv_cache, sequences = kv_cache_gib(arguments), max(256, arguments.sequences)
+    tokens = arguments.sequences * (arguments.prompt_length + arguments.response_length + 32)
+    # 1.5 times what all sequences at once need.
+    kv_cache = max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)
     return run_config(
         *(folder, arguments, scheme, level),
         data={"max_response_length": arguments.response_length},
-        rollout={"max_num_seqs": sequences, "cpu_kvcache_space_gib": kv_cache},
+        rollout={"max_num_seqs": max(256, arguments.sequences), "cpu_kvcache_space_gib": kv_cache},
         actor={f"{name}_micro_batch_size_per_gpu": arguments.micro_batch_size for name in ("ppo", "log_prob")},
         optim={"lr": 1e-6},
     )
-
-
-def kv_cache_gib(arguments: Arguments) -> float:
-    """Return a size for the KV cache: 1.5 times the GiB for all sequences at once."""
-    tokens = arguments.sequences * (arguments.prompt_length + arguments.response_length + 32)
-    return max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)
 
 
 def random_tokens(vocabulary: int, rows: int, length: int, seed: int = 0) -> list[list[int]]:

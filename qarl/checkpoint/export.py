@@ -65,8 +65,8 @@ def export(request: ExportRequest) -> str:
             scheme = get_scheme("bf16")
         files = ModelFiles.from_folder(source.model_folder, trust_remote_code=trust)
         linears = linears_of(source.model_folder, scheme, quant["ignore"], trust_remote_code=trust)
-    masters = read_all(folder, source.fp32() if request.format == "fp32" else source.bf16())
-    tensors = masters if request.format == "fp32" else packed(masters, scheme, linears)
+    dtype = torch.float32 if request.format == "fp32" else torch.bfloat16
+    tensors = packed(read_all(folder, source.tensors(dtype)), scheme, linears)
     output = request.output.resolve()
     if output.parent.is_dir():
         recover(output.parent, output.name)
@@ -77,7 +77,7 @@ def export(request: ExportRequest) -> str:
             tensors,
             scheme=scheme,
             ignore=quant["ignore"],
-            dtype=torch.float32 if request.format == "fp32" else torch.bfloat16,
+            dtype=dtype,
         )
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
     size = sum(path.stat().st_size for path in weight_files(output))

@@ -43,7 +43,7 @@ def open_trained(folder: Path, *, trust_remote_code: bool = False) -> Trained | 
     if not (base := folder / "actor" / BASE_FILE).is_file():
         return None
     source = open_source(folder, trust_remote_code=trust_remote_code)
-    tensors, lora = dict(source.bf16()), source.config["lora"]
+    tensors, lora = dict(source.tensors(torch.bfloat16)), source.config["lora"]
     leaves = adapted_leaves(name.removesuffix(A) for name in tensors if name.endswith(A))
     adapter = Adapter(lora["r"], lora["alpha"] or lora["r"], leaves, source.config["model"]["path"], tensors)
     return Trained(source.step, source.config, json.loads(base.read_text(encoding="utf-8"))["published"], adapter)

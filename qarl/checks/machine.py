@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import PositiveFloat
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.process import runs_on_cpu, vllm_missing, vllm_unusable
+from qarl.process import cpu_fields, runs_on_cpu, vllm_missing, vllm_unusable
 
 W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
 CPU_FLAGS = {
@@ -99,9 +98,7 @@ def find_machine(options: DoctorOptions, backend: str = "local") -> Machine:
 
 def cpu_flags() -> set[str]:
     """Return the instruction sets of this CPU, as Linux names them. The set is empty on ARM and without Linux."""
-    file = Path("/proc/cpuinfo")
-    flags = re.search(r"^flags\s*:(.*)", file.read_text(), re.MULTILINE) if file.exists() else None
-    return set(flags[1].split()) if flags else set()
+    return set(cpu_fields().get("flags", "").split())
 
 
 def check_cpu(config: Config) -> None:

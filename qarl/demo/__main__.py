@@ -50,8 +50,10 @@ def _main(argv: list[str]) -> int:
         from qarl.demo.tiny_model import TASKS, Recipe, make_missing
 
         make_missing(Recipe.of(TASKS[demo.task], demo.experts))
+    from qarl import train  # its clock starts with the import, and the model is not part of the run
+
     for arguments in arms:
-        if code := _train(arguments):
+        if code := train.main(arguments):
             return code
     if len(arms) > 1 and not configs[0].dry_run:
         from qarl.report.page import write_comparison
@@ -65,12 +67,6 @@ def overridden(arm: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Return the arguments of an arm, without those that `overrides` sets too, and then `overrides`."""
     keys = {word.partition("=")[0] for word in overrides}
     return [*(word for word in arm if word.partition("=")[0] not in keys), *overrides]
-
-
-def _train(arguments: list[str]) -> int:
-    from qarl import train  # its clock starts with the import, and the model is not part of the run
-
-    return train.main(arguments)
 
 
 main, describe = entry(_main, __doc__)

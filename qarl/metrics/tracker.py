@@ -11,10 +11,9 @@ import importlib.util
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,7 +21,7 @@ from qarl.checkpoint.storage import METRICS_FILE, StorageError, append_lines, nu
 from qarl.console import say
 from qarl.errors import UserError
 from qarl.metrics.warning_log import WarningLog
-from qarl.process import package_versions
+from qarl.process import cpu_fields, package_versions
 
 # Label, key and format of each figure on the console.
 _FIGURES = (
@@ -56,11 +55,10 @@ class Tracker:
         config_dict: Mapping[str, Any],
         *,
         start_step: int = 0,
-        stream: TextIO | None = None,
     ) -> None:
         """Open every logger. Raises the UserErrors of `check_loggers` before anything is written.
 
-        `start_step`: the last step before a resume. `stream`: output of the console logger. Default: stdout.
+        `start_step`: the last step before a resume.
         """
         check_loggers(loggers)
         self.problem: UserError | None = None
@@ -73,7 +71,7 @@ class Tracker:
         self._watch = WarningLog(run_dir, history, config_dict.get("actor"))
         self._views: dict[str, Any] = {}
         make: dict[str, Callable[[], Any]] = {
-            "console": lambda: _Console(stream or sys.stdout, total_steps),
+            "console": lambda: _Console(total_steps),
             "tensorboard": lambda: _TensorBoard(run_dir, start_step),
             "wandb": lambda: _WandB(run_dir, start_step, config_dict),
         }
@@ -231,8 +229,8 @@ class _WandB:
 class _Console:
     """Print one line per step."""
 
-    def __init__(self, stream: TextIO, total_steps: int) -> None:
-        self._stream, self._total = stream, total_steps
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         figures = "  ".join(f"{label} {form.format(metrics[key])}" for label, key, form in _FIGURES if key in metrics)
@@ -242,7 +240,7 @@ class _Console:
         self.message(f"step {step}/{self._total}  {figures}")
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(text, flush=True)
 
     def close(self) -> None:
         pass
@@ -301,12 +299,8 @@ def git_commit() -> str | None:
 
 def cpu() -> dict[str, Any]:
     """Return the CPU's model name and the instruction sets that decide which kernels run."""
-    cpuinfo = Path("/proc/cpuinfo")
-    fields: dict[str, str] = {}
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    fields = cpu_fields()
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "flags": [flag for flag in _CPU_FLAGS if flag in flags],

@@ -99,12 +99,6 @@ class SignFinder:
         return signs
 
 
-def find(history: Sequence[Mapping[str, Any]]) -> list[WarningSign]:
-    """Return the warnings of a whole run. `history`: objects with `step` and metrics (`tracker.read_metrics`)."""
-    signs = SignFinder()
-    return [warning for entry in history for warning in signs.add(int(entry["step"]), entry)]
-
-
 def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics that only the rules use, as far as `metrics` has what they are made of.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import sys
@@ -53,15 +52,14 @@ def test_resume_appends_after_a_torn_line_and_replaces_redone_steps(tmp_path: Pa
     assert read_metrics(tmp_path) == [{"step": 1, "a": 1}, {"step": 2, "a": 20}]
 
 
-def test_the_console_has_a_line_for_each_step(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    with Tracker(tmp_path, ["console"], 3, {}, stream=stream) as tracker:
+def test_the_console_has_a_line_for_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(tmp_path, ["console"], 3, {}) as tracker:
         tracker.message("hello")
         tracker.log({"val/accuracy": 0.25}, step=0)
         metrics = {"critic/score/mean": 0.5, "mismatch/k3": 4.2e-4, "actor/inside_band_frac_after_first": 0.9}
         metrics["timing_s/step"] = 0.1
         tracker.log(metrics, step=1)
-    lines = stream.getvalue().splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["hello", "step 0/3  accuracy 0.250"]
     assert lines[2].startswith("step 1/3  0.10 s/step  left 00:00  ")
     assert lines[2].endswith("reward 0.500  k3 4.2e-04  inside band 90%")

@@ -85,7 +85,7 @@ def check_architecture(hf_config: Any) -> None:
     """Raise UserError if trainer and engine would load different classes."""
     from transformers import AutoModelForCausalLM
 
-    chosen: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config))
+    chosen: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     chosen = chosen[0] if isinstance(chosen, tuple | list) else chosen
     named = list(getattr(hf_config, "architectures", None) or [])
     if chosen is not None and named and named[0] != chosen.__name__:

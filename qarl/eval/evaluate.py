@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -150,7 +150,7 @@ def tabulated(scores: dict[str, Sets]) -> dict[str, dict[str, Any]]:
 
     Several sets have a last row, their average."""
     columns = {label: {name: list(rows.values()) for name, rows in sets.items()} for label, sets in scores.items()}
-    estimate = dict.fromkeys(columns, interval)
+    estimate: dict[str, Callable[[Sequence[float]], Estimate]] = dict.fromkeys(columns, interval)
     first, *others = columns.values()
     if others:
         columns["difference"] = {name: differences(first[name], others[0][name]) for name in first}

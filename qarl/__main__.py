@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 
-from qarl.console import fit_terminal, run_command
+from qarl.console import entry, fit_terminal
 from qarl.errors import UserError
 
 COMMANDS = {
@@ -31,19 +30,14 @@ COMMANDS = {
 """Name of a command -> (its module, a summary). The module has `main` and `describe`, and imports nothing slow."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the process's arguments) names. Return the exit code."""
-    return run_command(_main, argv, describe=describe)
-
-
 def _main(argv: list[str]) -> int:
     if argv:
         return int(_command(argv[0]).main(argv[1:]))
-    print(fit_terminal(describe([])))
+    print(fit_terminal(_help([])))
     return 2
 
 
-def describe(topics: list[str]) -> str:
+def _help(topics: list[str]) -> str:
     """Return the help: this module's docstring and the shipped configs, or the help of the command `topics[0]`."""
     if topics:
         return str(_command(topics[0]).describe(topics[1:]))
@@ -66,6 +60,9 @@ def _command(name: str) -> ModuleType:
     guess = nearest(name, COMMANDS)
     fix = f"{f'did you mean {guess}? ' if guess else ''}the commands are {listing}; --help describes them"
     raise UserError(f"there is no command {name!r}", where="command line", fix=fix)
+
+
+main, describe = entry(_main, __doc__, _help)
 
 
 if __name__ == "__main__":

@@ -50,18 +50,15 @@ def stage(doing: str) -> Iterator[None]:
 
 def fit_terminal(text: str, longest: int = 100) -> str:
     """Return `text` with its long lines wrapped to the terminal. A line's rest is indented as its last column."""
+    import functools
     import re
     import shutil
     import textwrap
 
     width = max(40, min(longest, shutil.get_terminal_size((longest, 24)).columns))
-    lines = []
-    for line in text.splitlines():
-        column = re.match(r" *(\S+ {2,})?", line)
-        indent = " " * min(column.end() if column else 0, width // 2)
-        wrapped = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        lines += [line] if len(line) <= width else wrapped
-    return "\n".join(lines)
+    fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    columns = ((line, len(re.sub(r"^( *(\S+ {2,})?).*", r"\1", line))) for line in text.splitlines())
+    return "\n".join(fill(line, subsequent_indent=" " * min(column, width // 2)) for line, column in columns)
 
 
 def summary_text(name: str, folder: Path, summary: Mapping[str, object], *, report: bool, argv: Sequence[str]) -> str:
@@ -79,6 +76,15 @@ def summary_text(name: str, folder: Path, summary: Mapping[str, object], *, repo
         shown["to resume"] = shlex.join(["qarl", "train", *again]) if saved else "not possible: there is no checkpoint"
     lines += [f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in shown.items()]
     return "\n".join(lines)
+
+
+def entry(command: Command, about: str | None, describe: Describe | None = None) -> tuple[Callable[..., int], Describe]:
+    """Return a module's `main`, which runs `command` and returns the exit code, and its `describe`. Without an argument
+    `main` takes the process's own.
+
+    `about`: the docstring of the module, which is its help. `describe`: what returns the help if that is more."""
+    told = describe or (lambda topics: (about or "").strip())
+    return lambda argv=None: run_command(command, argv, describe=told), told
 
 
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
@@ -130,12 +136,10 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _run(command: Command, arguments: list[str], describe: Describe) -> int:
-    code = 0
     if VERSION in arguments:
         print(f"qarl {__version__}")
     elif any(word in arguments for word in HELP):
         print(fit_terminal(describe([word for word in arguments if word not in HELP and "=" not in word])))
     else:
-        code = command(arguments)
-    sys.stdout.flush()
-    return code
+        return command(arguments)
+    return 0

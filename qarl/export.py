@@ -10,7 +10,6 @@ keys:
                           compressed-tensors checkpoint with the run's quant keys
   format=bf16             the weights that the forward used, as an ordinary checkpoint
   format=fp32             the optimizer's FP32 masters (needs optim.master_dtype=fp32)
-  max_shard_size=5GB      limit on the size of a file, in bytes or with KB, MB, GB; default: 5GB
   overwrite=true          replace an earlier export; default: false
   trust_remote_code=true  run the code that comes with the run's model; default: false
 
@@ -31,26 +30,19 @@ exit codes:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from qarl.console import run_command
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Export as `argv` says. Return the exit code."""
-    return run_command(_main, argv, describe=describe)
+from qarl.console import entry
 
 
 def _main(argv: list[str]) -> int:
-    from qarl.checkpoint.export import export, read_request
+    from qarl.checkpoint.export import ExportRequest, export
+    from qarl.config.request import read_request
 
-    print(export(read_request(argv)))
+    print(export(read_request(ExportRequest, argv, example="qarl export run=runs/NAME output=DIR")))
     return 0
 
 
-def describe(topics: list[str]) -> str:
-    """Return the help: this module's docstring, which describes every key."""
-    return (__doc__ or "").strip()
+main, describe = entry(_main, __doc__)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from qarl.errors import UserError
 
@@ -67,6 +68,13 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
+
+
+def cpu_fields() -> dict[str, str]:
+    """Return what Linux says about the first CPU, by name. The dict is empty without Linux."""
+    file = Path("/proc/cpuinfo")
+    lines = (line.partition(":") for line in file.read_text().splitlines()) if file.exists() else ()
+    return {name.strip(): value.strip() for name, _, value in reversed([*lines])}
 
 
 def vllm_missing() -> str | None:
@@ -127,9 +135,8 @@ def limit_threads(num_threads: int | None) -> None:
     """Set the size of the OpenMP pool that trainer and engine share. Call this before torch is imported.
 
     If `num_threads` is None, the size is OMP_NUM_THREADS if set, otherwise the number of usable CPUs."""
-    environment = os.environ.get("OMP_NUM_THREADS", "").partition(",")[
-        0
-    ]  # "4,2" means 4 threads, and 2 in nested regions
+    # "4,2" means 4 threads, and 2 in nested regions.
+    environment = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     wanted = num_threads or (int(environment) if environment.isdecimal() else 0) or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(wanted)
 

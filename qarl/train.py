@@ -22,18 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl.console import run_command, say, stage, summary_text
+from qarl.console import entry, say, stage, summary_text
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
     from qarl.config import Config
 
 _STARTED = time.perf_counter()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the training that `argv` describes. Return the exit code."""
-    return run_command(_main, argv, describe=describe)
 
 
 def _main(argv: list[str]) -> int:
@@ -52,11 +47,14 @@ def _main(argv: list[str]) -> int:
     return run(config, argv)
 
 
-def describe(topics: list[str]) -> str:
-    """Return the help: this module's docstring and the config's sections, or help on the keys and sections `topics`."""
+def _help(topics: list[str]) -> str:
+    """Return the help: this page and the config's sections, or help on the sections and keys in `topics`."""
     from qarl.config.help import config_help
 
     return config_help(__doc__ or "", topics)
+
+
+main, describe = entry(_main, __doc__, _help)
 
 
 def run(config: Config, argv: Sequence[str]) -> int:

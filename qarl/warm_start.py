@@ -25,15 +25,9 @@ exit codes:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from qarl.console import run_command
+from qarl.console import entry
 from qarl.process import limit_threads
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make what `argv` says. Return the exit code."""
-    return run_command(_main, argv, describe=describe)
 
 
 def _main(argv: list[str]) -> int:
@@ -42,15 +36,12 @@ def _main(argv: list[str]) -> int:
     from qarl.demo.own_task import WarmStart, make_own
 
     words = [word if "=" in word else f"file={word}" for word in argv]
-    code, config = make_own(read_request(WarmStart, words, example="qarl warm-start my_task.py"))
-    if not code:
-        print(f"now: qarl train config={config}")
-    return code
+    config = make_own(read_request(WarmStart, words, example="qarl warm-start my_task.py"))
+    print(f"now: qarl train config={config}")
+    return 0
 
 
-def describe(topics: list[str]) -> str:
-    """Return the help: this module's docstring."""
-    return (__doc__ or "").strip()
+main, describe = entry(_main, __doc__)
 
 
 if __name__ == "__main__":

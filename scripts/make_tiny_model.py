@@ -7,7 +7,34 @@ python scripts/make_tiny_model.py --task letter_sorting    # another task (qarl/
 
 from __future__ import annotations
 
-from qarl.demo.tiny_model import main
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from qarl.demo.tiny_model import QUICKSTART, TASKS, Recipe, make_missing
+from qarl.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make what is missing or was made with other settings."""
+    parser = argparse.ArgumentParser(description="Make the tiny model and its data.")
+    parser.add_argument("--task", choices=list(TASKS), default=QUICKSTART.name, help="the task that the model learns")
+    parser.add_argument("--output", type=Path, help="the model's folder (models/tiny-qwen3, then -moe and the task)")
+    parser.add_argument("--data", type=Path, help="the folder of the parquet files; data/TASK by default")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--experts", type=int, default=0, help="of a mixture; 0 for a dense model")
+    parser.add_argument("--steps", type=int, help="most warm-start steps; a few for a test")
+    parser.add_argument("--target", type=float, help="greedy accuracy at which to stop")
+    parser.add_argument("--train-size", type=int, help="rows of train.parquet")
+    parser.add_argument("--test-size", type=int, help="rows of test.parquet")
+    args = vars(parser.parse_args(argv))
+    recipe = Recipe.of(TASKS[args.pop("task")], args.pop("experts"))
+    try:
+        make_missing(replace(recipe, **{name: value for name, value in args.items() if value is not None}))
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

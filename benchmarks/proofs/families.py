@@ -280,7 +280,7 @@ def families(record: Record, *, schemes: tuple[str, ...] = ("w4a16",)) -> None:
     """Measure every causal language model of transformers with the defaults, also those that QaRL refuses as new."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    with mock.patch("qarl.checks.model.check_family", lambda config: None):
+    with mock.patch("qarl.checks.registry.check_family", lambda config: None):
         for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
             for key, scheme in ((f"{family} {scheme}", scheme) for scheme in schemes):
                 if record.wants(key):

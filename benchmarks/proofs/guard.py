@@ -129,7 +129,6 @@ def refusals_off(model: Model) -> Iterator[None]:
     """Nothing refuses the model, and a trainer drops the soft-cap of a wrong Gemma 2."""
     off: dict[str, Callable[..., Any]] = {
         "qarl.checks.model.check_config_keys": lambda config: None,
-        "qarl.checks.model.check_checkpoint_layers": lambda model, family: None,
         "qarl.align.levels.check_config_keys": lambda config: None,
     }
     if "attn_logit_softcapping" in model.changes:

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.proofs.harness import QUIET, TINY, Record, Row, batch_of, in_process, log_probs, run_config
 from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors, save_model
-from qarl.checkpoint.export import export, read_request
+from qarl.checkpoint.export import ExportRequest, export
 from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config
@@ -143,7 +143,7 @@ def exported_row(scheme: str, prompts: int, kind: str = "dense") -> Row:
         config = run_config(EXPORTED[kind], settings)
         train(config)
         checkpoint, exported = config.run_dir / "checkpoints" / "step_2", Path(parent) / "exported"
-        export(read_request([f"run={config.run_dir}", f"output={exported}"]))
+        export(ExportRequest(config.run_dir, exported))
         configure_vllm_process()
         tokens = prompt_tokens(config, prompts)
         (answers,) = in_process(fresh_vllm, str(exported), tokens, 80, 112, False)

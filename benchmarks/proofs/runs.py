@@ -17,7 +17,7 @@ from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, Run, run_config,
 from qarl.checkpoint.resumable import Checkpoint, list_checkpoints, open_checkpoint
 from qarl.checkpoint.storage import file_sha256
 from qarl.config.actor import LOSSES, REJECTIONS
-from qarl.metrics.warning_signs import find
+from qarl.metrics.warning_signs import SignFinder
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import prepare_run
 
@@ -270,7 +270,7 @@ def fell_at(history: Sequence[Mapping[str, Any]]) -> int | None:
 
 def seen(history: Any) -> Row:
     """Return what a run shows: when its reward fell, its warnings, and its reward at both ends."""
-    trained = [entry for entry in history if REWARD in entry]
+    trained, signs = [entry for entry in history if REWARD in entry], SignFinder()
     rewards = [float(entry[REWARD]) for entry in trained]
     return {
         "steps": len(trained),
@@ -278,7 +278,9 @@ def seen(history: Any) -> Row:
         "reward_last_10": sum(rewards[-10:]) / max(1, len(rewards[-10:])),
         "reward_fell_at_step": fell_at(trained),
         "warnings": [
-            {name: getattr(sign, name) for name in ("sign", "step", "since_step", "text")} for sign in find(trained)
+            {name: getattr(sign, name) for name in ("sign", "step", "since_step", "text")}
+            for entry in trained
+            for sign in signs.add(int(entry["step"]), entry)
         ],
     }
 

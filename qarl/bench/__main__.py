@@ -8,7 +8,6 @@ parts:
   steps     seconds of each phase of a training step, by scheme and alignment level
   trainer   only the trainer: old log-probs and update, without an engine
   publish   quantize and publish, part by part
-  against   this checkout's seconds over those of another git revision, phase by phase
   plan      predicted seconds of a step on different hardware, by a roofline; nothing is run
 
 `qarl bench --help PART` describes the keys of a part. `python -m qarl.bench` is the same command.
@@ -25,25 +24,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
 
 from qarl.bench.arguments import one_of
-from qarl.console import run_command
+from qarl.console import entry
 from qarl.process import limit_threads
 
 PARTS = {
     "kernels": "qarl.bench.kernels",
     **dict.fromkeys(("steps", "trainer", "publish"), "qarl.bench.steps"),
-    "against": "qarl.bench.against_revision",
     "plan": "qarl.bench.predict",
 }
 """Part -> its module: the dataclass `KEYS`, whose `parse` reads the arguments, and `run`. It must not import torch when
 it is imported, because threads are set later."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the part that `argv` names, and return the exit code."""
-    return run_command(_main, argv, describe=describe)
 
 
 def _main(argv: list[str]) -> int:
@@ -55,11 +47,14 @@ def _main(argv: list[str]) -> int:
     return int(module.run(arguments))
 
 
-def describe(topics: list[str]) -> str:
+def _help(topics: list[str]) -> str:
     """Return the help: this page, or the keys of the parts in `topics`."""
     modules = [importlib.import_module(PARTS[one_of(part, PARTS, "benchmark")]) for part in topics]
     texts = [text for module in modules for text in (module.__doc__ or "", f"Keys:\n{module.KEYS.__doc__}")]
     return "\n\n".join(inspect.cleandoc(text) for text in texts or [__doc__ or ""])
+
+
+main, describe = entry(_main, __doc__, _help)
 
 
 if __name__ == "__main__":

@@ -1,50 +1,20 @@
-"""The arguments of a benchmark: key=value pairs, read into a dataclass whose fields are the keys, and models by name.
-
-Unknown keys and invalid values are reported before any work is done.
-"""
+"""What the arguments of several benchmarks have in common (`qarl.config.request` reads them)."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
+from qarl.config.quant import ROLLOUT_SCHEMES
+from qarl.config.request import Commas
 from qarl.errors import UserError
 
-T = TypeVar("T")
-DEVICES = ("cuda", "cpu")
-
-
-def read(
-    cls: type[T], words: Sequence[str], choices: Mapping[str, Collection[str]] = MappingProxyType({}), **fixed: Any
-) -> T:
-    """Return a `cls` from the key=value pairs `words`. The values of a tuple are separated by commas.
-
-    `choices`: key -> its valid names. `fixed`: fields that the user cannot set. Raise UserError if an argument is not
-    key=value, a key is unknown, or a value is invalid."""
-    hints, values = get_type_hints(cls, include_extras=True), dict(fixed)
-    for argument in words:
-        key, _, text = argument.partition("=")
-        if not text:
-            raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="write key=value, e.g. json=FILE")
-        one_of(key, [name for name in hints if name not in fixed], "key")
-        several = tuple in [get_origin(hint) for hint in (hints[key], *get_args(hints[key]))]
-        names = text.split(",") if several else [text]
-        for name in names if key in choices else ():
-            one_of(name, choices[key], key)
-        values[key] = names if several else text
-    try:
-        return TypeAdapter(cls).validate_python(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = str(first["loc"][0])
-        raise UserError(f"{where}: {first['msg']}, got {values[where]!r}", where=where) from None
+Device = Literal["cuda", "cpu"]
+Schemes = Annotated[tuple[Literal[*ROLLOUT_SCHEMES], ...], Commas]  # type: ignore[valid-type]  # not written out
 
 
 def one_of(value: str, known: Collection[str], what: str) -> str:

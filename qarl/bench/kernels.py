@@ -20,18 +20,19 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from qarl.bench import report
-from qarl.bench.arguments import DEVICES, as_json, check_device, device_of, read
+from qarl.bench.arguments import Device, as_json, check_device, device_of
 from qarl.bench.model import LINEARS, find_model, linear_shapes
 from qarl.checkpoint.storage import write_json
 from qarl.config.quant import ROLLOUT_SCHEMES
+from qarl.config.request import Commas, read_request
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ FLUSH_BYTES, MOST_ROUNDS = 512 * 2**20, 1000
 GPU_ROWS, CPU_ROWS = (1, 16, 64, 512, 4096, 16384), (64, 512, 4096)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Arguments:
     """
     device       cuda or cpu; by default cuda if there is a GPU
@@ -63,14 +64,14 @@ class Arguments:
     threads      number of threads on a CPU
     json         the file to write"""
 
-    device: str
-    model: tuple[str, ...] = ()
-    layer: tuple[str, ...] = ()
+    device: Device
+    model: Annotated[tuple[str, ...], Commas] = ()
+    layer: Annotated[tuple[Literal[*LINEARS], ...], Commas] = ()  # type: ignore[valid-type]  # not written out
     shape: Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")] | None = None
-    experts: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
-    m: tuple[PositiveInt, ...] = ()
-    scheme: tuple[str, ...] = LOW_BIT
-    operation: tuple[str, ...] = OPERATIONS
+    experts: Annotated[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None, Commas] = None
+    m: Annotated[tuple[PositiveInt, ...], Commas] = ()
+    scheme: Annotated[tuple[Literal[*LOW_BIT], ...], Commas] = LOW_BIT  # type: ignore[valid-type]  # as above
+    operation: Annotated[tuple[Literal[*OPERATIONS], ...], Commas] = OPERATIONS  # type: ignore[valid-type]  # as above
     group_size: PositiveInt = 128
     seconds: PositiveFloat = 0.2
     rounds: PositiveInt = 7
@@ -83,14 +84,12 @@ class Arguments:
         device = device_of(words)
         on_cpu = device == "cpu"
         named = {argument.partition("=")[0] for argument in words}
-        defaults = ["m=" + ",".join(map(str, CPU_ROWS if on_cpu else GPU_ROWS)), f"device={device}"]
+        defaults: dict[str, Any] = {"device": device, "m": CPU_ROWS if on_cpu else GPU_ROWS}
         if on_cpu:
-            defaults += ["seconds=3", "rounds=3"]
+            defaults |= {"seconds": 3, "rounds": 3}
         if not named & {"model", "shape", "experts"}:
-            defaults += ["model=Qwen3-0.6B"] if on_cpu else ["model=" + ",".join(GPU_MODELS)]
-            defaults += ["layer=gate_up"] if on_cpu and "layer" not in named else []
-        choices = {"device": DEVICES, "layer": LINEARS, "scheme": LOW_BIT, "operation": OPERATIONS}
-        arguments = read(cls, [*defaults, *words], choices)
+            defaults |= {"model": "Qwen3-0.6B", "layer": "gate_up"} if on_cpu else {"model": GPU_MODELS}
+        arguments = read_request(cls, words, example="qarl bench kernels model=Qwen3-8B m=1,4096", **defaults)
         if not arguments.layers() and not arguments.expert_layers():
             fix = "name layers that the models have"
             raise UserError("there is no layer to measure", where="model, layer", fix=fix)

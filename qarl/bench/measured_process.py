@@ -1,7 +1,7 @@
 """One launch: a process that builds one scheme at one level, warms up, checks the linears, and times a few rounds.
 
 vLLM keeps process-wide state, so each engine needs its own process. The spread over launches therefore includes
-differences between processes, such as memory pages. A process sends one answer and exits.
+differences between processes, such as memory pages. A process writes one answer and exits.
 
 `check_linears` compares every linear of the decoder layers, in trainer and engine, with a reference before anything is
 timed. The reference quantizes the trainer's BF16 weight and multiplies in exact PyTorch (`qarl.kernels.reference`). So
@@ -12,13 +12,15 @@ results by 0.6%). If the mismatch (mean |δ|) is over its limit, the trainer end
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import resource
+import sys
 import time
 import traceback
 import zlib
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +28,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import logging
 
+from qarl.bench.model import run_config
 from qarl.bench.steps import Arguments, Case
 from qarl.checks.layers import FUSED_LAYERS
 from qarl.checks.model_folder import load_tokenizer
-from qarl.config import Config, build_config
+from qarl.config import Config
 from qarl.data.prompts import Prompt, PromptDataset, PromptSampler
 from qarl.errors import UserError
 from qarl.kernels.registry import LINEAR_KERNELS
@@ -61,13 +64,14 @@ class WrongNumbers(Exception):
     """A linear differs from the reference, so the case (scheme and level) gets no figures."""
 
 
-def answer(connection: Connection, arguments: Arguments, case: Case, folder: str) -> None:
-    """Run the process: send {"rounds", "peak_bytes", ...} or {"error": text}, and exit."""
+def main(path: Path) -> None:
+    """Read the arguments of a launch from `path`, write {"rounds", "peak_bytes", ...} or {"error": text}, and exit."""
     logging.disable_progress_bar()
     try:
-        connection.send(measure(arguments, case, folder))
+        answer = measure(*pickle.loads(path.read_bytes()))
     except Exception as error:
-        connection.send({"error": _reason(error)})
+        answer = {"error": _reason(error)}
+    path.write_bytes(pickle.dumps(answer))
     os._exit(0)  # nothing is left to do, and shutting an engine down takes long and prints a lot
 
 
@@ -233,41 +237,18 @@ def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tenso
 
 
 def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
-    """Return a run's config, with the sizes and counts that `arguments` gives. Its data files are never read."""
+    """Return a run's config, with the sizes and counts that `arguments` gives."""
     scheme, level = case.scheme, case.level or ("off" if case.scheme == "bf16" else "linears")
-    return build_config(
-        {
-            "name": "bench",
-            "model": {"path": folder},
-            "data": {
-                "train_files": ["random.parquet"],
-                "train_batch_size": arguments.prompts,
-                "max_prompt_length": arguments.prompt_length,
-                "max_response_length": arguments.response_length,
-                "shuffle": False,
-            },
-            "rollout": {
-                "n": arguments.n,
-                "max_num_seqs": max(256, arguments.sequences),
-                "cpu_kvcache_space_gib": kv_cache_gib(arguments),
-                "gpu_memory_utilization": arguments.gpu_memory_utilization,
-            },
-            "quant": {"scheme": scheme, "align": level, "group_size": arguments.weight_group},
-            "actor": {
-                "ppo_mini_batch_size": arguments.prompts // arguments.mini_batches,
-                "ppo_micro_batch_size_per_gpu": arguments.micro_batch_size,
-                "log_prob_micro_batch_size_per_gpu": arguments.micro_batch_size,
-            },
-            "optim": {"lr": 1e-6},
-            "trainer": {"total_training_steps": 10**6, "val_before_train": False, "test_freq": -1},
-        }
-    )
-
-
-def kv_cache_gib(arguments: Arguments) -> float:
-    """Return a size for the KV cache: 1.5 times the GiB for all sequences at once."""
     tokens = arguments.sequences * (arguments.prompt_length + arguments.response_length + 32)
-    return max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)
+    # 1.5 times what all sequences at once need.
+    kv_cache = max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)
+    return run_config(
+        *(folder, arguments, scheme, level),
+        data={"max_response_length": arguments.response_length},
+        rollout={"max_num_seqs": max(256, arguments.sequences), "cpu_kvcache_space_gib": kv_cache},
+        actor={f"{name}_micro_batch_size_per_gpu": arguments.micro_batch_size for name in ("ppo", "log_prob")},
+        optim={"lr": 1e-6},
+    )
 
 
 def random_tokens(vocabulary: int, rows: int, length: int, seed: int = 0) -> list[list[int]]:
@@ -312,3 +293,7 @@ def move_weights(policy: Policy, seed: int) -> None:
     for parameter in policy.model.parameters():
         size = parameter.float().square().mean().sqrt().clamp(min=2.0**-6)
         parameter.add_(torch.randn_like(parameter) * (size / 16).to(parameter.dtype))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

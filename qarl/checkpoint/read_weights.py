@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +47,14 @@ _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 class Source:
     """One checkpoint: its step, the run's config, and the model's tensors.
 
-    `model_folder`: has config.json and the tokenizer. `bf16`: yields the weights that the forward used. `fp32`: yields
-    the masters, and other tensors upcast. It raises UserError if the run has no FP32 masters.
+    `model_folder`: has config.json and the tokenizer. `tensors`: yields for torch.bfloat16 the weights that the forward
+    used, and for torch.float32 the masters, and other tensors upcast. It raises UserError if the run has no masters.
     """
 
     step: int
     config: Mapping[str, Any]
     model_folder: Path
-    bf16: Callable[[], Stream]
-    fp32: Callable[[], Stream]
+    tensors: Callable[[torch.dtype], Stream]
 
 
 def find_checkpoint(run: Path, step: int | None) -> Path:
@@ -119,8 +117,11 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 def _local(folder: Path) -> Source:
     checkpoint = open_checkpoint(folder)
-    bf16, fp32 = partial(read_tensors, folder), partial(_masters, checkpoint)
-    return Source(checkpoint.step, checkpoint.config, folder, bf16, fp32)
+
+    def stream(dtype: torch.dtype) -> Stream:
+        return read_tensors(folder) if dtype == torch.bfloat16 else _masters(checkpoint)
+
+    return Source(checkpoint.step, checkpoint.config, folder, stream)
 
 
 def _masters(checkpoint: Checkpoint) -> Stream:
@@ -141,7 +142,7 @@ def _fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _verl(folder: Path, trust_remote_code: bool) -> Source:
-    """Open a checkpoint of verl, which has only FP32 masters. `bf16` casts them to BF16, as verl's forward does."""
+    """Open a checkpoint of verl, which has only FP32 masters. For BF16 they are cast, as in verl's forward."""
     ranks = open_ranks(folder / "actor")
     model_folder = folder / "actor" / CONFIG_FOLDER
     tied = tied_names(model_of(model_folder, trust_remote_code=trust_remote_code))
@@ -151,8 +152,7 @@ def _verl(folder: Path, trust_remote_code: bool) -> Source:
         whole = ((name, whole_tensor(ranks, name)) for name in ranks[0].tensors if name not in tied)
         return unstacked((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in whole)
 
-    bf16, fp32 = partial(stream, torch.bfloat16), partial(stream, torch.float32)
-    return Source(step_of(folder), config, model_folder, bf16, fp32)
+    return Source(step_of(folder), config, model_folder, stream)
 
 
 def step_of(folder: Path) -> int:
@@ -184,10 +184,9 @@ def _has_adapters(folder: Path) -> bool:
     """Return whether the run of the checkpoint in `folder` trains adapters. Without the run's config, return False."""
     try:
         config = yaml.safe_load((folder.resolve().parents[1] / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return bool(config["lora"]["r"])
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
         return False
-    lora = config.get("lora") if isinstance(config, dict) else None
-    return isinstance(lora, dict) and bool(lora.get("r"))
 
 
 def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:

@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -63,8 +63,7 @@ class Checkpoint:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved config of the run, as nested dicts of JSON types."""
-        config: dict[str, Any] = self.state["config"]
-        return config
+        return cast(dict[str, Any], self.state["config"])
 
     def optimizer(self, *, mmap: bool = False) -> dict[str, Any]:
         """Return the saved `MasterOptimizer.state_dict()`. With `mmap`, tensors are read from disk on first use."""

@@ -77,12 +77,10 @@ def model_eos(path: str, hf_config: Any) -> tuple[str, list[int]]:
     """
     from transformers import GenerationConfig
 
-    if Path(path).is_dir() and not (Path(path) / _GENERATION).exists():
-        return "config.json", _ids_of(hf_config)
     try:
         return _GENERATION, _ids_of(GenerationConfig.from_pretrained(path, **loading_options(path)))
     except OSError as error:
-        if not Path(path).is_dir():  # the model on the Hub may have no such file
+        if not (Path(path) / _GENERATION).exists():  # nor need a model on the Hub have such a file
             return "config.json", _ids_of(hf_config)
         raise UserError(
             f"{_GENERATION} of {path!r} cannot be read",

@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import pydantic
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
+from pydantic import PositiveFloat
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.process import runs_on_cpu, vllm_missing, vllm_unusable
+from qarl.process import cpu_fields, runs_on_cpu, vllm_missing, vllm_unusable
 
 W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
 CPU_FLAGS = {
@@ -74,29 +73,19 @@ def this_machine(backend: str = "local") -> Machine:
     return Machine("cuda", name, True, 10 * major + minor, properties.total_memory, count)
 
 
-class DoctorOptions(BaseModel):
+@pydantic.dataclasses.dataclass(frozen=True, config={"extra": "forbid", "allow_inf_nan": False})
+class DoctorOptions:
     """The doctor's own options, `doctor.NAME=VALUE`."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     device: Literal["cuda", *GPUS] | None = None  # type: ignore[valid-type]  # names that are not written out
     gpu_memory_gib: PositiveFloat | None = None
     gpu_capability: PositiveFloat | None = None
-    json_path: str | None = Field(default=None, alias="json", min_length=1)
-
-
-def read_options(options: Mapping[str, str]) -> DoctorOptions:
-    """Check the doctor's options. Raise UserError for the first one that cannot be used."""
-    try:
-        return DoctorOptions.model_validate(options)
-    except ValidationError as invalid:
-        problem = invalid.errors()[0]
-        what = f"cannot use doctor.{problem['loc'][0]}={problem['input']}: {problem['msg']}"
-        raise UserError(what, where="command line", fix="qarl doctor --help describes the options") from invalid
+    json: Path | None = None
 
 
 def find_machine(options: DoctorOptions, backend: str = "local") -> Machine:
     """Return the GPU machine that the doctor's options describe. Without them, return this machine."""
-    if not options.model_fields_set & {"device", "gpu_memory_gib", "gpu_capability"}:
+    if not (options.device or options.gpu_memory_gib or options.gpu_capability):
         return this_machine(backend)
     name = options.device or "cuda"
     capability, gib = GPUS.get(name, (None, None))
@@ -109,9 +98,7 @@ def find_machine(options: DoctorOptions, backend: str = "local") -> Machine:
 
 def cpu_flags() -> set[str]:
     """Return the instruction sets of this CPU, as Linux names them. The set is empty on ARM and without Linux."""
-    file = Path("/proc/cpuinfo")
-    flags = re.search(r"^flags\s*:(.*)", file.read_text(), re.MULTILINE) if file.exists() else None
-    return set(flags[1].split()) if flags else set()
+    return set(cpu_fields().get("flags", "").split())
 
 
 def check_cpu(config: Config) -> None:

@@ -12,16 +12,14 @@ from torch import nn
 
 from qarl.align.config_verdicts import check_config_keys
 from qarl.align.cpu import AlignedLinear
-from qarl.align.families import FAMILIES, shown_mismatch
+from qarl.align.families import shown_mismatch
 from qarl.align.levels import resolve_level, unconfirmed
-from qarl.checks.layers import FUSED_LAYERS, meta_model
+from qarl.checks.layers import meta_model
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.process import runs_on_cpu, vllm_missing
-from qarl.rollout import ask_vllm
+from qarl.process import runs_on_cpu
 from qarl.vllm_versions import check_head_dtype
 
-_WHERE = "model.path: config.json"
 PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 """Families whose logits are lm_head's unchanged output. Other families cap or scale this output."""
 
@@ -34,14 +32,10 @@ def has_plain_head(model: Any) -> bool:
 
 
 def check_served(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
-    """Raise UserError if the engine cannot serve the model, or if engine and trainer read its config differently.
-    Return the model without storage."""
+    """Raise UserError if engine and trainer read the model's config differently. Return the model without storage."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
-    model = meta_model(hf_config, trust_remote_code=trust_remote_code)
-    if hf_config.model_type not in FAMILIES:
-        check_checkpoint_layers(model, hf_config.model_type)
-    return model
+    return meta_model(hf_config, trust_remote_code=trust_remote_code)
 
 
 def level_notes(config: Config, hf_config: Any) -> list[str]:
@@ -88,54 +82,18 @@ def run_device(config: Config) -> str:
 
 
 def check_architecture(hf_config: Any) -> None:
-    """Raise UserError if vLLM has no native class for the model, or if the two sides would load different ones."""
-    name = trainer_class(hf_config)
-    named = list(getattr(hf_config, "architectures", None) or [])
-    if named and named[0] != name:
-        raise UserError(
-            f"the engine would run {named[0]}, but the trainer would run {name}",
-            where=f"{_WHERE}: architectures, model_type={hf_config.model_type!r}",
-            why="vLLM chooses a class by the key architectures, but transformers by the key model_type",
-            fix=f"correct the wrong key; {name} belongs to model_type {hf_config.model_type!r}",
-        )
-    if hf_config.model_type in FAMILIES or vllm_missing():
-        return
-    module = ask_vllm.serving_module(name)
-    if module is None or "transformers" in module.split("."):
-        raise UserError(
-            f"vLLM has no class of its own for {name}",
-            where=_WHERE,
-            why="vLLM's transformers backend names layers differently, and publishing to it is not tested",
-            fix=f"train a model that vLLM has a class for; the tested families are {', '.join(FAMILIES)}",
-        )
-
-
-def trainer_class(hf_config: Any) -> str:
-    """Return the name of the class that the trainer loads. Raise UserError if transformers has none."""
+    """Raise UserError if trainer and engine would load different classes."""
     from transformers import AutoModelForCausalLM
 
-    try:
-        chosen_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
-    except KeyError:
+    chosen: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
+    chosen = chosen[0] if isinstance(chosen, tuple | list) else chosen
+    named = list(getattr(hf_config, "architectures", None) or [])
+    if chosen is not None and named and named[0] != chosen.__name__:
         raise UserError(
-            f"transformers has no causal language model for model_type {hf_config.model_type!r}",
-            where=_WHERE,
-            why="a class that comes with the model's folder does not count, because vLLM would run a different one",
-            fix="give a causal language model that transformers and vLLM both know",
-        ) from None
-    chosen: Any = chosen_class[0] if isinstance(chosen_class, tuple | list) else chosen_class
-    return str(chosen.__name__)
-
-
-def check_checkpoint_layers(model: nn.Module, model_type: str) -> None:
-    """Raise UserError if the checkpoint has fused layers. QaRL publishes q_proj, k_proj and so on separately."""
-    fused = sorted({name.rpartition(".")[2] for name, _ in model.named_modules()} & set(FUSED_LAYERS))
-    if fused:
-        raise UserError(
-            f"models of the family {model_type} are refused: their checkpoints have fused layers ({', '.join(fused)})",
-            where=_WHERE,
-            why="QaRL quantizes and publishes q_proj, k_proj, v_proj, gate_proj and up_proj as separate layers",
-            fix=f"train a model of a different family; the tested families are {', '.join(FAMILIES)}",
+            f"the engine would run {named[0]}, but the trainer would run {chosen.__name__}",
+            where=f"model.path: config.json: architectures, model_type={hf_config.model_type!r}",
+            why="vLLM chooses a class by the key architectures, but transformers by the key model_type",
+            fix=f"correct the wrong key; {chosen.__name__} belongs to model_type {hf_config.model_type!r}",
         )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qarl.config import Config
 from qarl.config.source import DEMO_HINT
-from qarl.data.prompts import check_data_files
+from qarl.data.prompts import check_data_file
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ def why_unreachable() -> str | None:
 
 def loading_options(path: str) -> dict[str, Any]:
     """Return keyword arguments for `from_pretrained(path)`. If the Hub cannot be reached, they allow only the cache."""
-    if Path(path).is_dir() or not why_unreachable():
-        return {}
-    return {"local_files_only": True}
+    return {} if Path(path).is_dir() or not why_unreachable() else {"local_files_only": True}
 
 
 def carried_config(path: str) -> tuple[str, dict[str, Any]] | None:
@@ -115,7 +113,8 @@ def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[An
 def check_files(config: Config) -> None:
     """Raise UserError if the model's folder or a data file of `config` is missing. This is fast: no file is read."""
     check_model_folder(config.model.path)
-    check_data_files(config.data)
+    for file in (*config.data.train_files, *config.data.val_files):
+        check_data_file(file)
 
 
 def check_model_folder(path: str) -> None:

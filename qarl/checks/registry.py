@@ -7,7 +7,6 @@ and print all findings (`examine`). The doctor adds checks of its own (`qarl.doc
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 
 from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
 from qarl.checks import layers, machine
-from qarl.checks.check import Check, Finding, Findings, NotCheckedError, RunInputs, examine, ok, warning
+from qarl.checks.check import Check, Finding, Findings, NotCheckedError, RunInputs, examine, note, ok, warning
 from qarl.checks.generation import check_sampling
 from qarl.checks.machine import Machine, check_capability
 from qarl.checks.memory import check_kv_cache
@@ -23,7 +22,8 @@ from qarl.checks.model import check_head, check_length, check_not_quantized, lev
 from qarl.checks.model_folder import check_tied
 from qarl.config import Config
 from qarl.console import note as print_note
-from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, report_data
+from qarl.console import say
+from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
 from qarl.data.rewards import RewardFn, score_responses
 from qarl.errors import UserError
 from qarl.kernels.registry import kernels_of
@@ -43,17 +43,20 @@ def make_checks(config: Config, *, data: bool = True) -> RunInputs:
     for finding in examine(run, [check for check in CHECKS if data or check.topic != "data"]):
         if finding.status == "error":
             raise finding.error
+        if finding.status != "ok":
+            run.said.append(finding)
     return run
 
 
 def check_run(config: Config) -> RunInputs:
     """Make all checks before a run starts, and print its notes and warnings to stderr."""
     run = make_checks(config)
-    for text in level_notes(config, run.hf_config):
+    notes = level_notes(config, run.hf_config)
+    for text in notes:
         print_note(text)
-    for text in run.eos_warnings:
-        print(f"warning: {text}", file=sys.stderr)
-    report_data(run.train_prompts, run.val_prompts)
+    for finding in run.said:
+        if finding.what not in notes:
+            say(f"{finding.status}: {finding.what}")
     return run
 
 
@@ -178,9 +181,10 @@ def _sampling(config: Config, hf_config: Any, level: tuple[str, tuple[str, ...]]
 
 
 def _train_prompts(config: Config, train_prompts: PromptDataset, sampler: PromptSampler) -> Findings:
-    steps, left_out = config.trainer.total_training_steps, train_prompts.num_filtered
-    what = f"{len(train_prompts)} training prompts; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs"
-    yield ok(what + (f"; {left_out} prompts are too long and are left out" if left_out else ""))
+    steps = config.trainer.total_training_steps
+    yield ok(f"{len(train_prompts)} training prompts; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs")
+    if train_prompts.num_filtered:
+        yield note(f"{train_prompts.num_filtered} training prompts over data.max_prompt_length are left out")
 
 
 def _val_prompts(val_prompts: PromptDataset | list[Any], train_prompts: PromptDataset) -> Findings:

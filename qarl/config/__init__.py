@@ -15,24 +15,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from qarl.config.actor import ActorConfig, OptimConfig
+from qarl.config.actor import ActorConfig as ActorConfig
+from qarl.config.actor import OptimConfig as OptimConfig
 from qarl.config.errors import ConfigError, Problem, from_pydantic, key_of
 from qarl.config.schema import Config, check_together, default_values, flat_values, sections
 from qarl.config.source import read_arguments, with_home
 from qarl.config.unused_keys import dropped
 from qarl.errors import UserError
-
-__all__ = [
-    "ActorConfig",
-    "Config",
-    "ConfigError",
-    "OptimConfig",
-    "Problem",
-    "build_config",
-    "describe_keys",
-    "load_config",
-    "write_resolved",
-]
 
 
 def load_config(argv: Sequence[str]) -> Config:

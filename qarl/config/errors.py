@@ -16,15 +16,8 @@ from pydantic_core import ErrorDetails
 
 from qarl.errors import UserError
 
-
-class _NotGiven:
-    """The type of `NOT_GIVEN`, the value of a key that was not given. An explicit `null` is a given value."""
-
-    def __repr__(self) -> str:
-        return "(not given)"
-
-
-NOT_GIVEN = _NotGiven()
+NOT_GIVEN = "(not given)"
+"""The value of a key that was not given, compared by identity. An explicit `null` is a value, too."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Problem:
     about: str | None = None
 
     def __str__(self) -> str:
-        value = f": {self.value!r}" if self.value is NOT_GIVEN else f" = {show(self.value)}"
+        value = f": {self.value}" if self.value is NOT_GIVEN else f" = {show(self.value)}"
         origin = f"  ({self.source})" if self.source else ""
         about = f"\n  about: {self.about}" if self.about else ""
         return f"{self.key}{value}{origin}\n  reason: {self.reason}{about}\n  fix: {self.fix}"

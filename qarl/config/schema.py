@@ -134,7 +134,8 @@ class RolloutConfig(Section):
     """Maximum number of sequences that vLLM decodes at once."""
 
     max_num_batched_tokens: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
-    """Maximum number of tokens in one vLLM step. Must be at least max_num_seqs; null means vLLM's default."""
+    """Maximum number of tokens in one vLLM step. Must be at least max_num_seqs; null means vLLM's default, or 8192 with
+    backend=verl, which on a CPU raises it to a whole row, because prompts are prefilled whole there."""
 
     gpu_memory_utilization: Annotated[float, Sane(0.01, 0.97)] = Field(default=0.5, gt=0, le=1)
     """Fraction of the GPU's memory that vLLM may use, including its weights. The trainer needs the rest. CUDA only."""
@@ -143,9 +144,9 @@ class RolloutConfig(Section):
     """Size of vLLM's KV cache in GiB. CPU only."""
 
     enforce_eager: bool | None = None
-    """Run vLLM without CUDA graphs. It starts faster but decodes more slowly. null means true on a CPU and false on
-    GPUs. On GPUs only decode steps are captured, and the model is not compiled,
-    except in W4A16 and BF16 below quant.align=model, which take vLLM's default."""
+    """Run vLLM without CUDA graphs. It starts faster but decodes more slowly. null means true on a CPU, where
+    backend=verl always takes true, and false on GPUs. On GPUs only decode steps are captured, and the model is not
+    compiled, except in W4A16 and BF16 below quant.align=model, which take vLLM's default."""
 
     free_cache_engine: bool = True
     """On GPUs vLLM sleeps while the trainer works: its weights move to host memory, and its KV cache is freed. false

@@ -221,11 +221,11 @@ def _apply_override(key: str, text: str, raw: RawConfig) -> None:
 
 
 class Demo(NamedTuple):
-    """A shipped config that runs on a CPU. `model`: its model folder. `task`, `experts`: which model and data
-    (`qarl.demo.tiny_model`). `arms`: the overrides of each run; one run without any by default."""
+    """A shipped config that runs on a CPU. `task`, `experts`: which model and data (`qarl.demo.tiny_model`).
+
+    `arms`: the overrides of each run; one run without any by default."""
 
     config: str
-    model: str
     task: str = "column_addition"
     experts: int = 0
     arms: tuple[tuple[str, ...], ...] = ((),)
@@ -243,14 +243,13 @@ MISMATCH = (
 
 DEFAULT = "quickstart"
 DEMOS = {
-    DEFAULT: Demo("quickstart.yaml", "models/tiny-qwen3"),
-    "moe": Demo("quickstart_moe.yaml", "models/tiny-qwen3-moe", experts=8),
-    "verl": Demo("quickstart_verl.yaml", "models/tiny-qwen3"),
-    "addition_chain": Demo("addition_chain.yaml", "models/tiny-qwen3-addition-chain", "addition_chain"),
-    "letter_sorting": Demo("letter_sorting.yaml", "models/tiny-qwen3-letter-sorting", "letter_sorting"),
+    DEFAULT: Demo("quickstart.yaml"),
+    "moe": Demo("quickstart_moe.yaml", experts=8),
+    "verl": Demo("quickstart_verl.yaml"),
+    "addition_chain": Demo("addition_chain.yaml", "addition_chain"),
+    "letter_sorting": Demo("letter_sorting.yaml", "letter_sorting"),
     "mismatch": Demo(
         "addition_chain.yaml",
-        "models/tiny-qwen3-addition-chain",
         "addition_chain",
         arms=(
             (*MISMATCH, "name=mismatch_off", "quant.align=off"),

@@ -12,7 +12,6 @@ by default, so no prompt is dropped unless the user asks for it.
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +27,6 @@ from qarl.errors import UserError
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
-
-    from qarl.config.schema import DataConfig
 
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
@@ -96,12 +93,6 @@ def load_prompts(
     if overlong and not (filter_overlong_prompts and prompts):
         raise _overlong_error(overlong, len(prompts) + len(overlong), max_prompt_length)
     return PromptDataset(prompts, num_filtered=len(overlong))
-
-
-def check_data_files(data: DataConfig) -> None:
-    """Raise UserError if a data file of the config is missing or of an unknown kind."""
-    for file in (*data.train_files, *data.val_files):
-        check_data_file(file)
 
 
 def check_data_file(file: str) -> None:
@@ -337,13 +328,3 @@ def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
         "max_prompt_length": config.data.max_prompt_length,
         "filter_overlong_prompts": config.data.filter_overlong_prompts,
     }
-
-
-def report_data(train_prompts: PromptDataset, val_prompts: PromptDataset | list[Any]) -> None:
-    """Print on stderr how many prompts were filtered out, and how many held-out prompts are in the training data."""
-    if train_prompts.num_filtered:
-        left_out = f"{train_prompts.num_filtered} training prompts over data.max_prompt_length are left out"
-        print(f"note: {left_out}", file=sys.stderr)
-    shared = check_disjoint(train_prompts, val_prompts)
-    if shared:
-        print(f"warning: {shared} of the held-out prompts are also in the training data", file=sys.stderr)

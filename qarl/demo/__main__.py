@@ -28,14 +28,9 @@ from collections.abc import Sequence
 
 from qarl.config import load_config
 from qarl.config.source import DEFAULT, DEMOS
-from qarl.console import run_command
+from qarl.console import entry
 from qarl.errors import UserError
 from qarl.process import limit_threads
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make the model that `argv` names, and train it. Return the exit code."""
-    return run_command(_main, argv, describe=describe)
 
 
 def _main(argv: list[str]) -> int:
@@ -52,13 +47,13 @@ def _main(argv: list[str]) -> int:
     configs = [load_config(arguments) for arguments in arms]  # a wrong argument is refused before the model is made
     if not configs[0].dry_run:
         limit_threads(configs[0].trainer.num_threads)
-        from qarl.demo import tiny_model
+        from qarl.demo.tiny_model import TASKS, Recipe, make_missing
 
-        command = ["--task", demo.task, "--experts", str(demo.experts), "--output", demo.model]
-        if code := tiny_model.main(command):
-            return code
+        make_missing(Recipe.of(TASKS[demo.task], demo.experts))
+    from qarl import train  # its clock starts with the import, and the model is not part of the run
+
     for arguments in arms:
-        if code := _train(arguments):
+        if code := train.main(arguments):
             return code
     if len(arms) > 1 and not configs[0].dry_run:
         from qarl.report.page import write_comparison
@@ -74,15 +69,7 @@ def overridden(arm: Sequence[str], overrides: Sequence[str]) -> list[str]:
     return [*(word for word in arm if word.partition("=")[0] not in keys), *overrides]
 
 
-def _train(arguments: list[str]) -> int:
-    from qarl import train  # its clock starts with the import, and the model is not part of the run
-
-    return train.main(arguments)
-
-
-def describe(topics: list[str]) -> str:
-    """Return the help: this module's docstring."""
-    return (__doc__ or "").strip()
+main, describe = entry(_main, __doc__)
 
 
 if __name__ == "__main__":

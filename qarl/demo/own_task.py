@@ -13,7 +13,6 @@ The config is that of `addition_chain.yaml`, whose bands fit answers of any leng
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import random
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from qarl.config.source import dump, find_config
 from qarl.data.rewards import load_module
 from qarl.demo.tasks import Task
-from qarl.demo.tiny_model import POSITIONS, make_missing
+from qarl.demo.tiny_model import POSITIONS, Recipe, make_missing
 from qarl.errors import UserError
 
 FUNCTIONS = ("draw", "prompt", "answer", "reward")
@@ -50,27 +49,25 @@ class WarmStart:
     experts: Annotated[int, Field(ge=0)] = 0
 
 
-def make_own(request: WarmStart) -> tuple[int, Path]:
-    """Make model, data and config in the working folder. Return the exit code and the config's path.
+def make_own(request: WarmStart) -> Path:
+    """Make model, data and config in the working folder. Return the config's path.
 
-    A config that exists is left as it is. Raise UserError if the file is not a task."""
+    A config that exists is left as it is. Raise UserError if the file is not a task, or a folder has other files."""
     task = load_task(request)
     prompt_length, response_length = lengths(task, request.seed)
-    name = task.name
-    config = Path(f"{name}.yaml")
-    settings = argparse.Namespace(
-        **{key: value for key, value in asdict(request).items() if key != "file"},
-        task=name,
-        source=hashlib.sha256(request.file.read_bytes()).hexdigest(),
+    recipe = Recipe(
+        task,
+        Path("models") / f"tiny-{task.name}",
+        Path("data") / task.name,
         positions=max(POSITIONS, prompt_length + response_length),
-        output=Path("models") / f"tiny-{name}",
-        data=Path("data") / name,
+        source=hashlib.sha256(request.file.read_bytes()).hexdigest(),
+        **{key: value for key, value in asdict(request).items() if key != "file"},
     )
-    code = make_missing(settings, task)
-    if not code and not config.exists():
-        values = run_values(request.file, name, settings, prompt_length, response_length)
-        config.write_text(dump(values), encoding="utf-8")
-    return code, config
+    make_missing(recipe)
+    config = Path(f"{task.name}.yaml")
+    if not config.exists():
+        config.write_text(dump(run_values(request.file, recipe, prompt_length, response_length)), encoding="utf-8")
+    return config
 
 
 def load_task(request: WarmStart) -> Task:
@@ -118,21 +115,19 @@ def lengths(task: Task, seed: int) -> tuple[int, int]:
     return prompt, response
 
 
-def run_values(
-    file: Path, name: str, made: argparse.Namespace, prompt_length: int, response_length: int
-) -> dict[str, Any]:
+def run_values(file: Path, recipe: Recipe, prompt_length: int, response_length: int) -> dict[str, Any]:
     """Return the values of the config."""
     template, _ = find_config(TEMPLATE)
     assert template is not None
     values: dict[str, Any] = yaml.safe_load(template.read_text(encoding="utf-8"))
-    values["name"], values["model"]["path"] = name, str(made.output)
+    values["name"], values["model"]["path"] = recipe.task.name, str(recipe.output)
     values["data"] |= {
-        "train_files": [str(made.data / "train.parquet")],
-        "val_files": [str(made.data / "test.parquet")],
+        "train_files": [str(recipe.data / "train.parquet")],
+        "val_files": [str(recipe.data / "test.parquet")],
         "max_prompt_length": prompt_length,
         "max_response_length": response_length,
     }
-    values["data"]["train_batch_size"] = min(values["data"]["train_batch_size"], made.train_size)
+    values["data"]["train_batch_size"] = min(values["data"]["train_batch_size"], recipe.train_size)
     values["reward"]["function"] = f"{file}:reward"
     values["optim"]["lr"] = 2e-4  # YAML 1.1 reads the template's number as text
     values["trainer"] |= {"total_training_steps": 80, "test_freq": 20, "save_freq": 80}

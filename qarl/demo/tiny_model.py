@@ -1,11 +1,11 @@
 """A 0.9M-parameter Qwen3 that adds columns of digits, half trained, and its data: everything the quickstart needs.
 
-`qarl demo` and `scripts/make_tiny_model.py` call `main`, and `qarl warm-start` makes the same for a task of one's own
-(`qarl.demo.own_task`). It writes an ordinary Hugging Face folder (`--output`) and
-`train.parquet` / `test.parquet` in verl's schema (`--data`). The warm start is supervised learning on the answers only,
-stopped when a check on separate problems reaches `--target` greedy accuracy, so that reinforcement learning starts with
-something to reward and something to learn. It takes about a minute on one CPU core for the quickstart's model, and two
-to three for the others; a second call returns at once. Three choices matter for what comes after:
+`qarl demo` and `scripts/make_tiny_model.py` call `make_missing`, and so does `qarl warm-start` for a task of one's own
+(`qarl.demo.own_task`). It writes an ordinary Hugging Face folder and `train.parquet` / `test.parquet` in verl's schema.
+The warm start is supervised learning on the answers only, stopped when a check on separate problems reaches a greedy
+accuracy, `target`, so that reinforcement learning starts with something to reward and something to learn. It takes
+about a minute on one CPU core for the quickstart's model, and two to three for the others; a second call returns at
+once. Three choices matter for what comes after:
 
 - Every linear layer has K and N divisible by 32, which vLLM's int4 kernels on CPU need; use `group_size: 32`.
 - The vocabulary is the 256 bytes and 32 special tokens, and `vocab_size == len(tokenizer)`: no text is unknown, and no
@@ -20,15 +20,12 @@ and gets 30% right instead of 10%: with groups of 8 answers, far fewer groups te
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
-import shutil
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +41,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from qarl.checkpoint.storage import whole_folder
 from qarl.demo.tasks import TASKS, Problem, Task
+from qarl.errors import UserError
 
 RECORD = "made_with.json"
 IGNORE_INDEX = -100
@@ -68,8 +67,39 @@ SPECIAL_TOKENS = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>
 
 OF_DATA = ("seed", "train_size", "test_size", "task", "source")
 OF_MODEL = (*OF_DATA, "experts", "steps", "target")
-"""The arguments that decide the outputs: of the data, which models of any kind share, and of the model. A folder that
-was made with the same ones is not made again."""
+"""What decides the outputs: the data, which models of any kind share, and the model. A folder that was made of the same
+is not made again."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is made of `task`, and where. `output`: the model's folder. `data`: the folder of the parquet files.
+
+    `steps`: most steps of the warm start. `target`: greedy accuracy at which it stops. `experts`: of a mixture; 0 for a
+    dense model. `train_size`, `test_size`: rows. `source`: a digest of the task's file, if it has one of its own."""
+
+    task: Task
+    output: Path
+    data: Path
+    steps: int
+    target: float
+    seed: int = 0
+    experts: int = 0
+    train_size: int = 4000
+    test_size: int = 512
+    positions: int = POSITIONS
+    source: str | None = None
+
+    @classmethod
+    def of(cls, task: Task, experts: int = 0) -> Recipe:
+        """Return the recipe of a task of `TASKS`."""
+        name = "" if task is QUICKSTART else f"-{task.name.replace('_', '-')}"
+        output = Path("models") / f"tiny-qwen3{'-moe' if experts else ''}{name}"
+        return cls(task, output, Path("data") / task.name, task.steps, task.target, experts=experts)
+
+    def settings(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return what `made_with.json` records of `names`."""
+        return {name: self.task.name if name == "task" else getattr(self, name) for name in names}
 
 
 def make_tokenizer(positions: int = POSITIONS) -> PreTrainedTokenizerFast:
@@ -149,11 +179,9 @@ def check_accuracy(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> fl
     return ((predicted == labels) | (labels == IGNORE_INDEX)).all(dim=1).float().mean().item()
 
 
-def warm_start(
-    model: Model, tokenizer: PreTrainedTokenizerFast, settings: argparse.Namespace, task: Task, exclude: set[Problem]
-) -> int:
-    """Trains `model` in place until the check reaches `settings.target`; returns the steps taken."""
-    rng = random.Random(settings.seed)
+def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, exclude: set[Problem]) -> int:
+    """Trains `model` in place until the check reaches `recipe.target`; returns the steps taken."""
+    rng, task = random.Random(recipe.seed), recipe.task
     checked = task.draw(CHECK_SIZE, rng, exclude)
     check, exclude = make_batch(tokenizer, checked, task), exclude | set(checked)
     in_blocks = {id(p) for p in model.model.layers.parameters() if p.ndim >= 2}
@@ -169,7 +197,7 @@ def warm_start(
 
         optimizers.append((SingleDeviceMuon(stacks, lr=MUON_LR, weight_decay=0.0), MUON_LR))
     slow, accuracy, started = 1.0, 0.0, time.monotonic()
-    for step in range(1, settings.steps + 1):
+    for step in range(1, recipe.steps + 1):
         for optimizer, lr in optimizers:
             optimizer.param_groups[0]["lr"] = lr * slow * min(1.0, step / WARMUP_STEPS)
         tokens, labels = make_batch(tokenizer, task.draw(BATCH_SIZE, rng, exclude), task)
@@ -184,12 +212,12 @@ def warm_start(
             accuracy = check_accuracy(model, check)
             if accuracy >= SLOW_ABOVE_ACCURACY:
                 slow = SLOW_FACTOR
-        if step % 10 == 0 or accuracy >= settings.target:
+        if step % 10 == 0 or accuracy >= recipe.target:
             elapsed = time.monotonic() - started
             print(f"step {step:4d}  loss {loss.item():.4f}  greedy {accuracy:6.1%}  {elapsed:5.1f} s", flush=True)
-        if accuracy >= settings.target:
+        if accuracy >= recipe.target:
             return step
-    return settings.steps
+    return recipe.steps
 
 
 def write_data(folder: Path, task: Task, train: Sequence[Problem], test: Sequence[Problem]) -> None:
@@ -200,25 +228,25 @@ def write_data(folder: Path, task: Task, train: Sequence[Problem], test: Sequenc
         Dataset.from_list(rows).to_parquet(str(folder / f"{split}.parquet"))
 
 
-def is_made(folder: Path, args: argparse.Namespace, names: Sequence[str]) -> bool:
-    """Return whether `make` wrote `folder` with the same values of `names`, and all its files are there."""
+def is_made(folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Return whether `make` wrote `folder` with the same `settings`, and all its files are there."""
     if not (folder / RECORD).is_file():
         return False
     record = json.loads((folder / RECORD).read_text())
-    same = all(record["settings"].get(name) == getattr(args, name) for name in names)
+    same = all(record["settings"].get(name) == value for name, value in settings.items())
     return same and all((folder / name).exists() for name in record["files"])
 
 
-def make(settings: argparse.Namespace, task: Task, output: Path, data: Path) -> None:
+def make(recipe: Recipe) -> None:
     """Makes model and data, and puts both in place at the end."""
-    torch.manual_seed(settings.seed)
-    tokenizer = make_tokenizer(settings.positions)
-    model = make_model(tokenizer, settings.experts)
-    problems = task.draw(settings.train_size + settings.test_size, random.Random(f"data-{settings.seed}"), set())
-    train, test = problems[: settings.train_size], problems[settings.train_size :]
+    torch.manual_seed(recipe.seed)
+    task, tokenizer = recipe.task, make_tokenizer(recipe.positions)
+    model = make_model(tokenizer, recipe.experts)
+    problems = task.draw(recipe.train_size + recipe.test_size, random.Random(f"data-{recipe.seed}"), set())
+    train, test = problems[: recipe.train_size], problems[recipe.train_size :]
     num_parameters = sum(p.numel() for p in model.parameters())
-    print(f"warm start: {num_parameters} parameters, to {settings.target:.0%} in {settings.steps} steps at most")
-    steps = warm_start(model, tokenizer, settings, task, exclude=set(problems))
+    print(f"warm start: {num_parameters} parameters, to {recipe.target:.0%} in {recipe.steps} steps at most")
+    steps = warm_start(model, tokenizer, recipe, exclude=set(problems))
 
     model = model.bfloat16().eval()
     with torch.no_grad():
@@ -229,66 +257,30 @@ def make(settings: argparse.Namespace, task: Task, output: Path, data: Path) -> 
     greedy = check_accuracy(model, make_batch(tokenizer, test, task))
     print(f"greedy accuracy on {len(test)} test problems, BF16 weights: {greedy:.1%}")
     record = {
-        "settings": {name: getattr(settings, name) for name in OF_MODEL},
+        "settings": recipe.settings(OF_MODEL),
         "steps": steps,
         "num_parameters": num_parameters,
         "greedy_accuracy": greedy,
     }
-    for target in (output, data):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            new = Path(folder) / target.name
-            new.mkdir()
-            if target is output:
+    for target in (recipe.output, recipe.data):
+        with whole_folder(target) as new:
+            if target is recipe.output:
                 model.save_pretrained(new)
                 tokenizer.save_pretrained(new)
             else:
                 write_data(new, task, train, test)
             files = sorted(path.name for path in new.iterdir())
             (new / RECORD).write_text(json.dumps(record | {"files": files}, indent=2) + "\n")
-            shutil.rmtree(target, ignore_errors=True)
-            new.rename(target)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Make the tiny model and its data.")
-    parser.add_argument("--task", choices=list(TASKS), default=QUICKSTART.name, help="the task that the model learns")
-    parser.add_argument("--output", type=Path, help="the model's folder (models/tiny-qwen3, then -moe and the task)")
-    parser.add_argument("--data", type=Path, help="the folder of the parquet files; data/TASK by default")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--experts", type=int, default=0, help="of a mixture; 0 for a dense model")
-    parser.add_argument("--steps", type=int, help="most warm-start steps; a few for a test")
-    parser.add_argument("--target", type=float, help="greedy accuracy at which to stop")
-    parser.add_argument("--train-size", type=int, default=4000, help="rows of train.parquet")
-    parser.add_argument("--test-size", type=int, default=512, help="rows of test.parquet")
-    parser.set_defaults(positions=POSITIONS, source=None)
-    args = parser.parse_args(argv)
-    task = TASKS[args.task]
-    of_task = "" if task is QUICKSTART else f"-{task.name.replace('_', '-')}"
-    args.output = args.output or Path("models") / f"tiny-qwen3{'-moe' if args.experts else ''}{of_task}"
-    args.data = args.data or Path("data") / task.name
-    args.steps = task.steps if args.steps is None else args.steps
-    args.target = task.target if args.target is None else args.target
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make what is missing or was made with other settings. Return the exit code."""
-    args = parse_arguments(argv)
-    return make_missing(args, TASKS[args.task])
-
-
-def make_missing(args: argparse.Namespace, task: Task) -> int:
-    """Make model and data of `task`, unless they were made with the same arguments. Return the exit code."""
-    output, data = args.output.resolve(), args.data.resolve()
-    if is_made(output, args, OF_MODEL) and is_made(data, args, OF_DATA):
-        print(f"{args.output} and {args.data} are up to date")
-        return 0
-    for folder in (output, data):
+def make_missing(recipe: Recipe) -> None:
+    """Make model and data, unless they were made of the same recipe. Raise UserError if a folder has other files."""
+    if is_made(recipe.output, recipe.settings(OF_MODEL)) and is_made(recipe.data, recipe.settings(OF_DATA)):
+        print(f"{recipe.output} and {recipe.data} are up to date")
+        return
+    for folder in (recipe.output, recipe.data):
         if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
-            what = f"error: will not replace {folder}, which this program did not write (it has no {RECORD})"
-            print(f"{what}\n  fix: give another --output or --data, or remove it yourself", file=sys.stderr)
-            return 2
-    make(args, task, output, data)
-    print(f"wrote {args.output} and {args.data}")
-    return 0
+            what = f"will not replace {folder}, which this program did not write"
+            raise UserError(what, why=f"it has no {RECORD}", fix="remove it yourself, or name another folder")
+    make(recipe)
+    print(f"wrote {recipe.output} and {recipe.data}")

@@ -16,14 +16,8 @@ exit codes:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from qarl.console import run_command
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Diagnose the config that `argv` describes. Return the exit code."""
-    return run_command(_main, argv, describe=describe)
+from qarl.console import entry
 
 
 def _main(argv: list[str]) -> int:
@@ -38,11 +32,14 @@ def _main(argv: list[str]) -> int:
     return 0
 
 
-def describe(topics: list[str]) -> str:
-    """Return the help: this page and a list of the config's sections, or help on the sections and keys in `topics`."""
+def _help(topics: list[str]) -> str:
+    """Return the help: this page and the config's sections, or help on the sections and keys in `topics`."""
     from qarl.config.help import config_help
 
     return config_help(__doc__ or "", topics)
+
+
+main, describe = entry(_main, __doc__, _help)
 
 
 if __name__ == "__main__":

@@ -146,12 +146,7 @@ def diagnose(config: Config) -> dict[str, Any]:
         "tokens": tokens,
         "comparisons": [{"differs": row.name, "level": row.level, **row.metrics} for row in comparisons],
     }
-    write_report(config, "diagnose.json", report)
-    return report
-
-
-def write_report(config: Config, name: str, report: dict[str, Any]) -> None:
-    """Write `report` to the run directory, and the versions of all packages if no run has written them."""
-    write_json(config.run_dir / name, report)
-    if not (config.run_dir / "versions.json").exists():
+    write_json(config.run_dir / "diagnose.json", report)
+    if not (config.run_dir / "versions.json").exists():  # no run has written them
         write_versions(config.run_dir)
+    return report

@@ -24,43 +24,41 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 
-from qarl.console import run_command
+from qarl.console import entry
 
 _PREFIX = "doctor."
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Check the run that `argv` describes and return the exit code."""
-    return run_command(_main, argv, describe=describe)
 
 
 def _main(argv: list[str]) -> int:
     from qarl.config import load_config
     from qarl.process import limit_threads
 
-    options = [word.removeprefix(_PREFIX).partition("=") for word in argv if word.startswith(_PREFIX)]
+    options = [word.removeprefix(_PREFIX) for word in argv if word.startswith(_PREFIX)]
     config = load_config([word for word in argv if not word.startswith(_PREFIX)])
     limit_threads(config.trainer.num_threads)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from qarl.checks.machine import find_machine, read_options
+    from qarl.checks.machine import DoctorOptions, find_machine
+    from qarl.config.request import read_request
     from qarl.doctor.examination import run_checks
     from qarl.metrics.tracker import write_json
 
-    chosen = read_options({name: value for name, _, value in options})
+    chosen = read_request(DoctorOptions, options, example="qarl doctor config=NAME.yaml doctor.device=h100")
     report = run_checks(config, find_machine(chosen, config.backend))
     print(report)
-    if chosen.json_path:
-        write_json(chosen.json_path, report.to_json())
+    if chosen.json:
+        write_json(chosen.json, report.to_json())
     return report.exit_code
 
 
-def describe(topics: list[str]) -> str:
-    """Return the help: this page and the config's sections, or only the sections and keys in `topics`."""
+def _help(topics: list[str]) -> str:
+    """Return the help: this page and the config's sections, or help on the sections and keys in `topics`."""
     from qarl.config.help import config_help
 
     return config_help(__doc__ or "", topics)
+
+
+main, describe = entry(_main, __doc__, _help)
 
 
 if __name__ == "__main__":

@@ -112,9 +112,10 @@ def threads(config: Config, machine: Machine) -> Findings:
 
 
 def supported_versions(config: Config, machine: Machine) -> Findings:
-    for requirement in requirements("cpu" if machine.on_cpu else "gpu"):
-        vllm = requirement.name.startswith("vllm")
-        if requirement.marker is not None and not vllm and config.backend != "verl":
+    extra = {"extra": "cpu" if machine.on_cpu else "gpu"}
+    for requirement in map(Requirement, importlib.metadata.requires("qarl") or []):
+        marker, vllm = requirement.marker, requirement.name.startswith("vllm")
+        if marker and (not marker.evaluate(extra) or (not vllm and config.backend != "verl")):
             continue  # the extras hold vLLM, and packages that only verl needs
         version = package_versions([requirement.name]).get(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
@@ -124,12 +125,6 @@ def supported_versions(config: Config, machine: Machine) -> Findings:
                 why="other versions are not tested: names of weights, kernels and settings change between versions",
                 fix=f"pip install '{supported}', or make setup",
             )
-
-
-def requirements(extra: str) -> list[Requirement]:
-    """Return the requirements of pyproject.toml with this extra."""
-    needed = [Requirement(line) for line in importlib.metadata.requires("qarl") or []]
-    return [r for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})]
 
 
 def writable(config: Config) -> None:

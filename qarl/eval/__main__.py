@@ -32,15 +32,9 @@ exit codes:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from qarl.console import run_command
+from qarl.console import entry
 from qarl.process import limit_threads
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Score as `argv` says. Return the exit code."""
-    return run_command(_main, argv, describe=describe)
 
 
 def _main(argv: list[str]) -> int:
@@ -57,9 +51,7 @@ def _main(argv: list[str]) -> int:
     return 0
 
 
-def describe(topics: list[str]) -> str:
-    """Return the help: this module's docstring, which describes every key."""
-    return (__doc__ or "").strip()
+main, describe = entry(_main, __doc__)
 
 
 if __name__ == "__main__":

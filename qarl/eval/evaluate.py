@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from qarl.data.prompts import Prompt, load_prompts
 from qarl.data.rewards import get_reward_fn, score_responses
 from qarl.errors import UserError
 from qarl.eval.request import BF16, EvalRequest, Settings
-from qarl.eval.scores import Estimate, average, difference, interval
+from qarl.eval.scores import Estimate, average, differences, interval, normal
 from qarl.lora.adapter import FOLDER, read_adapter
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.adapters import AdapterSpec
@@ -149,25 +149,19 @@ def tabulated(scores: dict[str, Sets]) -> dict[str, dict[str, Any]]:
     """Return, by set, the number of prompts, the estimate of each model, and the difference of the first two.
 
     Several sets have a last row, their average."""
-    first, *others = scores.values()
+    columns = {label: {name: list(rows.values()) for name, rows in sets.items()} for label, sets in scores.items()}
+    estimate: dict[str, Callable[[Sequence[float]], Estimate]] = dict.fromkeys(columns, interval)
+    first, *others = columns.values()
+    if others:
+        columns["difference"] = {name: differences(first[name], others[0][name]) for name in first}
+        estimate["difference"] = normal
     estimates: dict[str, dict[str, Any]] = {}
-    for name in first:
-        values = {label: list(sets[name].values()) for label, sets in scores.items()}
-        estimates[name] = {"prompts": len(first[name])} | {
-            label: asdict(interval(row)) for label, row in values.items()
-        }
-        if others:
-            estimates[name]["difference"] = asdict(
-                difference(list(first[name].values()), list(others[0][name].values()))
-            )
+    for name, values in first.items():
+        row = {label: asdict(estimate[label](sets[name])) for label, sets in columns.items()}
+        estimates[name] = {"prompts": len(values)} | row
     if len(first) > 1:
-        row = {label: asdict(average({k: list(v.values()) for k, v in sets.items()})) for label, sets in scores.items()}
+        row = {label: asdict(average(sets)) for label, sets in columns.items()}
         estimates["average of the sets"] = {"prompts": sum(map(len, first.values()))} | row
-        if others:
-            gaps = {
-                k: [a - b for a, b in zip(v.values(), others[0][k].values(), strict=True)] for k, v in first.items()
-            }
-            estimates["average of the sets"]["difference"] = asdict(average(gaps))
     return estimates
 
 

@@ -26,19 +26,23 @@ class Estimate:
 
 def interval(means: Sequence[float]) -> Estimate:
     """Return the mean of `means`, the mean score of each prompt. Scores outside 0 to 1 get a normal interval."""
-    mean, error = fmean(means), standard_error(means)
     if not all(0 <= value <= 1 for value in means):
-        return Estimate(mean, mean - Z * error, mean + Z * error)
+        return normal(means)
+    mean, error = fmean(means), standard_error(means)
     trials = mean * (1 - mean) / error**2 if error else len(means)
     centre = (mean + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half = Z / (1 + Z**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z**2 / (4 * trials**2))
     return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
 
 
-def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Return the mean of first - second, prompt by prompt, with a normal interval."""
-    deltas = [a - b for a, b in zip(first, second, strict=True)]
-    mean, error = fmean(deltas), standard_error(deltas)
+def differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Return first - second, prompt by prompt."""
+    return [a - b for a, b in zip(first, second, strict=True)]
+
+
+def normal(values: Sequence[float]) -> Estimate:
+    """Return the mean of `values`, with a normal interval."""
+    mean, error = fmean(values), standard_error(values)
     return Estimate(mean, mean - Z * error, mean + Z * error)
 
 

@@ -1,15 +1,12 @@
-"""Plot one run, or several runs in the same figures, from metrics.jsonl.
+"""Plot a run from metrics.jsonl, to `plots/*.png` in its folder.
 
-`python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png. With several runs, every figure shows all of
-them; `--output DIR` sets the folder. A figure whose metrics were not logged is left out. `CHARTS` has
-the figures of lines, for these PNG files and for report.html.
+A figure whose metrics were not logged is left out. `CHARTS` has the figures of lines, for these PNG files and for
+report.html, which also shows several runs in the same charts.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 
 
@@ -101,15 +97,8 @@ _PARTS_OF_UPDATE = ("forward", "backward", "optimizer")
 
 def plot_run(run_dir: str | Path) -> list[Path]:
     """Write the run's `plots/*.png` and return their paths. Raise UserError if there is no metrics.jsonl."""
-    run_dir = Path(run_dir)
-    return plot_compare([run_dir], run_dir / "plots")
-
-
-def plot_compare(run_dirs: Sequence[str | Path], output: str | Path) -> list[Path]:
-    """Write figures that show all runs to the folder `output`, and return the files written."""
-    runs = {Path(run_dir).resolve().name: read_metrics(run_dir) for run_dir in run_dirs}
-    output = Path(output)
-    return [path for chart in CHARTS if chart.file and (path := _plot_lines(chart, runs, output))]
+    entries, output = read_metrics(run_dir), Path(run_dir) / "plots"
+    return [path for chart in CHARTS if chart.file and (path := _plot_lines(chart, entries, output))]
 
 
 def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +112,7 @@ def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = F
     return np.asarray(steps), np.asarray(values, dtype=float)
 
 
-def _plot_lines(chart: Chart, runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path | None:
+def _plot_lines(chart: Chart, entries: Sequence[Mapping[str, Any]], output: Path) -> Path | None:
     # The figure class without pyplot, which needs a window system and has global state.
     from matplotlib.figure import Figure
 
@@ -132,22 +121,16 @@ def _plot_lines(chart: Chart, runs: Mapping[str, Sequence[Mapping[str, Any]]], o
     axes.set(title=chart.title, ylabel=chart.unit)
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    window = max(1, max((len(entries) for entries in runs.values()), default=0) // 20) if chart.smooth else 1
-    alone, styles = len(runs) == 1, ("-", "--", ":", "-.")
-    for run_index, (run, entries) in enumerate(runs.items()):
-        for line_index, (key, line) in enumerate(chart.lines.items()):
-            steps, values = series(entries, key, positive=chart.log)
-            if not len(steps):
-                continue
-            # Each run has a colour. If there is only one run, each line has a colour.
-            color = f"C{(line_index if alone else run_index) % 10}"
-            names = ([] if alone else [run]) + ([line] if len(chart.lines) > 1 else [])
-            if window > 1:
-                axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-                values = _trailing_mean(values, window)
-            marker = "o" if len(steps) == 1 or not chart.smooth else None
-            style = "-" if alone else styles[line_index % len(styles)]
-            axes.plot(steps, values, style, color=color, marker=marker, label=", ".join(names) or None)
+    window = max(1, len(entries) // 20) if chart.smooth else 1
+    for index, (key, line) in enumerate(chart.lines.items()):
+        steps, values = series(entries, key, positive=chart.log)
+        if not len(steps):
+            continue
+        if window > 1:
+            axes.plot(steps, values, color=f"C{index}", alpha=0.25, linewidth=1)
+            values = _trailing_mean(values, window)
+        marker = "o" if len(steps) == 1 or not chart.smooth else None
+        axes.plot(steps, values, color=f"C{index}", marker=marker, label=line if len(chart.lines) > 1 else None)
     if not axes.lines:
         return None
     axes.set_xlabel(f"training step (bold: mean of the last {window} steps)" if window > 1 else "training step")
@@ -174,25 +157,3 @@ def phases_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
     known = [phase for phase in _PHASES if phase in timed]
     return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Plot the runs named on the command line. Return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m qarl.metrics.plots", description="Plot one run, or several over each other."
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, such as runs/NAME")
-    parser.add_argument("--output", help="folder of the figures (default: RUN/plots; ./plots for several runs)")
-    options = parser.parse_args(argv)
-    default = Path(options.runs[0]) / "plots" if len(options.runs) == 1 else Path("plots")
-    try:
-        for path in plot_compare(options.runs, options.output or default):
-            print(path)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -139,28 +139,23 @@ def _order_statistics(magnitude: torch.Tensor, tokens: int, reduce: Reduce) -> d
 def response_metrics(
     scores: Sequence[float] | torch.Tensor,
     response_lengths: Sequence[int] | torch.Tensor,
-    max_response_length: int,
-    *,
-    finish_reasons: Sequence[str | None] | None = None,
+    finish_reasons: Sequence[str | None],
 ) -> dict[str, float]:
     """Return metrics of scores and lengths of one batch of responses, under verl's names. Lengths are in tokens.
 
     - `critic/score/*` leaves out empty (aborted) responses, as in verl. `critic/score/std` (of the population) is not
       in verl.
-    - `response_length/clip_ratio` is the fraction of responses with the finish reason "length". Without
-      `finish_reasons` it is the fraction with `max_response_length` tokens, as in verl.
+    - `response_length/clip_ratio` is the fraction of responses with the finish reason "length". In verl it is the
+      fraction with the largest number of tokens.
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)
     present = score[length > 0]
-    clipped = length == max_response_length
-    if finish_reasons is not None:
-        clipped = np.asarray([reason == "length" for reason in finish_reasons])
     return {
         **_mean_max_min("critic/score", present),
         "critic/score/std": float(present.std()) if present.size else float("nan"),
         **_mean_max_min("response_length", length),
-        "response_length/clip_ratio": float(clipped.mean()),
+        "response_length/clip_ratio": float(np.mean([reason == "length" for reason in finish_reasons])),
         "response/aborted_ratio": float((length == 0).mean()),
     }
 

@@ -7,18 +7,13 @@ to the file and may repeat steps. `read_metrics` then drops the older entries.
 
 from __future__ import annotations
 
-import configparser
 import importlib.util
-import netrc
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
-from urllib.parse import urlsplit
+from typing import Any
 
 from tqdm import tqdm
 
@@ -26,7 +21,7 @@ from qarl.checkpoint.storage import METRICS_FILE, StorageError, append_lines, nu
 from qarl.console import say
 from qarl.errors import UserError
 from qarl.metrics.warning_log import WarningLog
-from qarl.process import package_versions
+from qarl.process import cpu_fields, package_versions
 
 # Label, key and format of each figure on the console.
 _FIGURES = (
@@ -60,11 +55,10 @@ class Tracker:
         config_dict: Mapping[str, Any],
         *,
         start_step: int = 0,
-        stream: TextIO | None = None,
     ) -> None:
         """Open every logger. Raises the UserErrors of `check_loggers` before anything is written.
 
-        `start_step`: the last step before a resume. `stream`: output of the console logger. Default: stdout.
+        `start_step`: the last step before a resume.
         """
         check_loggers(loggers)
         self.problem: UserError | None = None
@@ -77,7 +71,7 @@ class Tracker:
         self._watch = WarningLog(run_dir, history, config_dict.get("actor"))
         self._views: dict[str, Any] = {}
         make: dict[str, Callable[[], Any]] = {
-            "console": lambda: _Console(stream or sys.stdout, total_steps),
+            "console": lambda: _Console(total_steps),
             "tensorboard": lambda: _TensorBoard(run_dir, start_step),
             "wandb": lambda: _WandB(run_dir, start_step, config_dict),
         }
@@ -155,25 +149,19 @@ def check_loggers(loggers: Sequence[str]) -> None:
 
 
 def check_wandb_key() -> None:
-    """Raise UserError if W&B has no key, because `wandb.init` would wait for one at the terminal.
+    """Raise UserError if W&B has no key, because `wandb.init` would wait for one at the terminal."""
+    import wandb
 
-    A key may be in the environment, in W&B's settings files or in .netrc (docs.wandb.ai, `wandb login`)."""
-    home = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.read([home / "settings", Path("wandb") / "settings"], encoding="utf-8")
-    settings = dict(parser["default"]) if parser.has_section("default") else {}
-    mode = os.environ.get("WANDB_MODE") or settings.get("mode")
-    keys = [os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")]
-    if mode in ("offline", "disabled", "dryrun") or any(keys) or settings.get("api_key"):
-        return
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai").hostname
-    with suppress(OSError, netrc.NetrcParseError):
-        if netrc.netrc(Path(os.environ.get("NETRC", "~/.netrc")).expanduser()).authenticators(host or ""):
+    why = "no variable of the environment, settings file of W&B or .netrc has one, and a run cannot ask for it"
+    try:
+        if wandb.setup().settings.mode in ("offline", "disabled") or wandb.login(prompt=False, verify=False):
             return
+    except wandb.Error as error:
+        why = str(error)
     raise UserError(
         "the logger wandb is chosen, but W&B has no key",
         where="trainer.logger",
-        why=f"neither WANDB_API_KEY nor .netrc has a key for {host}, and a run cannot ask for one",
+        why=why,
         fix="run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline; or remove wandb from trainer.logger",
     )
 
@@ -241,8 +229,8 @@ class _WandB:
 class _Console:
     """Print one line per step."""
 
-    def __init__(self, stream: TextIO, total_steps: int) -> None:
-        self._stream, self._total = stream, total_steps
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         figures = "  ".join(f"{label} {form.format(metrics[key])}" for label, key, form in _FIGURES if key in metrics)
@@ -252,7 +240,7 @@ class _Console:
         self.message(f"step {step}/{self._total}  {figures}")
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(text, flush=True)
 
     def close(self) -> None:
         pass
@@ -280,7 +268,7 @@ def write_versions(run_dir: str | Path) -> Path:
         "cpu_count": os.cpu_count(),
     }
     versions = {
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": package_versions(_PACKAGES),
@@ -293,7 +281,7 @@ def write_versions(run_dir: str | Path) -> Path:
     return path
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Return the commit of QaRL's checkout, with "+changes" if tracked files differ, or None outside a checkout."""
 
     def git(*arguments: str) -> str:
@@ -311,12 +299,8 @@ def _git_commit() -> str | None:
 
 def cpu() -> dict[str, Any]:
     """Return the CPU's model name and the instruction sets that decide which kernels run."""
-    cpuinfo = Path("/proc/cpuinfo")
-    fields: dict[str, str] = {}
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    fields = cpu_fields()
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "flags": [flag for flag in _CPU_FLAGS if flag in flags],

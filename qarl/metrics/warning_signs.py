@@ -21,6 +21,7 @@ This module needs no torch. A resumed run rebuilds the state from its metrics.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class SignFinder:
     """Finds warning signs in a run's metrics, step by step."""
 
     def __init__(self) -> None:
-        self._series: dict[str, list[Point]] = {name: [] for name in METRICS}
+        self._series: defaultdict[str, list[Point]] = defaultdict(list)
         self._reported: set[str] = set()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> list[WarningSign]:
@@ -87,22 +88,15 @@ class SignFinder:
 
         Metrics that are missing or not finite are skipped. Steps must be given in order."""
         values = {**metrics, **_derived(metrics)}
-        for name, points in self._series.items():
-            value = values.get(name)
+        for name, value in values.items():
             if isinstance(value, int | float) and math.isfinite(value):
-                points.append((step, float(value)))
+                self._series[name].append((step, float(value)))
         signs = []
         for sign, (rule, remedy) in SIGNS.items():
             if sign not in self._reported and (seen := rule(self._series)):
                 self._reported.add(sign)
                 signs.append(WarningSign(sign, step, *seen, remedy))
         return signs
-
-
-def find(history: Sequence[Mapping[str, Any]]) -> list[WarningSign]:
-    """Return the warnings of a whole run. `history`: objects with `step` and metrics (`tracker.read_metrics`)."""
-    signs = SignFinder()
-    return [warning for entry in history for warning in signs.add(int(entry["step"]), entry)]
 
 
 def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -312,19 +306,3 @@ SIGNS: dict[str, tuple[Rule, str]] = {
     ),
 }
 """Maps the name of a sign to the rule that finds it, and its remedy."""
-METRICS = (
-    "rollout/entropy",
-    "actor/entropy",
-    "actor/grad_norm",
-    "actor/update_size",
-    "ratio/mismatched",
-    "mismatch/abs_p999",
-    "mismatch/k3",
-    "skew/net",
-    "skew/own",
-    "response_length/mean",
-    "error_tokens/repetitive_frac",
-    "error_tokens/garbled_frac",
-    "actor/zero_advantage_frac",
-)
-"""The metrics that the rules read."""

@@ -14,15 +14,9 @@ exit codes:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from qarl.console import run_command
+from qarl.console import entry
 from qarl.errors import UserError
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the reports of the run folders `argv`. Return the exit code."""
-    return run_command(_main, argv, describe=describe)
 
 
 def _main(argv: list[str]) -> int:
@@ -38,9 +32,7 @@ def _main(argv: list[str]) -> int:
     return 0
 
 
-def describe(topics: list[str]) -> str:
-    """Return the help: this module's docstring."""
-    return (__doc__ or "").strip()
+main, describe = entry(_main, __doc__)
 
 
 if __name__ == "__main__":

@@ -75,20 +75,14 @@ def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
         "failed": next((summary["failed"] for summary in summaries.values() if summary.get("failed")), None),
         "finished": all(summary.get("finished") for summary in summaries.values()),
     }
-    keys = {key for data in runs.values() for key in data["series"]}
-    return {
+    series = {f"{key} {run}": values for run, data in runs.items() for key, values in data["series"].items()}
+    return next(iter(runs.values())) | {
         "name": name,
-        "written": next(iter(runs.values()))["written"],
         "step": max(data["step"] for data in runs.values()),
         "total": None,
         "summary": whole
         | {f"{key}: {run}": summary[key] for key in _COMPARED for run, summary in summaries.items() if key in summary},
-        "series": {
-            f"{key} {run}": runs[run]["series"][key]
-            for key in sorted(keys)
-            for run in runs
-            if key in runs[run]["series"]
-        },
+        "series": dict(sorted(series.items())),
         "charts": [
             asdict(chart)
             | {
@@ -106,7 +100,6 @@ def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
         ],
         "samples": [],
         "config": "\n".join(f"# {run}\n{data['config']}" for run, data in runs.items()),
-        "versions": next(iter(runs.values()))["versions"],
     }
 
 

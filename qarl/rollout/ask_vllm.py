@@ -15,16 +15,6 @@ def _require_vllm() -> None:
     check_release()
 
 
-def serving_module(architecture: str) -> str | None:
-    """Return the module of vLLM's class for an architecture, or None if vLLM has no class for it. The module of vLLM's
-    transformers backend is `vllm.model_executor.models.transformers`."""
-    _require_vllm()
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    model_class = ModelRegistry.models.get(architecture)
-    return None if model_class is None else str(getattr(model_class, "module_name", type(model_class).__module__))
-
-
 def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int], kernels: str = "engine") -> str:
     """Return the name of the kernel class that vLLM uses on this machine for a weight.
 

@@ -143,8 +143,8 @@ class LocalTrainer:
         lengths = [len(response) for response in responses.response_token_ids]
         advantages = step_advantages(config, rewards, lengths)
         batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(self.policy.device)
-        longest, reasons, vocabulary = config.data.max_response_length, responses.finish_reasons, len(self.tokenizer)
-        metrics = response_metrics(rewards, lengths, longest, finish_reasons=reasons)
+        reasons, vocabulary = responses.finish_reasons, len(self.tokenizer)
+        metrics = response_metrics(rewards, lengths, reasons)
         text = text_statistics(
             batch.responses, batch.rollout_log_probs, batch.advantages, batch.response_mask, vocabulary=vocabulary
         )

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qarl.config.lora import ALL_LINEAR, PEFT_NAMES, REFUSED
 from qarl.errors import UserError
-from qarl.lora.adapter import CONFIG_FILE, read_adapter, write_adapter
+from qarl.lora.adapter import CONFIG_FILE, read_adapter
 from qarl.trainer.policy import Policy
 
 _WITHOUT_EFFECT = frozenset({"peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"})
@@ -65,16 +65,9 @@ def ignore_frozen(model: torch.nn.Module) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
 
 
-def save_adapter(policy: Policy, folder: str) -> None:
-    """Write the adapter in peft's format."""
-    assert policy.adapters is not None
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    write_adapter(Path(folder), policy.adapters.adapter())
-
-
 @torch.no_grad()
 def load_adapter(policy: Policy, folder: str) -> None:
-    """Load what `save_adapter` wrote. Raise UserError if it is missing, or belongs to other linears."""
+    """Load an adapter in peft's format. Raise UserError if it is missing, or belongs to other linears."""
     assert policy.adapters is not None
     if not (Path(folder) / CONFIG_FILE).is_file():
         why = "its run trained all weights"

@@ -20,7 +20,6 @@ from typing import Any
 
 from transformers.trainer_utils import get_last_checkpoint
 
-from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.trainer.checkpoints import published_digests
 from qarl.trainer.policy import Policy
@@ -97,9 +96,8 @@ def check_args(args: Any, arguments: dict[str, Any]) -> None:
         fix = "use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights"
         raise UserError("QaRLTrainer does not support FSDP", where=where, why=why, fix=fix)
     _check_saves(args)
-    arguments = arguments | {
-        "optimizers": arguments.get("optimizers", (None, None))[0]
-    }  # a scheduler may come from outside
+    # A scheduler may come from outside.
+    arguments = arguments | {"optimizers": arguments.get("optimizers", (None, None))[0]}
     for name, why in ARGUMENTS.items():
         if arguments.get(name):
             raise UserError(f"QaRLTrainer does not support {name}", where=name, why=why, fix=f"leave {name} out")
@@ -148,11 +146,6 @@ def settings_of(args: QaRLConfig, policy: Policy, lora: Mapping[str, Any]) -> di
     digests = published_digests(policy)
     base = hashlib.sha256("".join(f"{name} {digests[name]};" for name in sorted(digests)).encode()).hexdigest()
     return settings | {"peft_config": dict(lora), "base": base}
-
-
-def write_settings(folder: str, settings: Mapping[str, Any]) -> None:
-    """Write the `settings_of` a run to a checkpoint."""
-    write_json(Path(folder) / FILE, settings)
 
 
 def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ local backend (`qarl.metrics.mismatch_limit`), with both of its limits.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -77,8 +77,7 @@ class StepMetrics:
     def _summed(self, *numbers: float) -> list[float]:
         """Return each number's sum over all processes."""
         sums = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
-        totals: list[float] = self.accelerator.reduce(sums, reduction="sum").tolist()
-        return totals
+        return cast(list[float], self.accelerator.reduce(sums, reduction="sum").tolist())
 
     def take(self, report: PublishReport | None) -> dict[str, float]:
         """Return the metrics of all processes since the last call."""

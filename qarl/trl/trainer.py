@@ -25,11 +25,13 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl import GRPOTrainer
 
+from qarl.checkpoint.storage import write_json
 from qarl.checks.model import level_notes
 from qarl.checks.registry import make_checks
 from qarl.config import Config
 from qarl.console import note
 from qarl.errors import UserError
+from qarl.lora.adapter import write_adapter
 from qarl.lora.layers import Adapters
 from qarl.optim.muon_adamw import MuonAdamW
 from qarl.optim.rounding import copy_where_different
@@ -40,8 +42,8 @@ from qarl.rollout.engine import RolloutEngine
 from qarl.tbpo import tbpo_loss
 from qarl.trainer.policy import Policy, adapters_of
 from qarl.trainer.prepare import engine_config
-from qarl.trl.adapters import ignore_frozen, load_adapter, lora_section, save_adapter
-from qarl.trl.checks import check_adapter_args, check_args, check_resume, settings_of, write_settings
+from qarl.trl.adapters import ignore_frozen, load_adapter, lora_section
+from qarl.trl.checks import FILE, check_adapter_args, check_args, check_resume, settings_of
 from qarl.trl.config import QaRLConfig, in_trls_words, run_config, trls_words
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
 from qarl.trl.metrics import StepMetrics
@@ -125,16 +127,17 @@ class QaRLTrainer(GRPOTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            write_settings(output_dir or self.args.output_dir, self._settings)
+            write_json(Path(output_dir or self.args.output_dir) / FILE, self._settings)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.policy.adapters is None:
             super()._save(output_dir, state_dict)
             return
-        folder = output_dir or self.args.output_dir
-        save_adapter(self.policy, folder)
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_adapter(folder, self.policy.adapters.adapter())
         self.processing_class.save_pretrained(folder)
-        torch.save(self.args, Path(folder) / TRAINING_ARGS_NAME)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.policy.adapters is None:

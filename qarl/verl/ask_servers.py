@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import re
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from qarl.errors import UserError
 
@@ -29,6 +30,7 @@ _ENGINE_OF_ACTOR = re.compile(r"vllm_server_\d+_0")
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{.*\})? (\S+)", re.MULTILINE)
 
 _log = logging.getLogger("qarl.verl")
+Answer = TypeVar("Answer")
 
 
 class Watch:
@@ -90,15 +92,12 @@ def refuse_dead_servers(watch: Watch, *, is_first: bool, seconds: float) -> None
     would wait for the first rank, because all ranks gather each tensor together, and the first rank for that rank's
     engine, which waits for tensors and does not answer.
     """
-    import torch
 
-    answer: list[dict[str, str]] = [{}]
-    if is_first:
+    def dead_servers() -> dict[str, str]:
         watch.ask()
-        answer = [watch.dead(seconds)]
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(answer, src=0)
-    if dead := answer[0]:
+        return watch.dead(seconds)
+
+    if dead := _of_first(is_first, dead_servers):
         names = ", ".join(sorted(dead)[:8])
         raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", dead)
 
@@ -106,20 +105,27 @@ def refuse_dead_servers(watch: Watch, *, is_first: bool, seconds: float) -> None
 def servers_have_base(*, is_first: bool, seconds: float) -> bool:
     """Return on all ranks whether every rollout server has the weights that adapters are added to. The first rank
     (`is_first`) asks. Raise UserError on all ranks if a server does not answer, because they wait for the first one."""
-    import torch
 
-    answer: list[bool | str] = [False]
-    if is_first:
+    def has_base() -> bool | str:
         try:
-            answer = [_all_have_base(seconds)]
+            return _all_have_base(seconds)
         except Exception as error:  # whatever Ray or a server raises, the other ranks must be told
-            answer = [_in_short(error)]
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(answer, src=0)
-    if isinstance(why := answer[0], str):
+            return _in_short(error)
+
+    if isinstance(why := _of_first(is_first, has_base), str):
         what = "the rollout servers did not say whether they have the base of the adapters"
         raise UserError(what, where="the rollout servers", why=why, fix=RESUME)
     return why
+
+
+def _of_first(is_first: bool, ask: Callable[[], Answer]) -> Answer:
+    """Return on all ranks what `ask` returns on the first one."""
+    import torch
+
+    answer: list[Any] = [ask() if is_first else None]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(answer, src=0)
+    return cast(Answer, answer[0])
 
 
 def _all_have_base(seconds: float) -> bool:

@@ -205,8 +205,10 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.name": "vllm",
         f"{root}.mode": "async",
         **same(root, rollout, "n", "temperature", "top_p", "max_num_seqs"),
-        **same(root, rollout, "tensor_model_parallel_size", "gpu_memory_utilization", "free_cache_engine"),
-        f"{root}.enforce_eager": bool(rollout.enforce_eager),
+        **same(root, rollout, "tensor_model_parallel_size", "gpu_memory_utilization"),
+        f"{root}.free_cache_engine": rollout.free_cache_engine and not on_cpu,
+        # A compiled model would round differently from the trainer, and a CPU's workers have TORCHDYNAMO_DISABLE.
+        f"{root}.enforce_eager": bool(rollout.enforce_eager) or on_cpu,
         f"{root}.calculate_log_probs": True,
         f"{root}.logprobs_mode": "processed_logprobs",
         f"{root}.max_model_len": longest,
@@ -286,6 +288,8 @@ def trainer_keys(config: Config) -> Keys:
         sampler |= {f"{root}.custom_sampler.path": f"pkg://{PLUGIN}.trainer"}
         sampler |= {f"{root}.custom_sampler.name": "PromptReplayBuffer"}
         sampler |= {f"+{root}.sampler_kwargs.{name}": False for name in ("filter_groups", "sync_refill_failed_groups")}
+    else:
+        sampler |= dict.fromkeys((f"{root}.custom_sampler.path", f"{root}.custom_sampler.name"))
     return {
         **same("trainer", trainer, "nnodes", "n_gpus_per_node", "total_training_steps", "val_before_train"),
         "trainer.total_epochs": total,
@@ -307,36 +311,16 @@ def trainer_keys(config: Config) -> Keys:
 
 
 def cpu_keys(config: Config) -> Keys:
-    """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
-
-    They keep the number of processes low, because each process imports torch and vLLM.
-    """
-    rollout = "actor_rollout_ref.rollout"
-    # A single worker runs in the engine's process. Several workers need a process each.
-    executor = "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp"
+    """Return what depends on the run among the settings of `qarl_machine/cpu.yaml`, the group for machines without
+    GPUs. They keep the number of processes low, because each process imports torch and vLLM."""
+    vllm, ranks = "actor_rollout_ref.rollout.engine_kwargs.vllm", config.trainer.n_gpus_per_node
     return {
-        "trainer.device": "cpu",
-        "data.dataloader_num_workers": 0,
-        "reward.num_workers": 1,
-        "actor_rollout_ref.model.external_lib": f"{PLUGIN}.cpu_process_group",
-        "actor_rollout_ref.actor.use_torch_compile": False,
-        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
-        f"{rollout}.free_cache_engine": False,
-        f"+{rollout}.enable_sleep_mode": False,
-        # A compiled model would round differently from the trainer, and the workers have TORCHDYNAMO_DISABLE.
-        f"{rollout}.enforce_eager": True,
-        # A prompt that is prefilled in parts or after a cached prefix gets different bits.
-        f"{rollout}.enable_chunked_prefill": False,
-        f"{rollout}.enable_prefix_caching": False,
-        f"{rollout}.agent.num_workers": 1,
-        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 64,
-        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
-        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend": executor,
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        f"{vllm}.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
+        # A single worker runs in the engine's process. Several workers need a process each.
+        f"{vllm}.distributed_executor_backend": "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp",
         # These resources are only logical. verl asks Ray for CPUs per role and one GPU per trainer process.
-        "ray_kwargs.ray_init.num_cpus": 16 + 8 * config.trainer.n_gpus_per_node,
-        "+ray_kwargs.ray_init.num_gpus": config.trainer.n_gpus_per_node,
-        "+ray_kwargs.ray_init.include_dashboard": False,
+        "ray_kwargs.ray_init.num_cpus": 16 + 8 * ranks,
+        "ray_kwargs.ray_init.num_gpus": ranks,
     }
 
 

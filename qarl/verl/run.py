@@ -1,8 +1,7 @@
 """The verl backend: translates our config into verl's and runs verl's PPO trainer with it.
 
 `verl_config` starts from verl's own `ppo_trainer` config, so a key that verl no longer has is an error here, not a
-silent no-op. Configs that verl cannot run are refused (`qarl.verl.checks`). `differences` lists what verl does slightly
-differently.
+silent no-op. Configs that verl cannot run are refused (`qarl.verl.checks`).
 
 The algorithm is that of `qarl.trainer.local`, but it runs on Ray, FSDP2 and vLLM servers. `qarl.verl` adds the
 parts that verl lacks. Statements here about verl were checked against the source of verl 0.9.1.
@@ -33,7 +32,7 @@ from qarl.checkpoint.storage import StorageError, checkpoints_dir, write_text, w
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.registry import check_run
 from qarl.config import Config, write_resolved
-from qarl.console import note, say, stage
+from qarl.console import say, stage
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker, read_metrics, write_versions
 from qarl.process import runs_on_cpu
@@ -42,7 +41,7 @@ from qarl.trainer.finish import finish_run
 from qarl.verl import checks
 from qarl.verl.ask_servers import KILLED, RESUME
 from qarl.verl.checkpoint import open_verl_run
-from qarl.verl.keys import VERL_BATCHED_TOKENS, batched_tokens, hf_config_of, set_environment, verl_keys
+from qarl.verl.keys import hf_config_of, set_environment, verl_keys
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 """Memory that an 80 GB GPU reports. Estimates on a machine without a GPU use it."""
@@ -67,8 +66,6 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     with stage("checking data, model and machine"):
         check_run(config)
     resolved = verl_config(config, on_cpu=on_cpu)
-    for text in differences(config, on_cpu):
-        note(text)
     with open_verl_run(config) as start_step:
         write_resolved(config, config.run_dir / "config.yaml")
         return _run(config, resolved, start, start_step)
@@ -212,8 +209,7 @@ def dry_run(config: Config) -> str:
     on_cpu = runs_on_cpu(config.backend)
     set_environment(config, on_cpu)
     resolved = verl_config(config, on_cpu=on_cpu)
-    lines = [f"# note: {note}" for note in differences(config, on_cpu)]
-    lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
+    lines = [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
     if (hf_config := hf_config_of(config)) and (lower := lower_level(config, hf_config)):
         lines += [f"# note: {lower}"]
     lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
@@ -230,7 +226,8 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     with initialize_config_module("verl.trainer.config", version_base=None):
-        composed = compose(config_name="ppo_trainer")
+        groups = ["hydra.searchpath=[pkg://qarl.verl]", *["+qarl_machine=cpu"] * on_cpu]
+        composed = compose(config_name="ppo_trainer", overrides=groups)
     checks.refuse_own(config)
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
         try:
@@ -250,23 +247,6 @@ def as_yaml(resolved: Any) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(resolved, resolve=True)
-
-
-def differences(config: Config, on_cpu: bool) -> list[str]:
-    """Return one line for each key of `config` to which verl gives a different value or meaning than documented."""
-    notes = []
-    wanted, tokens = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
-    if wanted != tokens:
-        why = "prompts are prefilled whole on a CPU" if tokens != VERL_BATCHED_TOKENS else "verl's default, not vLLM's"
-        written = "null" if wanted is None else wanted
-        notes.append(f"rollout.max_num_batched_tokens={written} is {tokens} here: {why}")
-    if on_cpu and config.rollout.enforce_eager is False:
-        notes.append("rollout.enforce_eager=false becomes true here, because a CPU has no CUDA graphs")
-    if config.trainer.val_max_prompts is not None and config.data.shuffle:
-        notes.append("trainer.val_max_prompts: verl draws that many prompts at random by data.seed, not the first ones")
-    if config.trainer.test_freq == -1 and not config.trainer.val_before_train:
-        notes.append("nothing is evaluated: trainer.test_freq=-1 and trainer.val_before_train=false")
-    return notes
 
 
 def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:

@@ -16,11 +16,12 @@ import pytest
 from checkout import ROOT
 
 from qarl.__main__ import COMMANDS, main
-from qarl.config import describe_keys
+from qarl.config import describe_keys, load_config
 from qarl.config.help import key_table
 from qarl.config.schema import sections
 from qarl.config.source import DEMOS
 from qarl.console import run_command, summary_text
+from qarl.errors import UserError
 
 WITH_CONFIG = ("train", "doctor", "diagnose")
 HEAVY = ("torch", "transformers", "vllm", "verl", "datasets", "compressed_tensors", "ray", "matplotlib")
@@ -138,29 +139,32 @@ def test_a_missing_model_is_refused_with_the_command_that_makes_it(
         assert main(["train", f"config={DEMOS[name].config}"]) == 2
         text = " ".join(out.readouterr().err.split())
         assert missing in text and "`qarl demo --help`" in text
-        Path(DEMOS[name].model).mkdir(parents=True, exist_ok=True)
+        Path(load_config([f"config={DEMOS[name].config}"]).model.path).mkdir(parents=True, exist_ok=True)
 
 
 def test_a_demo_makes_the_model_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     from qarl.demo import tiny_model
 
     called: list[Any] = []
-    monkeypatch.setattr(
-        tiny_model, "main", lambda argv: called.append(tiny_model.parse_arguments(argv)) or len(called) // 3
-    )
+
+    def make(recipe: tiny_model.Recipe) -> None:
+        called.append(recipe)
+        if len(called) == 3:
+            raise UserError("no room")
+
+    monkeypatch.setattr(tiny_model, "make_missing", make)
     monkeypatch.setattr("qarl.train.main", lambda argv: called.append(argv) or 0)
     assert main(["demo", "moe", "trainer.total_training_steps=2"]) == 0
     made, trained = called
     assert (str(made.output), str(made.data), made.experts) == ("models/tiny-qwen3-moe", "data/column_addition", 8)
     assert trained == ["config=quickstart_moe.yaml", "trainer.total_training_steps=2"]
-    assert main(["demo"]) == 1 and len(called) == 3, "a model that cannot be made is not trained"
+    assert main(["demo"]) == 2 and len(called) == 3, "a model that cannot be made is not trained"
 
 
 def test_the_demo_of_the_mismatch_runs_both_arms_and_compares_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: pytest.CaptureFixture[str]
 ) -> None:
     """Same seed, one key apart. An override replaces the demo's own value in both."""
-    from qarl.config import load_config
     from qarl.demo import tiny_model
 
     trained: list[dict[str, Any]] = []
@@ -173,7 +177,7 @@ def test_the_demo_of_the_mismatch_runs_both_arms_and_compares_them(
         return 0
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tiny_model, "main", lambda argv: 0)
+    monkeypatch.setattr(tiny_model, "make_missing", lambda recipe: None)
     monkeypatch.setattr("qarl.train.main", train)
     assert main(["demo", "mismatch", "trainer.total_training_steps=2"]) == 0
     off, default = trained

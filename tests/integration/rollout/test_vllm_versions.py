@@ -87,7 +87,7 @@ def test_another_release_is_refused_before_its_model_is_looked_at(
     ):
         RolloutEngine(EngineConfig("nowhere", get_scheme("w4a16"), ("lm_head",), 64))
     with pytest.raises(UserError, match="does not support the installed vLLM"):
-        ask_vllm.serving_module("LlamaForCausalLM")
+        ask_vllm.chosen_kernel(get_scheme("w4a16"), (64, 64), (64, 64))
 
 
 def test_caches_are_found_however_they_are_nested() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, MismatchError
 from qarl.quant.convert import published_forward
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.trl import QaRLConfig, QaRLTrainer, trainer
-from qarl.trl.checks import check_resume, write_settings
+from qarl.trl.checks import check_resume
 from qarl.trl.config import RUN_KEYS
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
 
@@ -177,7 +178,7 @@ def test_a_resume_with_another_scheme_is_refused(model: Path, tmp_path: Path, mo
             r"LoraConfig\(r=8, lora_alpha=16, target_modules=\['q_proj'\]\);",
         ),
     ):
-        write_settings(str(file.parent), {"peft_config": lora, "base": "a"})
+        file.write_text(json.dumps({"peft_config": lora, "base": "a"}))
         with pytest.raises(UserError, match=words):
             check_resume(str(file.parent), args, now)
     file.unlink()

@@ -20,7 +20,7 @@ from qarl.align.families import FAMILIES
 from qarl.align.levels import resolve_level, rotary_unavailable
 from qarl.align.rotary import INTERLEAVED, PARTIAL, is_plain, match_rotary
 from qarl.checks.machine import this_machine
-from qarl.checks.model import check_architecture, check_served, trainer_class
+from qarl.checks.model import check_architecture, check_served
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.registry import check_run
 from qarl.config import load_config
@@ -175,39 +175,11 @@ def test_the_architecture_that_the_engine_picks_is_the_trainers():
         check_architecture(config)
 
 
-def other(model_type: str) -> Any:
-    """A small config of another family."""
-    default = transformers.CONFIG_MAPPING[model_type]()
-    sizes = {key: value for key, value in SIZES.items() if hasattr(default, key)}
-    tokens = {key: 1 for key in ("pad_token_id", "bos_token_id", "eos_token_id") if hasattr(default, key)}
-    return transformers.CONFIG_MAPPING[model_type](**sizes, **tokens)
-
-
 def test_a_config_of_which_no_model_can_be_built_is_refused():
     for family in ("mistral", *FAMILIES):
         config = transformers.CONFIG_MAPPING[family](**SIZES, pad_token_id=999)
         with pytest.raises(UserError, match=r"(?s)no causal language model can be built.*Padding_idx"):
             check_served(config)
-
-
-NOT_SERVED = {
-    r"no class of its own for \w+ForCausalLM": "smollm3 olmo olmo2 olmo3 starcoder2 codegen biogpt xglm",
-    r"their checkpoints have fused layers .*gate_up_proj": "phi3 glm glm4",
-}
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    ("model_type", "why"), [(name, why) for why, names in NOT_SERVED.items() for name in names.split()]
-)
-def test_models_that_vllm_does_not_serve_itself_are_refused_for_that_reason(model_type, why):
-    from vllm import ModelRegistry
-
-    served = getattr(ModelRegistry.models.get(trainer_class(other(model_type))), "module_name", "")
-    if "no class" in why and served and "transformers" not in served:
-        pytest.skip(f"this vLLM has a class for {model_type}: {served}")
-    with pytest.raises(UserError, match=why):
-        check_served(other(model_type))
 
 
 @needs_vllm

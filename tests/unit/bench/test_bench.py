@@ -17,13 +17,12 @@ from qarl.bench.__main__ import main
 from qarl.bench.arguments import check_device
 from qarl.bench.kernel_cases import Competitor, ExpertLayer, Layer, experts
 from qarl.bench.kernels import Arguments
-from qarl.bench.report import kernel_tables
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import LINEAR_KERNELS
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench_table import rewrite
+from bench_table import kernel_tables, rewrite
 
 SMALL = ["device=cpu", "shape=64x96", "group_size=32", "m=1,18", "seconds=0.001", "rounds=1"]
 SOME = Arguments(device="cpu", group_size=32)
@@ -32,21 +31,21 @@ SOME = Arguments(device="cpu", group_size=32)
 @pytest.mark.parametrize(
     ("part", "options", "message"),
     [
-        ("kernels", "sheme=fp8", "nearest: scheme"),
-        ("kernels", "scheme=w4a15", "nearest: w4a16"),
+        ("kernels", "sheme=fp8", "did you mean scheme=...?"),
+        ("kernels", "scheme=w4a15", "scheme=w4a15: Input should be 'w4a16', 'w8a8' or 'fp8'"),
         ("kernels", "model=qwen3-9b", "nearest: qwen3-8b"),
-        ("kernels", "m", "not key=value"),
+        ("kernels", "m", "is empty"),
         ("kernels", "model=Qwen3-30B-A3B layer=down", "there is no layer to measure"),
-        ("steps", "device=tpu", "no device 'tpu'"),
+        ("steps", "device=tpu", "device=tpu: Input should be 'cuda' or 'cpu'"),
         ("steps", "layers=31", "SmolLM2-135M has only 30"),
-        ("steps", "n=1", "must be greater than or equal to 2"),
+        ("steps", "n=1", "greater than or equal to 2"),
         ("steps", "response_length=9000", "9008, but the model has only 8192 positions"),
         ("steps", "model=Qwen3-30B-A3B", "mixture of experts"),
         ("steps", "model=./nowhere", "no config.json"),
         ("steps", "mini_batches=3", "mini_batches must divide prompts"),
         ("steps", "micro_batch=3", "micro_batch_size"),
         ("trainer", "gpu_memory_utilization=1.5", "gpu_memory_utilization"),
-        ("plan", "gpu=h300", "no gpu 'h300'"),
+        ("plan", "gpu=h300", "gpu=h300: Input should be"),
         ("plan", "gpus=8 tensor_parallel=3", "tensor_parallel must divide gpus"),
         ("plan", "rates=nowhere.json", "not from qarl.bench kernels"),
         ("plan", "model=Qwen3-30B-A3B gpu=a100 gpu_memory_utilization=0.4", "has room for"),

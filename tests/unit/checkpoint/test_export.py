@@ -14,15 +14,17 @@ from checkpoint_state import whole_state
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qarl.checkpoint import compressed_tensors
 from qarl.checkpoint.compressed_tensors import (
     ModelFiles,
     read_tensors,
     save_model,
     weight_files,
 )
-from qarl.checkpoint.export import check_output, export, read_request
+from qarl.checkpoint.export import ExportRequest, check_output, export
 from qarl.checkpoint.resumable import open_checkpoint, save_checkpoint, tensor_digest
 from qarl.config import OptimConfig
+from qarl.config.request import read_request
 from qarl.errors import UserError
 from qarl.export import main
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
@@ -62,7 +64,7 @@ def make_run(folder: Path, *, family: str = "qwen3", tie: bool = False, scheme: 
 
 
 def run_export(run: Path, output: Path, *arguments: str) -> str:
-    return export(read_request([f"run={run}", f"output={output}", *arguments]))
+    return export(read_request(ExportRequest, [f"run={run}", f"output={output}", *arguments], example="qarl export"))
 
 
 def digests(tensors) -> dict[str, str]:
@@ -118,9 +120,11 @@ def test_without_fp32_masters_the_error_names_the_way_out(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_large_models_are_sharded(tmp_path):
+def test_large_models_are_sharded(tmp_path, monkeypatch):
     run, _, _ = make_run(tmp_path)
-    run_export(run, tmp_path / "out", "step=2", "max_shard_size=100KB")
+    with monkeypatch.context() as patch:
+        patch.setattr(compressed_tensors, "MAX_SHARD_BYTES", 100_000)
+        run_export(run, tmp_path / "out", "step=2")
     files = weight_files(tmp_path / "out")
     assert len(files) >= 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(path.stat().st_size < 110_000 for path in files)
@@ -130,7 +134,7 @@ def test_large_models_are_sharded(tmp_path):
     assert index["metadata"]["total_size"] == sum(t.nbytes for _, t in read_tensors(tmp_path / "whole"))
 
 
-def test_no_more_than_a_shard_is_in_memory(tmp_path):
+def test_no_more_than_a_shard_is_in_memory(tmp_path, monkeypatch):
     alive: list[weakref.ref] = []
     most = 0
 
@@ -143,9 +147,8 @@ def test_no_more_than_a_shard_is_in_memory(tmp_path):
             yield f"t{number}", tensor
 
     source = save_random_model(tmp_path / "source")
-    save_model(
-        tmp_path / "out", ModelFiles.from_folder(source), stream(), scheme=get_scheme("bf16"), max_shard_bytes=20_000
-    )
+    monkeypatch.setattr(compressed_tensors, "MAX_SHARD_BYTES", 20_000)
+    save_model(tmp_path / "out", ModelFiles.from_folder(source), stream(), scheme=get_scheme("bf16"))
     assert dict(read_tensors(tmp_path / "out"))["t39"][0] == 39
     assert most <= 7, "five tensors of a shard, the one that opens the next, and the one being made"
 
@@ -199,4 +202,4 @@ def test_an_export_over_a_file_is_refused(tmp_path: Path) -> None:
         check_output(tmp_path / "out", tmp_path / "run" / "checkpoints" / "step_1", overwrite=True)
     for arguments in (["run=a", "output=b", "output=c"], ["run=", "output=b"]):
         with pytest.raises(UserError, match="twice or is empty"):
-            read_request(arguments)
+            read_request(ExportRequest, arguments, example="qarl export")

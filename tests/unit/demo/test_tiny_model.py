@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qarl.data.prompts import check_disjoint, check_vocabulary, load_prompts
 from qarl.demo import tiny_model
+from qarl.errors import UserError
 
-SMALL = ["--steps", "2", "--train-size", "40", "--test-size", "8"]
+SMALL = {"steps": 2, "train_size": 40, "test_size": 8}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tiny")
     paths = folder / "models" / "tiny", folder / "data"
-    assert run(*paths) == 0
+    run(*paths)
     return paths
 
 
-def run(output: Path, data: Path, *more: str) -> int:
-    return tiny_model.main(["--output", str(output), "--data", str(data), *SMALL, *more])
+def run(output: Path, data: Path, experts: int = 0, seed: int = 0) -> None:
+    recipe = tiny_model.Recipe.of(tiny_model.QUICKSTART, experts)
+    tiny_model.make_missing(replace(recipe, output=output, data=data, seed=seed, **SMALL))
 
 
 def test_the_folder_is_an_ordinary_one(made: tuple[Path, Path]) -> None:
@@ -46,7 +49,7 @@ def test_a_mixture_of_experts_for_the_same_task(
     made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = shutil.copytree(made[1], tmp_path / "data")
-    assert run(tmp_path / "moe", data, "--experts", "8") == 0
+    run(tmp_path / "moe", data, experts=8)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     config, tokenizer = model.config, AutoTokenizer.from_pretrained(tmp_path / "moe")
     assert (config.model_type, config.num_experts, config.num_experts_per_tok) == ("qwen3_moe", 8, 2)
@@ -57,7 +60,8 @@ def test_a_mixture_of_experts_for_the_same_task(
     fresh = tiny_model.make_model(tiny_model.make_tokenizer(), 8).bfloat16()
     pairs = zip(model.named_parameters(), fresh.parameters(), strict=True)
     assert not [name for (name, p), before in pairs if p.ndim >= 2 and torch.equal(p, before)], "all are trained"
-    assert run(made[0], data) == 0 and "up to date" in capsys.readouterr().out, "the data are the dense model's, too"
+    run(made[0], data)
+    assert "up to date" in capsys.readouterr().out, "the data are the dense model's, too"
 
 
 def test_the_tokenizer_reads_any_text_and_renders_chats(made: tuple[Path, Path]) -> None:
@@ -107,28 +111,28 @@ def test_a_second_run_does_nothing_and_other_settings_do(
     output, data = shutil.copytree(made[0], tmp_path / "model"), shutil.copytree(made[1], tmp_path / "data")
     weights, before = output / "model.safetensors", (output / "model.safetensors").read_bytes()
     inode = weights.stat().st_ino
-    assert run(output, data) == 0
+    run(output, data)
     assert "up to date" in capsys.readouterr().out
     assert weights.stat().st_ino == inode
 
     weights.unlink()
-    assert run(output, data) == 0
+    run(output, data)
     assert weights.read_bytes() == before, "the same seed gives the same weights"
 
-    assert run(output, data, "--seed", "1") == 0
+    run(output, data, seed=1)
     assert weights.read_bytes() != before
     assert json.loads((output / "made_with.json").read_text())["settings"]["seed"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "model"]
 
     (data / "test.parquet").unlink()
-    assert run(output, data, "--seed", "1") == 0
+    run(output, data, seed=1)
     assert (data / "test.parquet").exists()
 
 
-def test_it_replaces_only_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_replaces_only_what_it_made(tmp_path: Path) -> None:
     output = tmp_path / "model"
     output.mkdir()
     (output / "mine.txt").write_text("precious")
-    assert run(output, tmp_path / "data") == 2
-    assert "will not replace" in capsys.readouterr().err
+    with pytest.raises(UserError, match="will not replace"):
+        run(output, tmp_path / "data")
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine.txt"]

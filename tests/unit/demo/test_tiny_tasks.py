@@ -39,9 +39,9 @@ def test_letters_are_inserted_one_by_one() -> None:
 def test_the_config_fits_the_task(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config, task = load_config([f"config={name}.yaml"]), tiny_model.TASKS[name]
-    args = tiny_model.parse_arguments(["--task", name])
-    assert str(args.output) == config.model.path
-    assert [str(args.data / f"{split}.parquet") for split in ("train", "test")] == [
+    recipe = tiny_model.Recipe.of(task)
+    assert str(recipe.output) == config.model.path
+    assert [str(recipe.data / f"{split}.parquet") for split in ("train", "test")] == [
         *config.data.train_files,
         *config.data.val_files,
     ]

@@ -18,7 +18,7 @@ from qarl.errors import UserError
 from qarl.eval import evaluate
 from qarl.eval.evaluate import folders, table, tabulated
 from qarl.eval.request import EvalRequest, settings_of
-from qarl.eval.scores import Z, average, difference, interval, standard_error
+from qarl.eval.scores import Z, average, differences, interval, normal, standard_error
 
 
 @pytest.mark.parametrize(("mean", "responses"), [(0.5, 1), (0.9, 1), (0.98, 1), (0.4, 8)])
@@ -47,11 +47,11 @@ def test_the_difference_is_taken_prompt_by_prompt() -> None:
     rng = random.Random(1)
     first = [float(rng.random() < 0.5) for _ in range(100)]
     second = [0.0 if place < 5 else score for place, score in enumerate(first)]
-    gap = difference(first, second)
+    gap = normal(differences(first, second))
     assert gap.mean == pytest.approx(sum(first[:5]) / 100)
     alone = (standard_error(first) ** 2 + standard_error(second) ** 2) ** 0.5
     assert (gap.high - gap.low) / (2 * Z) < alone / 3
-    assert difference(first, first).high == 0
+    assert normal(differences(first, first)).high == 0
 
 
 def test_sets_count_once_in_the_average_and_the_table_says_it_in_percent() -> None:

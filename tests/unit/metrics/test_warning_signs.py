@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,15 @@ import pytest
 
 from qarl.metrics.band_advice import how_to_set, scaled
 from qarl.metrics.tracker import Tracker, read_metrics
-from qarl.metrics.warning_signs import SIGNS, find
+from qarl.metrics.warning_signs import SIGNS, SignFinder, WarningSign
 
 Metrics = dict[str, float]
+
+
+def find(history: Sequence[Mapping[str, Any]]) -> list[WarningSign]:
+    """The warnings of a whole run."""
+    signs = SignFinder()
+    return [warning for entry in history for warning in signs.add(int(entry["step"]), entry)]
 
 
 def healthy(step: int, rng: random.Random) -> Metrics:

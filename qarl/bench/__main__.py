@@ -8,6 +8,7 @@ parts:
   steps     seconds of each phase of a training step, by scheme and alignment level
   trainer   only the trainer: old log-probs and update, without an engine
   publish   quantize and publish, part by part
+  against   this checkout's seconds over those of another git revision, phase by phase
   plan      predicted seconds of a step on different hardware, by a roofline; nothing is run
 
 `qarl bench --help PART` describes the keys of a part. `python -m qarl.bench` is the same command.
@@ -32,6 +33,7 @@ from qarl.process import limit_threads
 PARTS = {
     "kernels": "qarl.bench.kernels",
     **dict.fromkeys(("steps", "trainer", "publish"), "qarl.bench.steps"),
+    "against": "qarl.bench.against_revision",
     "plan": "qarl.bench.predict",
 }
 """Part -> its module: the dataclass `KEYS`, whose `parse` reads the arguments, and `run`. It must not import torch when

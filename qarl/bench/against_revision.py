@@ -1,12 +1,7 @@
-"""This checkout's seconds over those of another git revision, phase by phase.
+"""`python -m qarl.bench against REV`: this checkout's seconds over those of another git revision, phase by phase.
 
-    python -m benchmarks.against main~1
-    python -m benchmarks.against a40a589 config=quickstart_moe.yaml pairs=5 steps=6
-
-keys:
-  config=quickstart.yaml   the config of both revisions, taken from this checkout
-  pairs=3                  how often each revision runs
-  steps=6                  training steps of each run; the first is not counted
+    python -m qarl.bench against main~1
+    python -m qarl.bench against a40a589 config=quickstart_moe.yaml pairs=5 steps=6
 
 A pair runs the config once with each revision, each in a process of its own and in the same environment; the revision
 that goes first alternates. A revision's seconds in a pair are the median of its steps after the first. The table has
@@ -31,40 +26,45 @@ from pydantic.dataclasses import dataclass
 
 from qarl.bench.report import markdown_table
 from qarl.config.request import read_request
-from qarl.console import entry
 from qarl.errors import UserError
 
 PHASES = {"rollout": "rollout", "old_log_probs": "old_log_prob"} | {
     name: name for name in ("update", "publish", "step")
 }
 """Name in the table -> name in `timing_s/*` of metrics.jsonl."""
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 _QUIET = ("resume_mode=disable", "val_before_train=false", "test_freq=-1", "save_freq=-1", "save_final=false",
           "plots=false", "logger=[console]")  # fmt: skip
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class Arguments:
-    """The arguments of the command line."""
+    """
+    config    the config of both revisions, taken from this checkout
+    pairs     how often each revision runs
+    steps     training steps of each run; the first is not counted"""
 
     revision: str
     config: str = "quickstart.yaml"
     pairs: PositiveInt = 3
     steps: Annotated[int, Field(ge=2)] = 6
 
+    @classmethod
+    def parse(cls, part: str, words: Sequence[str]) -> Arguments:
+        """Read the arguments, one of which is a revision. Raise UserError if one is invalid."""
+        named = [word if "=" in word else f"revision={word}" for word in words]
+        return read_request(cls, named, example="qarl bench against main~1")
 
+
+KEYS = Arguments
 Times = dict[str, float]
 """Phase -> seconds, and "length" -> mean response length of the steps that were counted."""
 
 
-def _main(argv: list[str]) -> int:
-    words = [word if "=" in word else f"revision={word}" for word in argv]
-    arguments = read_request(Arguments, words, example="python -m benchmarks.against main~1")
+def run(arguments: Arguments) -> int:
+    """Compare, print, and return the exit code. Raise UserError if a revision cannot run the config."""
     print(table(compare(arguments, CHECKOUT), arguments.revision))
     return 0
-
-
-main, describe = entry(_main, __doc__)
 
 
 def compare(arguments: Arguments, checkout: Path) -> list[dict[str, Times]]:
@@ -143,7 +143,3 @@ def table(pairs: Sequence[dict[str, Times]], revision: str) -> str:
     if any(pair["now"]["length"] != pair["before"]["length"] for pair in pairs):
         lines += "\n\nwarning: the revisions generated responses of different lengths: not the same work"
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())

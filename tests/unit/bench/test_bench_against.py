@@ -1,4 +1,4 @@
-"""`python -m benchmarks.against`: two git revisions run in turn; a slower phase shows as a ratio.
+"""`qarl bench against`: two git revisions run in turn; a slower phase shows as a ratio.
 
 The runs are a stand-in that writes fixed seconds, so the ratios are exact and do not depend on the machine's load.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import against
-from benchmarks.against import Arguments, compare, main
+from qarl.bench.__main__ import main
+from qarl.bench.against_revision import Arguments, compare
 from qarl.errors import UserError
 
 STAND_IN = """
@@ -80,9 +80,9 @@ def test_equal_revisions_take_turns(checkout: Path) -> None:
 def test_a_slower_phase_and_longer_responses_are_seen_without_a_commit(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(against, "CHECKOUT", checkout)
+    monkeypatch.setattr("qarl.bench.against_revision.CHECKOUT", checkout)
     write(checkout, factor=1.2, length=9.0)
-    assert main(["HEAD", "pairs=2", "steps=2"]) == 0
+    assert main(["against", "HEAD", "pairs=2", "steps=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "| update | 1 | 1.2 | 1.200 | 1.200-1.200 |" in lines and "| step | 4 | 4.2 | 1.050 | 1.050-1.050 |" in lines
     assert "different lengths" in lines[-1]
@@ -109,6 +109,6 @@ def test_a_failed_run_has_no_figure_and_leaves_no_worktree(checkout: Path) -> No
 def test_invalid_arguments(
     checkout: Path, argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(against, "CHECKOUT", checkout)
-    assert main(argv) == 2 and message in capsys.readouterr().err
+    monkeypatch.setattr("qarl.bench.against_revision.CHECKOUT", checkout)
+    assert main(["against", *argv]) == 2 and message in capsys.readouterr().err
     assert not (checkout / "order.txt").exists()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench_table import kernel_tables
 from gpu_parts import PARTS
 from gpu_verdicts import verdicts
 
-from qarl.bench.report import markdown_table, step_tables
+from qarl.bench.report import kernel_tables, markdown_table, step_tables
 
 Result = dict[str, Any]
 """What is kept of one part: `status`, `why`, `seconds`, `commit`, `output` (lines), `report` (JSON or None), and

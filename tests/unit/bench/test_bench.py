@@ -17,12 +17,13 @@ from qarl.bench.__main__ import main
 from qarl.bench.arguments import check_device
 from qarl.bench.kernel_cases import Competitor, ExpertLayer, Layer, experts
 from qarl.bench.kernels import Arguments
+from qarl.bench.report import kernel_tables
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import LINEAR_KERNELS
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench_table import kernel_tables, rewrite
+from bench_table import rewrite
 
 SMALL = ["device=cpu", "shape=64x96", "group_size=32", "m=1,18", "seconds=0.001", "rounds=1"]
 SOME = Arguments(device="cpu", group_size=32)

@@ -47,7 +47,8 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     check_divides(work, "mini_batches", "prompts")
     source = find_model(work.model)
     size, group_size = source.size, default_group_size(source.size)
-    cases = [(s, level) for s in work.schemes for level in ("off", "linears") if (s, level) != ("bf16", "linears")]
+    levels = ("linears",) if work.lora_r else ("off", "linears")  # adapters have no BF16 base for level `off`
+    cases = [(s, level) for s in work.schemes for level in (("off",) if s == "bf16" else levels)]
     rows = []
     for scheme, level in cases:
         plan = memory(work, rates, size, scheme, level, group_size)
@@ -79,6 +80,7 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, g
         "rollout": {"n": work.n, "gpu_memory_utilization": work.gpu_memory_utilization,
                     "tensor_model_parallel_size": work.tensor_parallel},
         "optim": {"name": work.optimizer},
+        "lora": {"r": work.lora_r},
         "quant": {"scheme": scheme, "align": level} | ({"group_size": group_size} if scheme == "w4a16" else {}),
         "actor": {"ppo_mini_batch_size": work.prompts // work.mini_batches, **micro},
         "trainer": {"nnodes": nodes, "n_gpus_per_node": work.gpus // nodes, "total_training_steps": 1,

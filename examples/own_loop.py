@@ -1,6 +1,6 @@
 """A training loop of your own around the four parts of QaRL: engine, low-bit layers, publish and loss.
 
-    python examples/own_loop.py                     # the quickstart's model and data; `make model` makes both
+    python examples/own_loop.py                     # the quickstart's model and data; `qarl demo` makes both
     python examples/own_loop.py STEPS MODEL_FOLDER
 
 `qarl.trainer.local` is the same loop with checkpoints, evaluation, micro-batches and failure handling.

@@ -5,6 +5,7 @@ usage: qarl COMMAND [KEY=VALUE ...]
        qarl --version
 
 `python -m qarl` is the same as qarl, and `python -m qarl.COMMAND` is the same as qarl COMMAND (warm-start: warm_start).
+`qarl demo examples` writes short programs to start from: a loop, a task and a reward of your own, and TRL.
 """
 
 from __future__ import annotations

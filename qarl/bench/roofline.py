@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from qarl.bench.arguments import Schemes
 from qarl.checks.model_size import ModelSize, wire_bytes
@@ -167,6 +167,7 @@ class Work:
     mini_batches, micro_batch   optimizer steps per training step, rows per forward
     micro_tokens      tokens per forward, instead of micro_batch (`actor.ppo_max_token_len_per_gpu`)
     optimizer         muon or adamw; muon on GPUs by default
+    lora_r            rank of adapters on a frozen base; 0 trains all weights. Their own products are left out
     constant          assumed seconds per step that depend on nothing here: Ray, tokenizer, rewards, sleep and wake
     json              the file to write"""
 
@@ -185,6 +186,7 @@ class Work:
     micro_batch: PositiveInt = 4
     micro_tokens: PositiveInt | None = None
     optimizer: Literal["muon", "adamw"] = "adamw"
+    lora_r: NonNegativeInt = 0
     constant: PositiveFloat = 5.0
     json: Path | None = None
 
@@ -222,6 +224,7 @@ class Roofline:
         linears = size.linears()
         self.expert_weights = float(sum(n * k for name, (n, k) in linears.items() if ".experts." in name))
         self.weights = float(sum(n * k for n, k in linears.values()))
+        self.adapters = work.lora_r * sum(n + k for name, (n, k) in linears.items() if ".experts." not in name)
         self.wire = {s: float(sum(wire_bytes(s, group_size, shape) for shape in linears.values())) for s in EFFICIENCY}
 
     def step(self) -> tuple[dict[str, float], float, float]:
@@ -233,12 +236,16 @@ class Roofline:
         backward = batches * 2 * self.pass_(rows, "bf16")
         if self.on_gpu:
             backward += batches * self.pass_(rows, trainer, head=False)
-        published = self.wire[self.scheme] + 2.0 * (size.parameters - self.weights)
+        others, rest = (work.gpus - 1) / work.gpus, size.parameters - self.weights
+        published, gradients = self.wire[self.scheme] + 2.0 * rest, size.parameters
         trained = published if self.low_bit else 2.0 * size.parameters
-        others = (work.gpus - 1) / work.gpus
-        gathered = others * batches * (3 * trained + 4 * size.parameters)  # weights for three passes, FP32 gradients
+        if self.adapters:  # a rank has the whole base, whose gradients nobody computes
+            backward -= batches * self.frozen(rows)
+            published, gradients = 2.0 * self.adapters, self.adapters
+            trained = 2.0 * (rest if self.low_bit else size.parameters) + published
+        gathered = others * batches * (3 * trained + 4 * gradients)  # weights for three passes, FP32 gradients
         # Weights are quantized for each optimizer step, or at `off` only for the publish.
-        quantizations = 0 if self.scheme == "bf16" else work.mini_batches if self.low_bit else 1
+        quantizations = 0 if self.scheme == "bf16" or self.adapters else work.mini_batches if self.low_bit else 1
         link = rates.link if work.gpus <= GPUS_PER_NODE else rates.network
         seconds = {
             "prefill": self.prefill(),
@@ -298,8 +305,8 @@ class Roofline:
     def optimizer(self) -> float:
         """Return seconds of an optimizer step on this GPU's share of the parameters."""
         size, rates, gpus = self.size, self.rates, self.work.gpus
-        if self.work.optimizer == "adamw":
-            return OPTIMIZER_BYTES * size.parameters / gpus / rates.memory
+        if self.work.optimizer == "adamw" or self.adapters:
+            return OPTIMIZER_BYTES * (self.adapters or size.parameters) / gpus / rates.memory
         rest = OPTIMIZER_BYTES * (size.parameters - size.matrix_parameters) / gpus / rates.memory
         flop = sum(newton_schulz_flop(n, k) for n, k in size.linears().values()) / gpus
         moved = muon_bytes_per_weight(size) * size.matrix_parameters / gpus
@@ -331,6 +338,11 @@ class Roofline:
         """Return seconds of a micro-batch's forward. A backward counts as twice a forward with scheme bf16."""
         prompt, response = self.work.prompt_length, self.work.response_length[0]
         return self.layers(rows, prompt + response, scheme) + (self.head(rows * response) if head else 0.0)
+
+    def frozen(self, rows: float) -> float:
+        """Return seconds of a micro-batch's products for the gradients of the base, which adapters do not need."""
+        prompt, response = self.work.prompt_length, self.work.response_length[0]
+        return self.product(rows * (prompt + response), "bf16") + self.head(rows * response)
 
     def prefill(self) -> float:
         work = self.work

@@ -145,12 +145,13 @@ def with_home(value: Any) -> Any:
     return [with_home(item) for item in value] if isinstance(value, list) else value
 
 
-def shipped_configs() -> Path | None:
-    """Return the folder of shipped configs. It is inside an installed package, or beside the package in a checkout."""
+def shipped_folder(name: str) -> Path | None:
+    """Return the shipped folder `name`, configs or examples. It is inside an installed package, or beside the package
+    in a checkout."""
     package = Path(__file__).resolve().parents[1]
-    if (package / "configs").is_dir():
-        return package / "configs"
-    beside = package.parent / "configs"
+    if (package / name).is_dir():
+        return package / name
+    beside = package.parent / name
     # Without the second condition, an installed QaRL could use site-packages/configs of a different package.
     return beside if beside.is_dir() and (package.parent / "pyproject.toml").is_file() else None
 
@@ -171,7 +172,7 @@ def available_configs() -> list[str]:
 
 
 def _folders() -> list[Path]:
-    shipped = shipped_configs()
+    shipped = shipped_folder("configs")
     return [Path("configs"), *([shipped] if shipped else [])]
 
 

@@ -10,6 +10,7 @@ NAME:
   letter_sorting  14 letters, sorted by insertion
   mismatch        addition_chain twice, with GRPO on the rollout's log-probs: once with quant.align=off, once aligned;
                   then one page with the curves of both, runs/mismatch.html
+  examples        writes QaRL's example programs to examples/, and trains nothing
 
 It writes models/, data/ and runs/. Making the model takes one to three minutes; if it is there, nothing is
 made. Then `qarl train` runs the shipped config of the demo. Each KEY=VALUE overrides the config, for example
@@ -23,20 +24,26 @@ exit codes:
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from qarl.config import load_config
-from qarl.config.source import DEFAULT, DEMOS
+from qarl.config.source import DEFAULT, DEMOS, shipped_folder
 from qarl.console import entry
 from qarl.errors import UserError
 from qarl.process import limit_threads
 
+EXAMPLES = "examples"
+
 
 def _main(argv: list[str]) -> int:
+    if argv == [EXAMPLES]:
+        return write_examples()
     names = [word for word in argv if "=" not in word] or [DEFAULT]
     if len(names) > 1 or names[0] not in DEMOS:
-        fix = f"the demos are {', '.join(DEMOS)}"
+        fix = f"the demos are {', '.join(DEMOS)}, and {EXAMPLES} has no keys"
         raise UserError(f"there is no demo {' '.join(names)!r}", where="command line", fix=fix)
     demo, overrides = DEMOS[names[0]], [word for word in argv if "=" in word]
     apart = set.symmetric_difference(*map(set, demo.arms)) if len(demo.arms) > 1 else set()
@@ -60,6 +67,21 @@ def _main(argv: list[str]) -> int:
 
         page = configs[0].run_dir.parent / f"{names[0]}.html"
         print(f"\nboth runs on one page: {write_comparison([config.run_dir for config in configs], page)}")
+    return 0
+
+
+def write_examples() -> int:
+    """Copy the shipped programs to examples/ in the working folder, where the docs expect them. Return the exit code.
+
+    A file that exists stays as it is."""
+    source, target = shipped_folder(EXAMPLES), Path(EXAMPLES)
+    assert source is not None
+    target.mkdir(exist_ok=True)
+    for path in sorted(source.glob("*.py")):
+        there = (target / path.name).exists()
+        if not there:
+            shutil.copyfile(path, target / path.name)
+        print(f"{target / path.name}: {'there already' if there else 'written'}")
     return 0
 
 

@@ -19,6 +19,14 @@ keys:
   output=FILE.json    also write the scores to a file
   trust_remote_code=true  run the code that comes with the model; default: false
 
+keys for tasks of lm-evaluation-harness (pip install "qarl[lm-eval]"), instead of files, reward, n and temperature:
+  tasks=A,B           such as arc_challenge,gpqa_diamond_zeroshot,mmlu_pro; `lm_eval ls tasks` lists all
+  num_fewshot=N       default: the task's own
+  include_path=DIR    also find the tasks that the YAML files of this folder define
+  apply_chat_template=true  for instruct models; default: false
+  max_prompt_length=N, max_response_length=N    default: 4096 and 2048 together, within the model's positions;
+                      max_response_length also replaces the harness's 256 of tasks that name no limit
+
 mean@k is the mean over prompts of the mean of a prompt's k scores. The interval is for new prompts of
 the same kind: Wilson's, with the variance between prompts. The difference of two models is taken prompt
 by prompt. `python -m qarl.eval` is the same command.

@@ -23,6 +23,7 @@ from qarl.console import say, stage
 from qarl.data.prompts import Prompt, load_prompts
 from qarl.data.rewards import get_reward_fn, score_responses
 from qarl.errors import UserError
+from qarl.eval.harness import find_tasks, score_tasks, sets_of
 from qarl.eval.request import BF16, EvalRequest, Settings
 from qarl.eval.scores import Estimate, average, differences, interval, normal
 from qarl.lora.adapter import FOLDER, read_adapter
@@ -36,16 +37,22 @@ Sets = dict[str, dict[int, float]]
 
 def evaluate(request: EvalRequest, settings: Settings) -> str:
     """Return the table of scores. Raise UserError if model, data or reward cannot be used."""
+    manager = find_tasks(request) if request.tasks else None
     with ExitStack() as stack:
         scores: dict[str, Sets] = {}
         samples: dict[str, int] = {}
         for label, folder in folders(request, stack):
+            if manager is not None:
+                with stage(f"scoring {label}"):
+                    results = score_tasks(folder, engine_of(folder, request, settings), manager, request)
+                scores[label] = sets_of(results, request.task_names)
+                continue
             prompts = _prompts(request, settings, folder)
             for prompt in prompts:
                 samples[prompt.data_source] = max(samples.get(prompt.data_source, 1), prompt.samples or 1)
             with stage(f"scoring {label}"):
                 scores[label] = score_model(folder, prompts, request, settings)
-    estimates = tabulated(scores)
+    estimates = tabulated(scores, averaged=manager is None)  # metrics of one task are no sets to average
     if request.output:
         request.output.write_text(
             json.dumps({"samples": samples, "scores": estimates}, indent=2) + "\n", encoding="utf-8"
@@ -145,10 +152,10 @@ def engine_of(folder: Path, request: EvalRequest, settings: Settings) -> EngineC
     )
 
 
-def tabulated(scores: dict[str, Sets]) -> dict[str, dict[str, Any]]:
+def tabulated(scores: dict[str, Sets], *, averaged: bool = True) -> dict[str, dict[str, Any]]:
     """Return, by set, the number of prompts, the estimate of each model, and the difference of the first two.
 
-    Several sets have a last row, their average."""
+    If `averaged`, several sets have a last row, their average."""
     columns = {label: {name: list(rows.values()) for name, rows in sets.items()} for label, sets in scores.items()}
     estimate: dict[str, Callable[[Sequence[float]], Estimate]] = dict.fromkeys(columns, interval)
     first, *others = columns.values()
@@ -159,7 +166,7 @@ def tabulated(scores: dict[str, Sets]) -> dict[str, dict[str, Any]]:
     for name, values in first.items():
         row = {label: asdict(estimate[label](sets[name])) for label, sets in columns.items()}
         estimates[name] = {"prompts": len(values)} | row
-    if len(first) > 1:
+    if averaged and len(first) > 1:
         row = {label: asdict(average(sets)) for label, sets in columns.items()}
         estimates["average of the sets"] = {"prompts": sum(map(len, first.values()))} | row
     return estimates

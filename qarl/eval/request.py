@@ -13,6 +13,10 @@ from qarl.config import Config, load_config
 from qarl.errors import UserError
 
 BF16 = "bf16"
+TASK_LENGTHS = (4096, 2048)
+"""Tokens of prompts and of responses for tasks of lm-evaluation-harness: MMLU-Pro has five worked examples, and asks
+for 2048 tokens."""
+_OF_FILES, _OF_TASKS = ("files", "reward", "n", "temperature"), ("include_path", "num_fewshot", "apply_chat_template")
 _Count = Annotated[int, Field(gt=0)]
 
 
@@ -33,6 +37,14 @@ class EvalRequest:
     seed: int = 0
     output: Path | None = None
     trust_remote_code: bool = False
+    tasks: str | None = None
+    include_path: Path | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    apply_chat_template: bool = False
+
+    @property
+    def task_names(self) -> list[str]:
+        return self.tasks.split(",") if self.tasks else []
 
 
 @plain_dataclass(frozen=True)
@@ -50,7 +62,7 @@ class Settings:
 def settings_of(request: EvalRequest) -> Settings:
     """Return the request's values, and those of the run's config where it has none.
 
-    Raise UserError if there is no such folder, or no data file is named."""
+    Raise UserError if there is no such folder, no data file is named, or keys do not go together."""
     is_run = (request.model / "config.yaml").is_file()
     if not is_run and not (request.model / "config.json").is_file():
         why = "it has neither config.yaml, as a run, nor config.json, as a model"
@@ -59,6 +71,13 @@ def settings_of(request: EvalRequest) -> Settings:
         what = "step=N and against=bf16 need the folder of a run, whose checkpoints they export"
         raise UserError(what, where=str(request.model), fix="give runs/NAME, or against=FOLDER with a BF16 model")
     config = load_config([f"config={request.model / 'config.yaml'}"]) if is_run else None
+    alien = _OF_FILES if request.tasks else _OF_TASKS
+    if ignored := [name for name in alien if getattr(request, name) not in (None, False)]:
+        fix = f"remove {ignored[0]}" if request.tasks else "add tasks=NAME,..."
+        raise UserError(f"{ignored[0]} has no effect {'with' if request.tasks else 'without'} tasks", fix=fix)
+    if request.tasks:
+        lengths = (request.max_prompt_length or TASK_LENGTHS[0], request.max_response_length or TASK_LENGTHS[1])
+        return Settings(config, (), "", 0.0, *lengths)
     files = tuple(request.files.split(",")) if request.files else tuple(config.data.val_files) if config else ()
     if not files:
         raise UserError("no file with prompts was named", where=str(request.model), fix="add files=test.parquet")

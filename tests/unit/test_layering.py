@@ -93,6 +93,7 @@ WRAPPED = {
     "vllm": ("qarl/rollout/", "qarl/kernels/", "qarl/vllm_versions.py"),
     "verl": ("qarl/verl/", "qarl/objectives/"),
     "trl": ("qarl/trl/",),
+    "lm_eval": ("qarl/eval/harness.py",),
 }
 
 
@@ -123,4 +124,4 @@ def test_every_package_is_packaged() -> None:
     """The list in pyproject.toml is explicit, and a folder missing from it would be missing from the wheel."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in FILES}
-    assert sorted(pyproject["tool"]["setuptools"]["packages"]) == sorted(packages | {"qarl.configs"})
+    assert sorted(pyproject["tool"]["setuptools"]["packages"]) == sorted(packages | {"qarl.configs", "qarl.examples"})

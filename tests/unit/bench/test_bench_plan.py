@@ -93,6 +93,20 @@ def test_links_by_hand() -> None:
     assert far["communication"] == pytest.approx(far["gathered"] - 2 * PARAMETERS * 15 / 16), "between nodes"
 
 
+def test_adapters_by_hand() -> None:
+    """Rank 8: 8 x (N + K) weights of each linear. Gradients of the inputs only, and nothing is quantized again."""
+    adapters = 8 * 2 * (2 * 128 + 2 * 96 + 3 * 192)
+    work = replace(WORK, lora_r=8)
+    all_weights, base = (step(SMALL, rates(flop=1.0), of) for of in (WORK, work))
+    assert all_weights["backward"] - base["backward"] == 4 * (2 * 33 * WEIGHTS + 2 * 25 * HEAD)
+    costs = step(SMALL, rates(memory=1.0), work, "w4a16")
+    assert costs["published"] == 2 * adapters and costs["quantize"] == 0
+    assert costs["optimizer"] == 4 * 38 * adapters
+    low_bit = step(SMALL, rates(), replace(work, gpus=2), "w4a16")
+    passes = 3 * (2 * (PARAMETERS - WEIGHTS) + 2 * adapters) + 4 * adapters
+    assert low_bit["gathered"] == (passes + 2 * adapters) / 2, "each GPU has the whole base"
+
+
 def test_gpus_engines_and_room() -> None:
     """Half the responses each; a prompt once; blocks again in the backward; a small KV cache takes more steps."""
     on_gpu = replace(WORK, rates=None)

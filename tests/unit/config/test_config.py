@@ -11,7 +11,7 @@ from config_problems import MINIMAL
 
 from qarl.config import Config, ConfigError, build_config, describe_keys, load_config, write_resolved
 from qarl.config import source as config_source
-from qarl.config.source import find_config, shipped_configs
+from qarl.config.source import find_config, shipped_folder
 
 
 def test_defaults_file_and_overrides_in_that_order(folder: Path) -> None:
@@ -75,7 +75,7 @@ def test_resolved_config_reads_back_equal(folder: Path) -> None:
 
 def test_lookup_order(folder: Path) -> None:
     (folder / "configs").mkdir()
-    assert find_config("quickstart.yaml")[0] == shipped_configs() / "quickstart.yaml"  # type: ignore[operator]  # it exists
+    assert find_config("quickstart.yaml")[0] == shipped_folder("configs") / "quickstart.yaml"  # type: ignore[operator]  # it exists
     (folder / "configs" / "quickstart.yaml").write_text(MINIMAL)
     assert find_config("quickstart.yaml")[0] == Path("configs/quickstart.yaml")
     (folder / "quickstart.yaml").write_text(MINIMAL)

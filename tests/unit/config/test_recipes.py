@@ -45,7 +45,8 @@ def test_the_dry_run_of_every_row(row: list[str], tmp_path: Path, capsys: pytest
     config = load_config(words(row))
     assert (config.quant.scheme, config.quant.align) == tuple(row[3:5])
     correction = " + TIS" if config.rollout_correction.rollout_is == "token" else ""
-    assert f"{config.actor.loss}{correction}" == row[2]
+    adapters = f" + LoRA {config.lora.r}" if config.lora.r else ""
+    assert f"{config.actor.loss}{correction}{adapters}" == row[2]
     assert main(["train", *words(row), "dry_run=true", f"output_dir={tmp_path}"]) == 0
     assert "nothing was trained" in capsys.readouterr().err
 
@@ -56,7 +57,7 @@ def test_the_plan_fits_and_no_score_is_claimed(row: list[str]) -> None:
     assert int(number) == (config.trainer.n_gpus_per_node if config.backend == "verl" else 1)
     peak = peak_gib(config, row[1], GPUS[gpu][1])
     assert row[8] == f"{peak:.0f}" and peak < TIGHT * GPUS[gpu][1]
-    assert row[5] == "never run" and not row[6]
+    assert row[5] == ("refused" if config.lora.r else "never run") and not row[6]
 
 
 def test_the_small_recipe_fits_16_gb_as_the_page_says() -> None:
@@ -67,7 +68,7 @@ def test_the_small_recipe_fits_16_gb_as_the_page_says() -> None:
 
 def test_runs_have_names_of_their_own() -> None:
     names = [load_config(words(row)).name for row in ON_GPU]
-    assert len(set(names)) == len(names) == 20
+    assert len(set(names)) == len(names) == 22
 
 
 def test_cpu_rows_are_those_of_the_results() -> None:

@@ -69,7 +69,7 @@ def tasks(tmp_path: Path) -> Path:
         "doc_to_target": "{{choices[0]}}",
         "metric_list": [{"metric": "exact_match"}],
     }
-    write["generation_kwargs"] = {"until": ["<|user|>"], "max_gen_toks": 80}
+    write["generation_kwargs"] = {"until": ["<|user|>"], "max_gen_toks": 80, "do_sample": False}
     last = [{"function": "regex", "regex_pattern": r"(\d+)", "group_select": -1}, {"function": "take_first"}]
     write["filter_list"] = [{"name": "last", "filter": last}]
     for name, task in (("sums_choose", choose), ("sums_write", write)):

@@ -45,7 +45,9 @@ class AlignedRMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm of rows [..., hidden], in blocks of rows that stay in a core's cache."""
+    """The norm of rows [..., hidden], in blocks of rows that stay in a core's cache.
+
+    A block has several rows, so that threads do not share the sum of one: `hidden` is at most 32768."""
 
     BLOCK = 1 << 16
 
@@ -69,14 +71,15 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         weight32, grad_x = weight.float(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        grad_weight = torch.zeros_like(weight32)
+        grad_weight = torch.zeros_like(weight32) if ctx.needs_input_grad[1] else None
         for x_rows, grad, scale_rows, grad_rows in _RMSNorm.blocks(x, *grad_outputs, scale, grad_x):
             normal, grad = x_rows * scale_rows, grad.float()
             product = grad * normal
-            grad_weight += product.sum(0)
+            if grad_weight is not None:
+                grad_weight += product.sum(0)
             mean = (product @ weight32).div_(len(weight)).unsqueeze(-1)
             grad_rows.copy_((grad * weight32).addcmul_(normal, mean, value=-1).mul_(scale_rows))
-        return grad_x, grad_weight.to(weight.dtype), None
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
 class AlignedAttention(nn.Module):

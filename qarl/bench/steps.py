@@ -65,7 +65,7 @@ class Arguments:
     device           cuda or cpu; by default cuda if there is a GPU
     json             the file to write"""
 
-    part: str
+    part: Literal["steps", "trainer", "publish"]
     device: Device
     model: str
     layers: PositiveInt | None = None

@@ -135,18 +135,20 @@ class ModelSize:
 
         `align`: an applied alignment level, or `CUDA_MODEL` for level `model` on a GPU. On a CPU, attention saves FP32
         tensors at level `model`, but only BF16 queries, keys and values at `exact`, without log-sum-exps
-        (`qarl.align.cpu_attention`). The FP32 copies and scores that the backward of one row holds are not counted.
+        (`qarl.align.cpu_attention`). An aligned norm saves its input and one scale per row. The FP32 copies and scores
+        that the backward of one row holds are not counted.
         """
         if align == CUDA_MODEL:  # each operator saves its BF16 inputs, and a linear saves its input
             attention = 2 * (self.query_width + 2 * self.kv_width) + 2 * self.query_width + 8 * self.head_dim
             attention += 2 * (self.query_width + self.kv_width) if self.qk_norm else 0
             return 8 * self.hidden + attention + 6 * self.intermediate
-        fp32_attention = align == "model"
-        norms = 2 * (4 + 2 + 2) * self.hidden + 8
+        fp32_attention, aligned = align == "model", align in ("model", "exact")
+        norms = 2 * (6 if aligned else 8) * self.hidden + 8
         qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
         output = (6 if fp32_attention else 2) * self.query_width + (0 if align == "exact" else 4 * self.heads)
-        rotary = 8 * self.head_dim if align in ("model", "exact") else 0
-        qk_norm = 6 * (self.query_width + self.kv_width) + 4 * (self.heads + self.kv_heads) if self.qk_norm else 0
+        rotary = 8 * self.head_dim if fp32_attention else 0
+        qk_norm = (2 if aligned else 6) * (self.query_width + self.kv_width) + 4 * (self.heads + self.kv_heads)
+        qk_norm = qk_norm if self.qk_norm else 0
         mlp = self.expert_row_bytes if layer in self.sparse_layers else 8 * self.intermediate
         return norms + qkv + output + rotary + qk_norm + mlp
 

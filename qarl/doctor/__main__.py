@@ -43,7 +43,8 @@ def _main(argv: list[str]) -> int:
     from qarl.doctor.examination import run_checks
     from qarl.metrics.tracker import write_json
 
-    chosen = read_request(DoctorOptions, options, example="qarl doctor config=NAME.yaml doctor.device=h100")
+    example = "qarl doctor config=NAME.yaml doctor.device=h100"
+    chosen = read_request(DoctorOptions, options, example=example, prefix=_PREFIX)
     report = run_checks(config, find_machine(chosen, config.backend))
     print(report)
     if chosen.json:

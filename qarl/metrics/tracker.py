@@ -149,12 +149,13 @@ def check_loggers(loggers: Sequence[str]) -> None:
 
 
 def check_wandb_key() -> None:
-    """Raise UserError if W&B has no key, because `wandb.init` would wait for one at the terminal."""
+    """Raise UserError if W&B has no key, because `wandb.init` would wait for one at the terminal.
+    W&B may ask its server who owns the key."""
     import wandb
 
     why = "no variable of the environment, settings file of W&B or .netrc has one, and a run cannot ask for it"
     try:
-        if wandb.setup().settings.mode in ("offline", "disabled") or wandb.login(prompt=False, verify=False):
+        if wandb.setup().settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
             return
     except wandb.Error as error:
         why = str(error)

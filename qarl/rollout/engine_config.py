@@ -128,7 +128,8 @@ class SamplingConfig:
 
 def may_preempt(config: EngineConfig, hf_config: Any) -> bool:
     """Return whether vLLM may free a response's KV cache for other requests. On a CPU it cannot if the cache is large
-    enough for `max_num_seqs` sequences of full length. `hf_config`: the model's transformers config."""
+    enough for `max_num_seqs` sequences of full length. `hf_config`: the model's transformers config, in
+    which all heads have one size."""
     if torch.cuda.is_available():
         return True
     text = hf_config.get_text_config()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Rows = slice | torch.Tensor
 """Rows of a batch: a slice, or their numbers as int64 [rows]."""
-MULTIPLE = 64
+TOKEN_MULTIPLE = 64
 """A pack is filled up to a multiple of this number of tokens. PyTorch may compute a BF16 product of fewer than 17 rows
 in another order, and on a CPU oneDNN prepares each product again for each number of rows (23 ms a pack)."""
 
@@ -274,7 +274,7 @@ def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
         tokens, starts = input_ids[valid], lengths.cumsum(0) - lengths
         positions = torch.arange(len(tokens), device=lengths.device) - starts.repeat_interleave(lengths)
         places = torch.arange(len(tokens), device=lengths.device)
-        missing = -len(tokens) % MULTIPLE
+        missing = -len(tokens) % TOKEN_MULTIPLE
         if missing:  # a row of its own
             row_lengths = (*row_lengths, missing)
             positions = torch.cat([positions, torch.arange(missing, device=positions.device)])

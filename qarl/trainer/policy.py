@@ -31,7 +31,7 @@ from qarl.quant.experts import stacked_experts
 from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.state_dict import packed_state_dict
-from qarl.trainer.batch import MULTIPLE, Batch, Layout, Rows, lay_out, micro_batches
+from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Layout, Rows, lay_out, micro_batches
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -256,7 +256,7 @@ class Policy:
             return LogitsInBlocks(hidden, weight)
         if not self.packed:
             return WholeLogits(self.called(use_cache=False, **inputs).logits.flatten(0, 1)[places])
-        to_keep = F.pad(places, (0, -len(places) % MULTIPLE))
+        to_keep = F.pad(places, (0, -len(places) % TOKEN_MULTIPLE))
         return WholeLogits(self.called(use_cache=False, logits_to_keep=to_keep, **inputs).logits[0, : len(places)])
 
     def logits_in_blocks(self, positions: int) -> bool:

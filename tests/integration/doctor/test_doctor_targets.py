@@ -142,7 +142,7 @@ def test_what_a_gpu_cannot_compute(scheme: str, capability: float, error: str | 
 def test_options_of_the_doctor_itself(capsys: pytest.CaptureFixture[str], argument: str) -> None:
     assert main(["config=run.yaml", f"doctor.{argument}"]) == 2
     said = capsys.readouterr().err
-    assert argument in said and ("qarl doctor --help" in said or "is empty" in said)
+    assert f"doctor.{argument}" in said and ("qarl doctor --help" in said or "is empty" in said)
 
 
 def test_targets() -> None:

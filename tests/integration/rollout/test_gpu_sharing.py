@@ -116,7 +116,7 @@ class Receiver:
 def engine(gpu: None) -> Any:
     instance: Any = object.__new__(RolloutEngine)
     instance.config, instance._asleep, instance._dynamo_was_disabled = config(), False, None
-    instance.adapter = None
+    instance.adapter, instance._counts_preemptions = None, True
     instance.llm, instance.expected = SleepingLLM(), {}
     instance.receiver = Receiver(instance.llm)
     return instance

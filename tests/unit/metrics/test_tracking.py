@@ -145,6 +145,11 @@ def test_wandb_without_a_key_is_refused_before_the_run(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"W&B has no key[\s\S]*WANDB_MODE=offline"):
         check_wandb_key()
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    wandb.teardown()
+    check_wandb_key()
+    monkeypatch.delenv("WANDB_MODE")
+    wandb.teardown()
     host = urlsplit(wandb.setup().settings.base_url).hostname
     (tmp_path / "netrc").write_text(f"machine {host} login user password {'x' * 40}\n")
     check_wandb_key()

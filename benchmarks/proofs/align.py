@@ -29,16 +29,12 @@ PAPER_BANDS = {
     "actor.neg_seq_clip_ratio_low": 3e-4,
     "actor.neg_seq_clip_ratio_high": 7e-4,
 }
-LORA: Row = {"optim.lr": 1.5e-3}
 ENDINGS: dict[str, Row] = {
     "own": {"rollout.router_replay": "off"},
     "qarl": {"quant.kernels": "qarl"},
     "dequantized": {"quant.kernels": "dequantized"},
     "paper": PAPER_BANDS,
-    "r1": {"lora.r": 1, **LORA},
-    "r8": {"lora.r": 8, **LORA},
-    "r32": {"lora.r": 32, **LORA},
-    "attention": {"lora.r": 8, "lora.target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], **LORA},
+    "r8": {"lora.r": 8, "optim.lr": 1.5e-3},
 }
 """What may follow scheme and level in the name of a variant."""
 

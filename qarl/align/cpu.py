@@ -14,8 +14,8 @@ All other parts, such as SwiGLU and the embedding, already round in the same way
 layer, its class is replaced by a subclass with the same name. Parameters, state-dict keys, hooks, gradient
 checkpointing and wrapping by class name do not change.
 
-The gradients of norms and rotary embeddings are written by hand. Autograd would store and read three times as many
-numbers, and round the gradient of the normalised value to BF16.
+The gradients of norms and rotary embeddings are written by hand. Autograd would also save the normalised values, and
+round their gradients to BF16.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ def causal_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of causal attention for query, key and value, in FP32 (FP64 for FP64 inputs).
 
-    A block of queries sees all of its keys at once, so its softmax is computed again from the scores. PyTorch's own
-    backward would need the sums of a forward of its own, which costs two more products.
+    A block of queries sees all of its keys at once, so its softmax is computed again from the scores. PyTorch's
+    backward needs the sums of PyTorch's forward, which would cost two more products.
 
     Args:
         query, grad_output: [H, T, D]. `key`, `value`: [Hkv, T, D]; H is a multiple of Hkv. Rows of equal length may

@@ -67,16 +67,16 @@ SPECIAL_TOKENS = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>
 
 OF_DATA = ("seed", "train_size", "test_size", "task", "source")
 OF_MODEL = (*OF_DATA, "experts", "steps", "target")
-"""What decides the outputs: the data, which models of any kind share, and the model. A folder that was made of the same
-is not made again."""
+"""The fields that decide what is made: first the data, which dense models and mixtures share, then the model. A folder
+that was made with the same values is not made again."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is made of `task`, and where. `output`: the model's folder. `data`: the folder of the parquet files.
+    """The model and data to make for `task`. `output`: the model's folder. `data`: the folder of the parquet files.
 
     `steps`: most steps of the warm start. `target`: greedy accuracy at which it stops. `experts`: of a mixture; 0 for a
-    dense model. `train_size`, `test_size`: rows. `source`: a digest of the task's file, if it has one of its own."""
+    dense model. `train_size`, `test_size`: rows. `source`: a digest of the file of a user's own task."""
 
     task: Task
     output: Path

@@ -37,7 +37,8 @@ Rows = slice | torch.Tensor
 """Rows of a batch: a slice, or their numbers as int64 [rows]."""
 TOKEN_MULTIPLE = 64
 """A pack is filled up to a multiple of this number of tokens. PyTorch may compute a BF16 product of fewer than 17 rows
-in another order, and on a CPU oneDNN prepares each product again for each number of rows (23 ms a pack)."""
+in another order, and on a CPU oneDNN prepares each product again for each number of rows (in
+the quickstart 23 ms for a pack of a new size)."""
 
 
 def request_seed(seed: int, step: int, index: int) -> int:

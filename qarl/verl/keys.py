@@ -350,6 +350,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         defaults |= {
             "VERL_PLATFORM": "cpu",
+            "RAY_worker_niceness": "0",  # Ray's default, 15, starves its workers beside any other job
             # Even in eager mode vLLM compiles two sampling helpers, which takes half a minute at the first request.
             "TORCHDYNAMO_DISABLE": "1",
             # This turns off multiprocessing, so vLLM's worker runs in the engine's process, which saves an import.

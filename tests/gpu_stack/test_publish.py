@@ -19,6 +19,7 @@ from random_models import save_random_model
 from random_moe import IGNORE, wire_tensors
 from same_bytes import same_bytes
 
+from qarl.quant.experts import stacked
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine_config import kernel_request
 from qarl.rollout.publish import graph_addresses, writers
@@ -79,7 +80,7 @@ def experts_tensors(model: torch.nn.Module) -> dict[str, graph_addresses.Place]:
 
 
 def publish(receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version: int) -> None:
-    receiver.feed(encode_publish(iter(tensors.items()), version=version))
+    receiver.feed(encode_publish(stacked(tensors.items()), version=version))
 
 
 @pytest.mark.parametrize(

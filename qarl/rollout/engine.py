@@ -127,7 +127,7 @@ class RolloutEngine:
         )
         check_same_layers(self.model(), self.expected)
         if self.config.kernels != "engine":
-            from qarl.rollout.vllm_plugin.linears import check_in_use
+            from qarl.rollout.vllm_plugin.own_linears import check_in_use
 
             check_in_use(self.model(), kernel_request(self.config.kernels, self.config.scheme.name))
         if self.config.adapters is not None:

@@ -104,7 +104,7 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
     direct: bool,
 ) -> None:
     pretend(monkeypatch, capability)
-    from qarl.rollout.vllm_plugin.linears import check_in_use
+    from qarl.rollout.vllm_plugin.own_linears import check_in_use
 
     scheme, folder = get_scheme(scheme_name, group_size), folders[model_name]
     config = engine_config(folder, scheme, IGNORE, kernels=kernels)

@@ -16,7 +16,7 @@ Where the operator cannot be called (an operator without this head size, a linea
 attention's FP32 sums differs from the engine's. Then about one output in 10,000 is off by a BF16 step.
 
 The guard of a run (`qarl.metrics.mismatch_limit`) measures with `engine_arithmetic`, which brings a model to level
-`model` for a while, and with `qarl.align.noise`.
+`model` for a while, and with `qarl.align.rounding_noise`.
 """
 
 from __future__ import annotations

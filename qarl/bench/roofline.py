@@ -22,8 +22,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from qarl.bench.arguments import Schemes
 from qarl.checks.model_size import ModelSize, wire_bytes
+from qarl.config.arguments import Commas, read_request
 from qarl.config.quant import ROLLOUT_SCHEMES
-from qarl.config.request import Commas, read_request
 from qarl.errors import UserError
 
 Curves = dict[str, tuple[tuple[float, float], ...]]

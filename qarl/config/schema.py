@@ -26,7 +26,7 @@ from qarl.config.checks import check
 from qarl.config.errors import ConfigError, Problem
 from qarl.config.lora import LoraConfig
 from qarl.config.quant import QuantConfig
-from qarl.config.source import dump
+from qarl.config.read_yaml import dump
 from qarl.config.types import (
     Dotted,
     PathList,

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qarl.config import load_config
-from qarl.config.source import DEFAULT, DEMOS, shipped_folder
+from qarl.config.read_yaml import DEFAULT, DEMOS, shipped_folder
 from qarl.console import entry
 from qarl.errors import UserError
 from qarl.process import limit_threads

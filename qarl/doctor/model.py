@@ -25,7 +25,7 @@ from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import Choice, choose_experts_kernel
 from qarl.process import vllm_unusable
 from qarl.quant.scheme import Scheme
-from qarl.rollout import ask_vllm
+from qarl.rollout.chosen_kernel import chosen_kernel
 from qarl.rollout.publish.manifest import expected_manifest, quantized_layers
 
 TIGHT = 0.9
@@ -135,7 +135,7 @@ def engine_kernels(config: Config, scheme: Scheme, machine: Machine, quantized: 
     @functools.cache
     def asked(part: tuple[int, int], whole: tuple[int, int]) -> tuple[bool, str]:
         try:
-            return True, ask_vllm.chosen_kernel(scheme, part, whole, config.quant.kernels)
+            return True, chosen_kernel(scheme, part, whole, config.quant.kernels)
         except ValueError as refusal:
             return False, " ".join(str(refusal).split())
 

@@ -46,8 +46,8 @@ from qarl.process import limit_threads
 
 
 def _main(argv: list[str]) -> int:
-    from qarl.config.request import read_request
-    from qarl.eval.request import EvalRequest, settings_of
+    from qarl.config.arguments import read_request
+    from qarl.eval.arguments import EvalRequest, settings_of
 
     words = [word if "=" in word else f"model={word}" for word in argv]
     request = read_request(EvalRequest, words, example="qarl eval runs/NAME against=bf16")

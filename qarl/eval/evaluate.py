@@ -23,8 +23,8 @@ from qarl.console import say, stage
 from qarl.data.prompts import Prompt, load_prompts, prompt_options
 from qarl.data.rewards import get_reward_fn, score_responses
 from qarl.errors import UserError
+from qarl.eval.arguments import BF16, EvalRequest, Settings
 from qarl.eval.harness import find_tasks, score_tasks, sets_of
-from qarl.eval.request import BF16, EvalRequest, Settings
 from qarl.eval.scores import Estimate, average, differences, interval, normal
 from qarl.lora.adapter import FOLDER, Adapter, read_adapter
 from qarl.quant.scheme import Scheme, get_scheme

@@ -20,7 +20,7 @@ from typing import Any
 from qarl.config.errors import nearest
 from qarl.console import say
 from qarl.errors import UserError
-from qarl.eval.request import EvalRequest
+from qarl.eval.arguments import EvalRequest
 from qarl.lora.adapter import FOLDER
 from qarl.process import answer_for_vllm, configure_vllm_process
 from qarl.quant.meta_model import default_dtype_kept

@@ -1,9 +1,8 @@
-"""int4 weights: the wire format, and the layouts in which vLLM's kernels read the same codes.
+"""int4 weights: the wire format, and the layouts in which vLLM's kernels read the same codes. Marlin's is made here.
 
     wire     `weight_packed` int32 [N, K/8] and `weight_scale` [N, K/g]: eight codes in an int32, lowest nibble first,
              stored with offset +8
-    tiles    vLLM's CPU kernel (csrc/cpu/cpu_wna16.cpp). In a tile of 16 channels, the 16 codes for one k are adjacent:
-             byte 8 k + c contains channels 2 c and 2 c + 1. Scales stay as they are
+    tiles    vLLM's CPU kernel (`qarl.kernels.cpu.vllm_linears`)
     Marlin   vLLM's Marlin kernel for experts, for a whole stack [E, N, K]
 
 All layouts have the same codes in a different order. If a weight is split along its first dimension into parts that
@@ -31,8 +30,6 @@ import torch
 from qarl.kernels.base import Layout, Tensors
 from qarl.kernels.triton.linears import unavailable
 
-VALUES_PER_INT32 = 8
-
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     """int32 [N, K/8] -> int8 [N, K] in -8..7."""
@@ -50,29 +47,6 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
     codes = unpack_int4(packed)
     values = codes.to(scale.dtype).view(*scale.shape, -1).mul_(scale.unsqueeze(-1))
     return values.view(codes.shape).to(dtype)
-
-
-TILE_ROWS = 16
-
-
-def to_tiles(packed: torch.Tensor) -> torch.Tensor:
-    """Convert `weight_packed`, int32 [N, K/8], to tiles, int32 [N/16, 2K]. N must be a multiple of 16."""
-    pairs = packed.contiguous().view(torch.uint8)
-    rows, half = pairs.shape  # a byte holds two values of one output channel, adjacent along K
-    even, odd = pairs.view(-1, TILE_ROWS // 2, 2, half).unbind(2)
-    tiles = pairs.new_empty(rows // TILE_ROWS, half, 2, TILE_ROWS // 2)
-    tiles[:, :, 0] = ((even & 0xF) | (odd << 4)).transpose(1, 2)
-    tiles[:, :, 1] = ((even >> 4) | (odd & 0xF0)).transpose(1, 2)
-    return tiles.view(-1).view(torch.int32).view(-1, 2 * half * TILE_ROWS // VALUES_PER_INT32)
-
-
-def from_tiles(tiles: torch.Tensor) -> torch.Tensor:
-    """Invert `to_tiles`: int32 [N/16, 2K] -> int32 [N, K/8]."""
-    low, high = tiles.contiguous().view(torch.uint8).view(len(tiles), -1, 2, TILE_ROWS // 2).unbind(2)
-    pairs = low.new_empty(len(tiles), TILE_ROWS // 2, 2, low.shape[1])  # low and high: [N/16, K/2, 8]
-    pairs[:, :, 0] = ((low & 0xF) | (high << 4)).transpose(1, 2)
-    pairs[:, :, 1] = ((low >> 4) | (high & 0xF0)).transpose(1, 2)
-    return pairs.view(len(tiles) * TILE_ROWS, -1).view(torch.int32)
 
 
 CODES, SCALES = "marlin_codes", "marlin_scales"
@@ -144,25 +118,4 @@ def _permuted(scales: torch.Tensor) -> torch.Tensor:
     return scales.unflatten(2, (-1, 4, 4, 2)).transpose(3, 4)
 
 
-def _to_tiles(tensors: Tensors) -> dict[str, torch.Tensor]:
-    packed = tensors["weight_packed"]
-    tiles = to_tiles(packed.flatten(0, -2)).unflatten(0, (*packed.shape[:-2], -1))
-    return {"weight_tiles": tiles, "weight_scale": tensors["weight_scale"]}
-
-
-def _from_tiles(tensors: Tensors) -> dict[str, torch.Tensor]:
-    tiles = tensors["weight_tiles"]
-    packed = from_tiles(tiles.flatten(0, -2)).unflatten(0, (*tiles.shape[:-2], -1))
-    return {"weight_packed": packed, "weight_scale": tensors["weight_scale"]}
-
-
-TILES = Layout("weight_tiles", lambda shape: shape[-2] % TILE_ROWS == 0, _to_tiles, _from_tiles)
 MARLIN = Layout(CODES, _fits_marlin, to_marlin, from_marlin)
-
-
-def wire_tensors(tensors: Tensors) -> Tensors:
-    """Return `tensors`, which may be in one of these layouts, as wire tensors without `weight_shape`."""
-    for layout in (TILES, MARLIN):
-        if layout.codes in tensors:
-            return layout.restore(tensors)
-    return tensors

@@ -5,7 +5,7 @@ GPUs), the exact reference. The choice depends only on scheme, machine and shape
 run uses the same kernels as before.
 
 `quant.kernels` chooses the table: `engine` is `LINEAR_KERNELS`, and the others are `OWN_KERNELS`, whose kernels QaRL's
-plugin also gives to the engine (`qarl.rollout.vllm_plugin.linears`).
+plugin also gives to the engine (`qarl.rollout.vllm_plugin.own_linears`).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from qarl.kernels.cpu import vllm_linears
 from qarl.kernels.cpu.torch_linears import VllmCpuFP8Linear
 from qarl.kernels.cuda.vllm_linears import MOE, silu, uint4b8, why_not_experts
 from qarl.kernels.experts import route, scheme_of, sizes_of
-from qarl.kernels.int4 import CODES, MARLIN, SCALES, TILES, to_marlin
+from qarl.kernels.int4 import CODES, MARLIN, SCALES, to_marlin
 from qarl.kernels.reference import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
 from qarl.vllm_versions import moe_sum
 
@@ -86,7 +86,7 @@ class VllmCpuExperts(ExpertsKernel):
     """Low-bit experts, computed one after another with vLLM's dense CPU kernels."""
 
     name = "vllm_cpu"
-    layout = TILES
+    layout = vllm_linears.TILES
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:

@@ -20,7 +20,7 @@ from muon import adam_update
 
 from qarl.errors import UserError
 from qarl.optim.muon import direction, local_part, region, updates, use_muon
-from qarl.optim.rounding import copy_where_different, rounding_key, stochastic_round
+from qarl.optim.rounding import rounding_key, stochastic_round
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -105,7 +105,8 @@ class MuonAdamW(torch.optim.Optimizer):
         working.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
         if weight.dtype == torch.bfloat16:
             key = rounding_key(group["seed"], self._names[id(parameter)], state["step"])
-            copy_where_different(weight, stochastic_round(working, key, region(parameter)))
+            rounded = stochastic_round(working, key, region(parameter))
+            weight.copy_(torch.where(rounded == weight, weight, rounded))  # a zero update leaves -0.0 as it is
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict()`. Unlike torch, keep the state of BF16 parameters in FP32.

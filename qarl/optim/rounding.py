@@ -106,11 +106,3 @@ def _mix(number: int) -> int:
     number = (number ^ (number >> 30)) * _FIRST % (1 << 64)
     number = (number ^ (number >> 27)) * _SECOND % (1 << 64)
     return number ^ (number >> 31)
-
-
-def copy_where_different(parameter: torch.Tensor, rounded: torch.Tensor) -> None:
-    """Copy `rounded` into `parameter`, but leave elements alone whose value does not change.
-
-    Otherwise a zero update would turn -0.0 into +0.0, and change a digest.
-    """
-    parameter.copy_(torch.where(rounded == parameter, parameter, rounded))

@@ -105,12 +105,14 @@ def stacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
     Other tensors are unchanged. So are the matrices of a layer whose experts are not complete or not alike."""
     for layer, group in groupby(tensors, key=lambda item: (_OF_EXPERT.fullmatch(item[0]) or [None, None])[1]):
-        members = list(group)
-        yield from members if layer is None else _stacks_of(layer, members) or members
+        if layer is None:
+            yield from group
+        else:
+            yield from _stacks_of(layer, list(group))
 
 
-def _stacks_of(layer: str, members: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]] | None:
-    """Return the stacks of a layer's `members`, or None if they do not make whole stacks."""
+def _stacks_of(layer: str, members: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Return the stacks of a layer's `members`, or `members` if they do not make whole stacks."""
     by_matrix: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
     for name, tensor in members:
         _, expert, matrix, leaf = _OF_EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # `stacked` has matched it
@@ -123,7 +125,7 @@ def _stacks_of(layer: str, members: list[tuple[str, torch.Tensor]]) -> list[tupl
             parts = [by_matrix.get((matrix, leaf), {}) for matrix in matrices_of_expert]
             alike = {(tensor.dtype, tensor.shape) for part in parts for tensor in part.values()}
             if any(part.keys() != set(range(count)) for part in parts) or len(alike) != 1:
-                return None
+                return members
             rows = [torch.cat([part[expert] for part in parts]) for expert in range(count)]
             made.append((f"{layer}.{stack}.{leaf}", torch.stack(rows)))
     return made

@@ -7,7 +7,7 @@
 So no rank ever has a BF16 copy of a whole quantized weight, or the whole model in low bits. Three things differ from
 `qarl.quant.linear`:
 
-- If the kernel's layout cannot be gathered (`qarl.kernels.int4`), each forward makes it and then drops it.
+- If the kernel's layout cannot be gathered (`Layout` of `qarl.kernels.base`), each forward makes it and then drops it.
 - Each backward dequantizes the weight.
 - The caller must call `quantize_shards` before a forward. It quantizes weights that changed, and makes FSDP2 gather
   them in low bits.
@@ -26,14 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsKernel
-from qarl.kernels.int4 import wire_tensors
 from qarl.quant import convert
 from qarl.quant.experts import STACKS, QuantExperts, QuantizedStack
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import QuantizedTensor, phase
 from qarl.quant.scheme import Scheme
 from qarl.quant.state_dict import named_tensors
-from qarl.quant.weight_shard import GatheredWeight, WeightShard
+from qarl.quant.weight_shard import GatheredWeight, WeightShard, wire_tensors
 
 
 class _Sharded(nn.Module):
@@ -82,7 +81,7 @@ class ShardedQuantLinear(_Sharded, QuantLinear):
     def quantized(self) -> QuantizedTensor:
         """Return the gathered low-bit tensors. This works only during a forward or a backward."""
         with phase("prepare"):
-            tensors = dict(wire_tensors(_gathered(self, "weight")))
+            tensors = dict(wire_tensors(_gathered(self, "weight"), self.kernel.layout))
         return QuantizedTensor(self.scheme, (self.out_features, self.in_features), tensors)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -129,12 +128,12 @@ class GatheredExperts(NamedTuple):
     @property
     def gate_up(self) -> Mapping[str, torch.Tensor]:
         with phase("prepare"):
-            return wire_tensors(self.gathered_gate_up)
+            return wire_tensors(self.gathered_gate_up, self.kernel.layout)
 
     @property
     def down(self) -> Mapping[str, torch.Tensor]:
         with phase("prepare"):
-            return wire_tensors(self.gathered_down)
+            return wire_tensors(self.gathered_down, self.kernel.layout)
 
 
 def _shard(layer: QuantLinear | QuantExperts, leaf: str) -> WeightShard:

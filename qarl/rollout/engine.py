@@ -28,7 +28,7 @@ import torch
 from qarl.errors import UserError
 from qarl.lora.adapter import Adapter
 from qarl.process import configure_vllm_process
-from qarl.quant.experts import stacked
+from qarl.quant.experts import is_of_expert, stacked
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, vllm_plugin
 from qarl.rollout.adapters import EngineAdapter, no_place, servable
@@ -127,7 +127,7 @@ class RolloutEngine:
         )
         check_same_layers(self.model(), self.expected)
         if self.config.kernels != "engine":
-            from qarl.rollout.vllm_plugin.linears import check_in_use
+            from qarl.rollout.vllm_plugin.own_linears import check_in_use
 
             check_in_use(self.model(), kernel_request(self.config.kernels, self.config.scheme.name))
         if self.config.adapters is not None:
@@ -266,7 +266,8 @@ class RolloutEngine:
         try:
             published = list(tensors)
             check_complete(published, self.expected)
-            published = list(stacked(published))
+            if any(is_of_expert(name) for name, _ in published):
+                published = list(stacked(published))
             seconds = {"validate": time.perf_counter() - start}
             self.receiver.write_all(published, version=version)
             if not self.reset_prefix_cache():

@@ -63,7 +63,7 @@ def own_kernels(request: KernelRequest | None) -> AbstractContextManager[None]:
     usual."""
     if request is None:
         return nullcontext()
-    from qarl.rollout.vllm_plugin.linears import own_kernels_only
+    from qarl.rollout.vllm_plugin.own_linears import own_kernels_only
 
     return own_kernels_only()
 

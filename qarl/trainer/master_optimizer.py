@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qarl.optim.muon_adamw import MuonAdamW
-from qarl.optim.rounding import copy_where_different
 
 if TYPE_CHECKING:
     from qarl.config import OptimConfig
@@ -88,6 +87,15 @@ def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps
     progress = min(1.0, (training_step - warmup) / max(1, total_training_steps - warmup))
     floor = optim_config.min_lr_ratio
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def write_back(parameter: torch.Tensor, master: torch.Tensor) -> None:
+    """Round `master` to nearest into `parameter`, but leave elements alone whose value does not change.
+
+    Otherwise a zero update would turn -0.0 into +0.0, and change a digest.
+    """
+    rounded = master.to(parameter.dtype)
+    parameter.copy_(torch.where(rounded == parameter, parameter, rounded))
 
 
 class MasterOptimizer:
@@ -225,13 +233,9 @@ class MasterOptimizer:
             parameter.grad = self.gradients.get(name)
         self._inner.step()
         if self._keep_masters:
-            for name in self._updated:
-                self._write_back(name)
+            for name, master in self._updated.items():
+                write_back(self._parameters[name], master)
         self.zero_grad()
-
-    def _write_back(self, name: str) -> None:
-        parameter = self._parameters[name]
-        copy_where_different(parameter, self._updated[name].detach().to(parameter.dtype))
 
     def zero_grad(self) -> None:
         """Drop all gradients: the FP32 sums and every `.grad`."""
@@ -260,4 +264,4 @@ class MasterOptimizer:
         self._apply_schedule()
         for name, master in state["masters"].items():
             self._updated[name].copy_(master)
-            self._write_back(name)
+            write_back(self._parameters[name], self._updated[name])

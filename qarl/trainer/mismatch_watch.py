@@ -2,8 +2,8 @@
 
 Two limits apply to the probe (`qarl.metrics.mismatch_limit`): that of the alignment level, and a multiple of the
 model's own rounding noise. The second takes three forwards of the probe's tokens: one with the published tensors, and
-`qarl.align.noise.DRAWS`. Steps have only the first limit. Before the first update, a mismatch over it ends the run.
-Later it is a warning.
+`qarl.align.rounding_noise.DRAWS`. Steps have only the first limit. Before the first update, a mismatch over it ends the
+run. Later it is a warning.
 
 `log_samples` writes the tokens of a few responses with their differences, for the report.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qarl.align.levels import engine_arithmetic
-from qarl.align.noise import Roots
+from qarl.align.rounding_noise import Roots
 from qarl.align.router import known_routing
 from qarl.config import Config
 from qarl.console import say

@@ -34,12 +34,12 @@ from qarl.errors import UserError
 from qarl.lora.adapter import write_adapter
 from qarl.lora.layers import Adapters
 from qarl.optim.muon_adamw import MuonAdamW
-from qarl.optim.rounding import copy_where_different
 from qarl.process import keep_freed_memory
 from qarl.quant.experts import stacked_experts
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import RolloutEngine
 from qarl.tbpo import TBPOConfig, tbpo_loss
+from qarl.trainer.master_optimizer import write_back
 from qarl.trainer.policy import Policy, adapters_of
 from qarl.trainer.prepare import engine_config
 from qarl.trl.adapters import ignore_frozen, load_adapter, lora_section
@@ -345,4 +345,4 @@ class MasterAdamW(MuonAdamW):
             state["master"] = parameter.detach().float()
         master: torch.Tensor = state["master"]
         master.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-        copy_where_different(parameter, master.to(parameter.dtype))
+        write_back(parameter, master)

@@ -41,7 +41,7 @@ from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
 from qarl.align.levels import engine_arithmetic
-from qarl.align.noise import Roots
+from qarl.align.rounding_noise import Roots
 from qarl.errors import UserError
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_noise, times_noise

@@ -24,7 +24,7 @@ from qarl.kernels.cuda import vllm_linears
 from qarl.kernels.int4 import to_marlin
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.rollout.ask_vllm import chosen_kernel
+from qarl.rollout.chosen_kernel import chosen_kernel
 
 required()
 

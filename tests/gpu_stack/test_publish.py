@@ -19,6 +19,7 @@ from random_models import save_random_model
 from random_moe import IGNORE, wire_tensors
 from same_bytes import same_bytes
 
+from qarl.quant.experts import stacked
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine_config import kernel_request
 from qarl.rollout.publish import graph_addresses, writers
@@ -79,7 +80,7 @@ def experts_tensors(model: torch.nn.Module) -> dict[str, graph_addresses.Place]:
 
 
 def publish(receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version: int) -> None:
-    receiver.feed(encode_publish(iter(tensors.items()), version=version))
+    receiver.feed(encode_publish(stacked(tensors.items()), version=version))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
     direct: bool,
 ) -> None:
     pretend(monkeypatch, capability)
-    from qarl.rollout.vllm_plugin.linears import check_in_use
+    from qarl.rollout.vllm_plugin.own_linears import check_in_use
 
     scheme, folder = get_scheme(scheme_name, group_size), folders[model_name]
     config = engine_config(folder, scheme, IGNORE, kernels=kernels)

@@ -73,7 +73,7 @@ def build(config: Any, device: torch.device = CPU) -> Any:
 
 def _kernels_of(config: Any) -> AbstractContextManager[None]:
     """The context in which the rollout engine starts vLLM: vLLM's own kernels are disabled if QaRL's are asked for."""
-    from qarl.rollout.vllm_plugin.linears import own_kernels_only
+    from qarl.rollout.vllm_plugin.own_linears import own_kernels_only
 
     return own_kernels_only() if REQUEST_KEY in config.additional_config else nullcontext()
 

@@ -18,6 +18,7 @@ import torch
 from random_moe import IGNORE, near, save_checkpoint, wire_tensors
 
 from qarl.process import configure_vllm_process
+from qarl.quant.experts import stacked
 from qarl.quant.scheme import Scheme, get_scheme
 
 PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(8)]
@@ -38,7 +39,8 @@ def publish(worker: Any, folder: str, scheme_name: str, version: int) -> tuple[l
         worker.sender = DeltaSender()
     tensors = both(Path(folder), scheme)[version % 2]
     fingerprint = worker.receiver.cache.fingerprint if worker.receiver.cache else None
-    worker.receiver.feed(worker.sender.stream(tensors.items(), version=version, receivers=[fingerprint]))
+    stream = worker.sender.stream(stacked(tensors.items()), version=version, receivers=[fingerprint])
+    worker.receiver.feed(stream)
     assert worker.receiver.version == version
     reloaded = [target.name for target in worker.receiver.plan.by_owner.values() if target.writer is None]
     return reloaded, worker.sender.tally.known

@@ -5,7 +5,7 @@ vLLM 0.29 multiplies BF16 weights of up to 1 MiB by `weight_packed_linear`, and 
 another order up to 4 rows, which it multiplies by vectors instead of tiles, and oneDNN from 33 to several hundred rows
 (measured at K of 576 and more). So an engine that decodes 3 responses has other bits than one that decodes 5, or than a
 trainer. Here `weight_packed_linear` multiplies weights of every size, by 5 rows at least. The trainer calls it, and the
-engine too (`qarl.rollout.vllm_plugin.cpu_linears`). Without AMX rows are independent already, and vLLM and PyTorch
+engine too (`qarl.rollout.vllm_plugin.cpu_bf16_linears`). Without AMX rows are independent already, and vLLM and PyTorch
 multiply as usual.
 """
 

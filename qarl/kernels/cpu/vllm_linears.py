@@ -16,19 +16,18 @@ rounds differently.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.base import LinearKernel, PreparedWeight
+from qarl.kernels.base import Layout, LinearKernel, PreparedWeight, Tensors
 from qarl.kernels.cpu.torch_linears import int8_linear, int8_unavailable, int_mm
-from qarl.kernels.int4 import TILES, VALUES_PER_INT32, to_tiles
 from qarl.kernels.reference import quantize_int8_cuda
 from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
 
+_TILE_ROWS, _VALUES_PER_INT32 = 16, 8
 _TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time
 
 
@@ -73,6 +72,40 @@ def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scale
 
 
+def to_tiles(packed: torch.Tensor) -> torch.Tensor:
+    """Convert `weight_packed`, int32 [..., N, K/8], to tiles, int32 [..., N/16, 2K]. N must be a multiple of 16."""
+    pairs = packed.contiguous().view(torch.uint8)
+    half = pairs.shape[-1]  # a byte holds two values of one output channel, adjacent along K
+    even, odd = pairs.view(-1, _TILE_ROWS // 2, 2, half).unbind(2)
+    tiles = pairs.new_empty(len(even), half, 2, _TILE_ROWS // 2)
+    tiles[:, :, 0] = ((even & 0xF) | (odd << 4)).transpose(1, 2)
+    tiles[:, :, 1] = ((even >> 4) | (odd & 0xF0)).transpose(1, 2)
+    return tiles.view(-1).view(torch.int32).view(*packed.shape[:-2], -1, 4 * half)
+
+
+def from_tiles(tiles: torch.Tensor) -> torch.Tensor:
+    """Invert `to_tiles`: int32 [..., N/16, 2K] -> int32 [..., N, K/8]."""
+    half = tiles.shape[-1] // 4
+    low, high = tiles.contiguous().view(torch.uint8).view(-1, half, 2, _TILE_ROWS // 2).unbind(2)
+    pairs = low.new_empty(len(low), _TILE_ROWS // 2, 2, half)
+    pairs[:, :, 0] = ((low & 0xF) | (high << 4)).transpose(1, 2)
+    pairs[:, :, 1] = ((low >> 4) | (high & 0xF0)).transpose(1, 2)
+    return pairs.view(*tiles.shape[:-2], -1, half).view(torch.int32)
+
+
+def _convert(tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {"weight_tiles": to_tiles(tensors["weight_packed"]), "weight_scale": tensors["weight_scale"]}
+
+
+def _restore(tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {"weight_packed": from_tiles(tensors["weight_tiles"]), "weight_scale": tensors["weight_scale"]}
+
+
+TILES = Layout("weight_tiles", lambda shape: shape[-2] % _TILE_ROWS == 0, _convert, _restore)
+"""In a tile of 16 channels, the 16 codes for one k are adjacent: byte 8 k + c contains channels 2 c and 2 c + 1
+(csrc/cpu/cpu_wna16.cpp). Scales are as on the wire."""
+
+
 class VllmCpuWNA16Linear(LinearKernel):
     """W4A16 by `cpu_gemm_wna16`, the operator of vLLM's CPUWNA16LinearKernel."""
 
@@ -88,7 +121,7 @@ class VllmCpuWNA16Linear(LinearKernel):
         return cpu_ops_missing("cpu_gemm_wna16")
 
     @staticmethod
-    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
+    def prepare(tensors: Tensors) -> PreparedWeight:
         """Convert to int32 [N/16, 2K] and BF16 [K/g, N], like vLLM's `process_weights_after_loading`.
 
         The codes may already be in tiles, as `weight_tiles`.
@@ -97,13 +130,13 @@ class VllmCpuWNA16Linear(LinearKernel):
         return PreparedWeight(weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod
-    def prepare_stack(tensors: Mapping[str, torch.Tensor]) -> list[PreparedWeight]:
+    def prepare_stack(tensors: Tensors) -> list[PreparedWeight]:
         """Prepare all matrices of a stack [E, N, ...] at once. Each result is a view. Except for tiles, its memory is
         new, because a transport may reuse that of `tensors`."""
         tiles = tensors.get("weight_tiles")
         scales = tensors["weight_scale"].transpose(1, 2).clone(memory_format=torch.contiguous_format)
         if tiles is None:
-            tiles = to_tiles(tensors["weight_packed"].flatten(0, 1)).unflatten(0, (len(scales), -1))
+            tiles = to_tiles(tensors["weight_packed"])
         return [PreparedWeight(*both) for both in zip(tiles.unbind(), scales.unbind(), strict=True)]
 
     @staticmethod
@@ -113,7 +146,7 @@ class VllmCpuWNA16Linear(LinearKernel):
             x = x.contiguous()
         output = x.new_empty(x.shape[0], prepared.scale.shape[1])
         torch.ops._C.cpu_gemm_wna16(
-            x, prepared.weight, output, prepared.scale, None, None, bias, VALUES_PER_INT32, isa_hint()
+            x, prepared.weight, output, prepared.scale, None, None, bias, _VALUES_PER_INT32, isa_hint()
         )
         return output
 
@@ -131,7 +164,7 @@ class VllmCpuInt8Linear(LinearKernel):
         return int8_unavailable(device) or cpu_ops_missing("create_onednn_scaled_mm_handler")
 
     @staticmethod
-    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedInt8:
+    def prepare(tensors: Tensors) -> PreparedInt8:
         from vllm import _custom_ops as ops
 
         scale = tensors["weight_scale"].clone()
@@ -141,7 +174,7 @@ class VllmCpuInt8Linear(LinearKernel):
         return PreparedInt8(handler, scale)
 
     @staticmethod
-    def prepare_gathered(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
+    def prepare_gathered(tensors: Tensors) -> PreparedWeight:
         """Return views of the tensors, for a product with `torch._int_mm`.
 
         The bits are the same as with `prepare`. Packing a oneDNN weight would take longer than a product with 512 rows.
@@ -176,7 +209,7 @@ class VllmCpuInt8TilesLinear(LinearKernel):
         return cpu_ops_missing("int8_scaled_mm_with_quant")
 
     @staticmethod
-    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedInt8Tiles:
+    def prepare(tensors: Tensors) -> PreparedInt8Tiles:
         weight, scale = tensors["weight"], tensors["weight_scale"]
         # The operator takes blocks of 32 channels. vLLM fuses layers to fill them; here a single layer is padded.
         padding = (0, 0, 0, -len(weight) % _TILE_CHANNELS)

@@ -33,7 +33,6 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
-from qarl.quant.experts import stacked
 from qarl.rollout.publish.checksum import check_unit
 from qarl.rollout.publish.delta import PublishedCache, Tally, find_changes
 from qarl.rollout.publish.manifest import NamedTensor
@@ -117,7 +116,7 @@ def encode_publish(
     is_delta: bool = False,
     tally: Tally | None = None,
 ) -> Iterator[NamedTensor]:
-    """Yield `tensors` (checkpoint names, in layer order) with the records of a publish between them.
+    """Yield `tensors` (in layer order, experts in stacks) with the records of a publish between them.
 
     Args:
         run: the name of the run that owns the weights, for transports that two runs could share by mistake.
@@ -128,7 +127,8 @@ def encode_publish(
         tally: counts the changed words of a delta.
 
     Raises:
-        UserError: a tensor contains NaN or Inf. The message names the tensor.
+        UserError: a tensor contains NaN or Inf. The message names the tensor. This is raised after the last tensor,
+            because other ranks gather each tensor together with this one.
     """
     begin: dict[str, Any] = {"version": version}
     if run is not None:
@@ -141,7 +141,7 @@ def encode_publish(
         begin |= {"keep": True, "base": cache.fingerprint if is_delta else None}
         cache.begin(changes=is_delta)
     yield record(BEGIN, begin)
-    for unit, group in groupby(stacked(tensors), key=lambda item: unit_of(item[0])):
+    for unit, group in groupby(tensors, key=lambda item: unit_of(item[0])):
         members = list(group)
         results = check_unit([tensor for _, tensor in members], finite=True)
         units.append(([name for name, _ in members], results))
@@ -172,12 +172,10 @@ def send_changes(
     """Yield the changed tensors of a unit, and its record, which `receive_changes` takes at the other end.
 
     `results`: those of `check_unit` for `members`. Other arguments are as in `encode_publish`."""
-    names = [name for name, _ in members]
     compared = [cache.compare(name, tensor) for name, tensor in members]
     none = results.new_zeros(())
     counts = [none if pair is None else pair.count.to(results.device, non_blocking=True) for pair in compared]
-    sums, bad, differing = torch.cat((results, torch.stack(counts)[None])).tolist()  # the host waits once
-    refuse_nonfinite(names, bad)
+    sums, _, differing = torch.cat((results, torch.stack(counts)[None])).tolist()  # the host waits once
     digests: dict[str, int] = {}
     deltas: list[str] = []
     for (name, tensor), comparison, digest, count in zip(members, compared, sums, differing, strict=True):

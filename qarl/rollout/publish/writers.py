@@ -322,7 +322,7 @@ def _write_fp8(layer: Any, parts: list[Part]) -> None:
 
 
 def _write_own(layer: Any, parts: list[Part]) -> None:
-    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.linears`)."""
+    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.own_linears`)."""
     layer.scheme.kernel.write(layer, {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
     _write_bias(layer, parts)
 

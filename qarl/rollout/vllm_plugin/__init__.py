@@ -6,13 +6,13 @@ On a CPU, the plugin adds four things that vLLM 0.29 lacks:
   trainer (`qarl.kernels.vllm_experts`).
 - Correct BF16 experts after a reload of weights. vLLM alone returns wrong outputs.
 - The routing: the experts that each token was sent to.
-- With AMX, BF16 linears whose rows do not depend on the rows beside them (`cpu_linears.py`).
+- With AMX, BF16 linears whose rows do not depend on the rows beside them (`cpu_bf16_linears.py`).
 
 On other devices, vLLM's own backends serve experts.
 
 On every device, the plugin also registers two things:
 
-- QaRL's own linear kernels, which an engine uses only if `quant.kernels` asks for them (`linears.py`).
+- QaRL's own linear kernels, which an engine uses only if `quant.kernels` asks for them (`own_linears.py`).
 - The transfer engine `qarl`, which receives publishes from another process or host (`transfer.py`).
 
 These modules have the classes that are registered. Nothing is patched, because vLLM has a registry for each class.
@@ -32,7 +32,7 @@ from qarl.vllm_versions import transfer_factories
 ENTRY_POINT = "qarl"
 """The plugin's name in `vllm.general_plugins`. The environment variable VLLM_PLUGINS uses the same name."""
 _CALLED = "vLLM has not called it"
-_why_not: dict[str, str | None] = {"linears": _CALLED, "cpu_experts": _CALLED, "cpu_linears": _CALLED}
+_why_not: dict[str, str | None] = {"own_linears": _CALLED, "cpu_experts": _CALLED, "cpu_bf16_linears": _CALLED}
 """Module of the plugin -> why its classes are not registered in this process, or None if they are or are not needed."""
 
 
@@ -57,8 +57,8 @@ def register() -> None:
 
 def check_linears_loaded(kernels: str) -> None:
     """Raise UserError if `quant.kernels` asks for QaRL's own kernels and they are not registered in this process."""
-    if kernels != "engine" and _loaded("linears") is not None:
-        raise _error("linears", "vLLM runs without QaRL's linear kernels", f"quant.kernels={kernels}, ")
+    if kernels != "engine" and _loaded("own_linears") is not None:
+        raise _error("own_linears", "vLLM runs without QaRL's linear kernels", f"quant.kernels={kernels}, ")
 
 
 def check_loaded(hf_config: Any) -> None:
@@ -74,7 +74,7 @@ def _needed(hf_config: Any) -> list[str]:
 
     experts = ["cpu_experts"] if experts_of(hf_config) else []
     amx = torch.cpu._is_amx_tile_supported() and not torch.cuda.is_available()
-    return experts + (["cpu_linears"] if amx else [])
+    return experts + (["cpu_bf16_linears"] if amx else [])
 
 
 def _loaded(module: str) -> str | None:
@@ -116,7 +116,7 @@ def not_loaded(module: str = "cpu_experts") -> UserError:
     """Return the error for an engine on a CPU that would start without a module of the plugin that it needs."""
     reason = {
         "cpu_experts": "the model is a mixture of experts",
-        "cpu_linears": "this CPU has AMX, on which vLLM's log-probs depend on the number of responses that run",
+        "cpu_bf16_linears": "this CPU has AMX, on which vLLM's log-probs depend on the number of responses that run",
     }
     return _error(module, f"{reason[module]}, but vLLM runs without QaRL's plugin")
 

@@ -18,7 +18,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLine
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
 from vllm.platforms import current_platform
 
-from qarl.rollout.vllm_plugin.linears import Answer, disabled_kernels
+from qarl.rollout.vllm_plugin.own_linears import Answer, disabled_kernels
 
 
 class QaRLAdaptedInt8LinearKernel(CPUInt8ScaledMMLinearKernel):

@@ -58,6 +58,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from qarl.errors import UserError
+from qarl.quant.experts import stacked
 from qarl.rollout.publish.manifest import NamedTensor, engines_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer, own_address
@@ -295,9 +296,10 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
         self.client.finish_weight_update(str(self.version))
 
     def _stream(self, source: Iterator[NamedTensor], receivers: Any) -> Iterator[NamedTensor]:
+        tensors = stacked(source)  # a program may send the matrices of a checkpoint
         if self.info.delta:
-            return self.sender.stream(source, version=self.version, receivers=receivers)
-        return encode_publish(source, version=self.version)
+            return self.sender.stream(tensors, version=self.version, receivers=receivers)
+        return encode_publish(tensors, version=self.version)
 
     def shutdown(self) -> None:
         if self.server is not None:

@@ -135,22 +135,22 @@ def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
         pytest.skip("vLLM's own kernels")
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    from qarl.rollout import ask_vllm
-    from qarl.rollout.vllm_plugin import linears
+    from qarl.rollout.chosen_kernel import chosen_kernel
+    from qarl.rollout.vllm_plugin import own_linears
 
     scheme = get_scheme("w4a16", group_size=32)
-    assert ask_vllm.chosen_kernel(scheme, (64, 64), (64, 64)) == "CPUWNA16LinearKernel"
+    assert chosen_kernel(scheme, (64, 64), (64, 64)) == "CPUWNA16LinearKernel"
     with set_current_vllm_config(VllmConfig()):
-        assert linears.requested() is None
-        assert linears._Own.why_not(("w4a16",), (64, 64)) == "quant.kernels=engine"
+        assert own_linears.requested() is None
+        assert own_linears._Own.why_not(("w4a16",), (64, 64)) == "quant.kernels=engine"
     with pytest.raises(UserError, match="vLLM chose QaRLInt4LinearKernel"):
-        linears.check_in_use(running.engine.model(), None)
+        own_linears.check_in_use(running.engine.model(), None)
 
 
 def test_an_engine_without_the_plugin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from qarl.rollout import vllm_plugin
 
-    monkeypatch.setitem(vllm_plugin._why_not, "linears", "this vLLM has no register_linear_kernel")
+    monkeypatch.setitem(vllm_plugin._why_not, "own_linears", "this vLLM has no register_linear_kernel")
     monkeypatch.setattr("vllm.plugins.load_general_plugins", lambda: None)
     folder = save_random_model(tmp_path / "qwen3")
     config = EngineConfig(

@@ -188,6 +188,18 @@ def test_after_a_failure_the_rest_of_the_tensors_is_read(failing, monkeypatch):
     send.shutdown()
 
 
+def test_a_source_may_have_the_matrices_of_a_checkpoint():
+    layer = "model.layers.0.mlp.experts"
+    send = trainer(Executor(0), list)
+    names = [f"{layer}.{expert}.{matrix}_proj.weight" for expert in range(2) for matrix in ("gate", "up", "down")]
+    sent = dict(send._stream(iter([(name, torch.ones(4, 4)) for name in names]), []))
+    assert {name: tuple(tensor.shape) for name, tensor in sent.items() if not name.startswith("qarl.")} == {
+        f"{layer}.gate_up_proj.weight": (2, 8, 4),
+        f"{layer}.down_proj.weight": (2, 4, 4),
+    }
+    send.shutdown()
+
+
 def test_an_update_that_never_came_is_closed():
     """The engine's HTTP server lost the request between the start and the update."""
     tensors, executor = weights("llama"), Executor(2)

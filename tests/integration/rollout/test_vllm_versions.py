@@ -15,7 +15,7 @@ from qarl import vllm_versions
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import get_scheme
-from qarl.rollout import ask_vllm
+from qarl.rollout.chosen_kernel import chosen_kernel
 from qarl.rollout.engine import EngineConfig, RolloutEngine
 from qarl.rollout.engine_config import llm_arguments
 
@@ -87,7 +87,7 @@ def test_another_release_is_refused_before_its_model_is_looked_at(
     ):
         RolloutEngine(EngineConfig("nowhere", get_scheme("w4a16"), ("lm_head",), 64))
     with pytest.raises(UserError, match="does not support the installed vLLM"):
-        ask_vllm.chosen_kernel(get_scheme("w4a16"), (64, 64), (64, 64))
+        chosen_kernel(get_scheme("w4a16"), (64, 64), (64, 64))
 
 
 def test_caches_are_found_however_they_are_nested() -> None:

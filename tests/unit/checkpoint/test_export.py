@@ -24,7 +24,7 @@ from qarl.checkpoint.compressed_tensors import (
 from qarl.checkpoint.export import ExportRequest, check_output, export
 from qarl.checkpoint.resumable import open_checkpoint, save_checkpoint, tensor_digest
 from qarl.config import OptimConfig
-from qarl.config.request import read_request
+from qarl.config.arguments import read_request
 from qarl.errors import UserError
 from qarl.export import main
 from qarl.quant import get_scheme, packed_state_dict, quantize_model

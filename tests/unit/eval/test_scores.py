@@ -16,8 +16,8 @@ from qarl.data.prompts import load_prompts
 from qarl.demo.tiny_model import make_tokenizer
 from qarl.errors import UserError
 from qarl.eval import evaluate
+from qarl.eval.arguments import EvalRequest, settings_of
 from qarl.eval.evaluate import folders, table, tabulated
-from qarl.eval.request import EvalRequest, settings_of
 from qarl.eval.scores import Z, average, differences, interval, normal, standard_error
 
 

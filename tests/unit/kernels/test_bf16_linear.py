@@ -83,7 +83,7 @@ def test_the_engine_makes_layers_of_the_registered_classes():
     from vllm.model_executor.custom_op import maybe_get_oot_by_class
     from vllm.plugins import load_general_plugins
 
-    from qarl.rollout.vllm_plugin.cpu_linears import LAYERS
+    from qarl.rollout.vllm_plugin.cpu_bf16_linears import LAYERS
 
     load_general_plugins()
     for layer in LAYERS:

@@ -8,8 +8,8 @@ from cpu_features import needs_w4a16_cpu
 from marlin_reference import random_stack, vllm_layout
 
 from qarl.kernels.cpu.torch_linears import upcast_e4m3
-from qarl.kernels.cpu.vllm_linears import VllmCpuInt8Linear, VllmCpuWNA16Linear
-from qarl.kernels.int4 import CODES, MARLIN, SCALES, TILES, from_marlin, from_tiles, to_marlin, to_tiles
+from qarl.kernels.cpu.vllm_linears import TILES, VllmCpuInt8Linear, VllmCpuWNA16Linear, from_tiles, to_tiles
+from qarl.kernels.int4 import CODES, MARLIN, SCALES, from_marlin, to_marlin
 from qarl.quant import get_scheme, quantize
 
 CPU = torch.device("cpu")

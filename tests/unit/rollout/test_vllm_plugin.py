@@ -79,7 +79,7 @@ OURS = SimpleNamespace(value="qarl.rollout.vllm_plugin:register")
 def test_a_run_asks_for_the_plugin_before_vllm_starts(monkeypatch, hf_config, amx, points, plugins, why) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
-    for module in ("cpu_experts", "cpu_linears"):
+    for module in ("cpu_experts", "cpu_bf16_linears"):
         monkeypatch.setitem(vllm_plugin._why_not, module, vllm_plugin._CALLED)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
@@ -92,7 +92,7 @@ def test_a_run_asks_for_the_plugin_before_vllm_starts(monkeypatch, hf_config, am
 
 
 def test_a_dense_model_needs_the_linears_of_the_plugin_where_there_is_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vllm_plugin._why_not, "cpu_linears", "AttributeError: register_oot")
+    monkeypatch.setitem(vllm_plugin._why_not, "cpu_bf16_linears", "AttributeError: register_oot")
     for amx in (True, False):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
         with pytest.raises(UserError, match=r"(?s)has AMX.*register_oot") if amx else nullcontext():

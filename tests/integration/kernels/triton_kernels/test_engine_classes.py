@@ -1,6 +1,6 @@
 """`quant.kernels=qarl` on both sides: the classes that vLLM calls against QuantLinear, on rows cut in any way.
 
-The classes are those that QaRL's plugin registers in vLLM (`qarl.rollout.vllm_plugin.linears`), built and called as
+The classes are those that QaRL's plugin registers in vLLM (`qarl.rollout.vllm_plugin.own_linears`), built and called as
 vLLM builds and calls them. One of them multiplies fused layers, the trainer's multiply one layer each.
 """
 
@@ -51,7 +51,7 @@ def engines_kernel(scheme: str) -> Any:
     from vllm.model_executor.kernels import linear as kernels
 
     from qarl.kernels.cuda.vllm_linears import uint4b8
-    from qarl.rollout.vllm_plugin.linears import own_kernels_only
+    from qarl.rollout.vllm_plugin.own_linears import own_kernels_only
 
     n = sum(PARTS)
     with own_kernels_only():

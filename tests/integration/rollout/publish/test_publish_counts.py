@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from worker_models import distributed_vllm, worker_model
 
-from qarl.kernels.int4 import to_tiles
+from qarl.kernels.cpu.vllm_linears import to_tiles
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.quant.experts import stacked

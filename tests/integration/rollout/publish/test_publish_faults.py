@@ -151,8 +151,8 @@ DAMAGE: dict[str, Damage] = {
 def test_damage_on_the_way(world: World, damage: str, leaf: str) -> None:
     """Half of the other weights may be in the engine by then. tests/unit/rollout/publish has records that are lost."""
     spoil, message = DAMAGE[damage]
-    name, old = world.sent[leaf], dict(encode_publish(world.good, version=1))
-    receiver, stream = receiver_of(world), list(encode_publish(world.other, version=7))
+    name, old = world.sent[leaf], dict(encode_publish(stacked(world.good), version=1))
+    receiver, stream = receiver_of(world), list(encode_publish(stacked(world.other), version=7))
     if damage == "no end":
         receiver.feed(spoil(stream, name, old))
     else:
@@ -188,14 +188,14 @@ def other_value(payload: torch.Tensor) -> torch.Tensor:
 def test_changes_damaged_on_the_way(world: World, leaf: str) -> None:
     """The next publish sends all tensors. tests/unit/rollout/publish/test_publish_delta.py has the other damages."""
     name, receiver, sender = world.sent[leaf], receiver_of(world), DeltaSender()
-    receiver.feed(sender.stream(world.good, version=1, receivers=[receiver.fingerprint]))
-    near = nearby(world.good, word=2)
+    receiver.feed(sender.stream(stacked(world.good), version=1, receivers=[receiver.fingerprint]))
+    near = stacked(nearby(world.good, word=2))
     changes = list(sender.stream(near, version=3, receivers=[receiver.fingerprint]))
     assert dict(changes)[name].dtype == torch.uint8, "no changes"
     with pytest.raises(TransferFailed, match=f"{re.escape(name)} was damaged"):
         receiver.feed(changed(changes, name, other_value))
     assert world.engine.stale
-    receiver.feed(sender.stream(world.good, version=4, receivers=[receiver.fingerprint]))
+    receiver.feed(sender.stream(stacked(world.good), version=4, receivers=[receiver.fingerprint]))
     assert not sender.tally.known and greedy(world.engine) == world.expected
 
 

@@ -25,6 +25,7 @@ from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant import Scheme, get_scheme
+from qarl.quant.experts import stacked
 from qarl.rollout.publish.manifest import expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import DeltaSender, encode_publish
@@ -95,10 +96,10 @@ def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, ran
         assert all(target.writer is not None for target in receiver.plan.by_owner.values())
     for version, which in enumerate((1, 0, 1, 0, 1)):
         tensors = checkpoints.tensors[which]
-        stream = encode_publish(tensors.items(), version=version)
+        stream = encode_publish(stacked(tensors.items()), version=version)
         if version >= 2:
             fingerprint = receiver.cache.fingerprint if receiver.cache else None
-            stream = sender.stream(tensors.items(), version=version, receivers=[fingerprint])
+            stream = sender.stream(stacked(tensors.items()), version=version, receivers=[fingerprint])
         receiver.feed(stream)
         assert sender.tally.known == (version > 2)
         check_equal(multiplied(model), (first, second)[which])

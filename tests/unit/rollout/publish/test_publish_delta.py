@@ -6,6 +6,7 @@ import pytest
 import torch
 from publish_streams import Engine, feed_in_buckets, flip, lose, twice, weights
 
+from qarl.errors import UserError
 from qarl.rollout.publish.delta import Tally
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, DeltaSender, TransferFailed, read_record, record
 
@@ -178,6 +179,20 @@ def test_a_sender_that_stops_half_way_sends_all_tensors_next():
     next(stream), next(stream)
     assert sender.cache.fingerprint is None
     assert read_record(*next(iter(sender.stream(now, version=2, receivers=[fingerprint]))))["base"] is None
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_sender_reads_one_unit_at_a_time_and_all_before_it_refuses_nan(known):
+    """The other ranks of a trainer gather each tensor together with the one that sends it."""
+    sender, tensors, read = DeltaSender(), dict(weights("llama")), []
+    list(sender.stream(tensors.items(), version=1, receivers=[None]))
+    spoilt = ((name, tensor + torch.nan) for name, tensor in tensors.items() if not read.append(name))
+    stream = sender.stream(spoilt, version=2, receivers=[sender.cache.fingerprint if known else None])
+    next(stream), next(name for name, _ in stream if name == UNIT)
+    assert sender.tally.known == known and len(read) == 2, "the embedding, and the first of the next unit"
+    with pytest.raises(UserError, match="hold NaN or Inf"):
+        list(stream)
+    assert read == list(tensors)
 
 
 def test_nan_in_the_engine_and_failed_checks_leave_no_base():

@@ -9,7 +9,7 @@ import torch
 from family_models import random_model
 
 from qarl.align.levels import engine_arithmetic
-from qarl.align.noise import Roots, other_roundings
+from qarl.align.rounding_noise import Roots, other_roundings
 from qarl.metrics.mismatch_limit import noise_limit, times_noise
 from qarl.quant.convert import published_forward, quantize_model
 from qarl.quant.scheme import get_scheme

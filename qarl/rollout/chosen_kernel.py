@@ -1,4 +1,4 @@
-"""Ask vLLM's own functions what it would do with a model, without starting an engine."""
+"""Ask vLLM which of its kernels it would choose for a weight, without starting an engine."""
 
 from __future__ import annotations
 

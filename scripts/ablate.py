@@ -25,11 +25,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from ablation_plots import curves_of, plot_suite
-from ablation_statistics import any_difference, run_figures, table
+from ablation_statistics import figures_of, permutation_test, run_figures, table
 
 from qarl.bench.report import commit
 from qarl.checkpoint.storage import write_json
@@ -43,8 +43,7 @@ RECORD = "ablation_run.json"
 Results = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     arm: str
     seed: int
 
@@ -152,28 +151,25 @@ class Runner:
 
     def write(self) -> None:
         """Write `results.json` and `table.md` for the runs so far, in the suite's order."""
-        suite, arms = self.suite, list(self.suite.arms)
-        self.results.sort(key=lambda entry: (arms.index(entry["arm"]), entry["seed"]))
+        suite, arms = self.suite, {arm: dict(overrides) for arm, overrides in self.suite.arms.items()}
+        self.results.sort(key=lambda entry: (list(arms).index(entry["arm"]), entry["seed"]))
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "table.md").write_text(report(suite, self.results, self.command), encoding="utf-8")
-        about: dict[str, Any] = {
-            "suite": suite.name,
-            "command": self.command,
-            "commit": commit(),
-            "config": suite.config,
-        }
-        about |= {"date": time.strftime("%Y-%m-%d", time.gmtime()), "set": dict(suite.set), "more": list(self.more)}
-        about |= {"arms": {arm: dict(overrides) for arm, overrides in suite.arms.items()}}
+        about = {"suite": suite.name, "command": self.command, "commit": commit(), "config": suite.config}
+        about["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+        overrides = {"set": dict(suite.set), "more": list(self.more), "arms": arms}
         minutes = sum(entry["minutes"] for entry in self.results)
-        write_json(self.folder / "results.json", about | {"minutes": minutes, "runs": self.results})
+        write_json(self.folder / "results.json", about | overrides | {"minutes": minutes, "runs": self.results})
 
 
 def report(suite: Suite, results: Results, command: str) -> str:
     """Return the results as Markdown: the question, the table, the tests, and how it was made."""
     lines = [f"# {suite.title}", "", suite.question.strip(), "", table(results, suite.baseline), ""]
-    groups = [_after(results, arm) for arm in dict.fromkeys(entry["arm"] for entry in results)]
-    p = any_difference(groups)
-    if p is not None and min(map(len, groups)) > 1:
+    arms = dict.fromkeys(entry["arm"] for entry in results)
+    done = [[entry for entry in results if entry["arm"] == arm and not entry["failed"]] for arm in arms]
+    groups = [figures_of(entries, "accuracy_after") for entries in done]
+    if len(groups) > 1 and min(map(len, groups)) > 1:
+        p, _ = permutation_test(*groups)
         said = f"Whether the arms differ at all: p = {p:.3f} (permutation test of the sum of squares between arms)."
         lines += [said, ""]
     minutes = sum(entry["minutes"] for entry in results)
@@ -189,11 +185,6 @@ def report(suite: Suite, results: Results, command: str) -> str:
         "",
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def _after(results: Results, arm: str) -> list[float]:
-    accuracies = [entry.get("accuracy_after") for entry in results if entry["arm"] == arm and not entry["failed"]]
-    return [value for value in accuracies if value is not None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

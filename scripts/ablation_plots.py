@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qarl.metrics.plots import series
+from qarl.metrics.plots import series, trailing_mean
 
 PANELS = (
     ("critic/score/mean", "mean reward of sampled responses", False),
@@ -62,7 +62,5 @@ def seeds_of(runs: Sequence[Mapping[str, Any]], metric: str) -> tuple[np.ndarray
     stacked = np.asarray([[curve[step] for step in common] for curve in curves])
     window = round(len(common) * WINDOW_SHARE)
     if window > 1:
-        stacked = np.asarray(
-            [[row[max(0, end - window) : end].mean() for end in range(1, len(row) + 1)] for row in stacked]
-        )
+        stacked = np.asarray([trailing_mean(row, window) for row in stacked])
     return np.asarray(common), stacked

@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qarl.bench.report import markdown_table
+from qarl.metrics.plots import series
 
 EXACT_WAYS = 20_000
 """Up to this number all ways are counted. Beyond it, this number is drawn at random, always the same ones."""
 COLLAPSED_BELOW = 0.5
+"""A run has collapsed if its last smoothed reward is below this share of its highest one."""
 WINDOW_SHARE = 1 / 12
 _CLOSE = 1e-12
 
@@ -28,7 +30,7 @@ def run_figures(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of one run from its metrics, one mapping per step. A figure that was not logged is None."""
     accuracy, reward = values(history, "val/accuracy"), values(history, "critic/score/mean")
     window = max(5, round(len(reward) * WINDOW_SHARE))
-    smooth = trailing_means(reward, window)
+    smooth = [statistics.fmean(reward[end - window : end]) for end in range(window, len(reward) + 1)]
     return {
         "steps": len(reward),
         "accuracy_before": accuracy[0] if accuracy else None,
@@ -36,7 +38,7 @@ def run_figures(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "accuracy_best": max(accuracy, default=None),
         "reward_end": smooth[-1] if smooth else None,
         "reward_peak": max(smooth, default=None),
-        "collapsed": collapsed(smooth),
+        "collapsed": smooth[-1] < COLLAPSED_BELOW * max(smooth) if smooth else None,
         "k3": mean(values(history, "mismatch/k3")),
         "abs_max": max(values(history, "mismatch/abs_max"), default=None),
         "rejected": mean(values(history, "correction/rejected_response_frac")),
@@ -49,76 +51,43 @@ def run_figures(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def values(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     """Return the finite values of a metric."""
-    numbers = [entry[key] for entry in history if isinstance(entry.get(key), (int, float))]
-    return [float(value) for value in numbers if math.isfinite(value)]
+    finite: list[float] = series(history, key)[1].tolist()
+    return finite
 
 
 def mean(numbers: Sequence[float]) -> float | None:
     return statistics.fmean(numbers) if numbers else None
 
 
-def trailing_means(numbers: Sequence[float], window: int) -> list[float]:
-    """Return the means of `window` values that follow each other, in order. Fewer values than that give no mean."""
-    return [statistics.fmean(numbers[end - window : end]) for end in range(window, len(numbers) + 1)]
+def permutation_test(*groups: Sequence[float]) -> tuple[float, float]:
+    """Return p of the hypothesis that all groups are the same, and the smallest p that the sizes of two groups allow.
 
+    Each group needs at least one value. The statistic is the sum of squares between groups; of two groups it grows with
+    the difference of their means. With equally many values a split and its mirror image count as two ways."""
+    pooled = [value for group in groups for value in group]
+    sizes = [len(group) for group in groups]
+    ends = list(itertools.accumulate(sizes))
 
-def collapsed(smooth_rewards: Sequence[float]) -> bool | None:
-    """Return whether the last smoothed reward is below half of the highest one. Without rewards return None."""
-    if not smooth_rewards:
-        return None
-    return smooth_rewards[-1] < COLLAPSED_BELOW * max(smooth_rewards)
+    def between(numbers: Sequence[float]) -> float:
+        return sum(sum(numbers[end - size : end]) ** 2 / size for size, end in zip(sizes, ends, strict=True))
 
-
-def permutation_test(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the two-sided p of the difference of means, and the smallest p that this number of values allows.
-
-    Both samples need at least one value. With equally many values a split and its mirror image count as two ways."""
-    pooled, size = [*first, *second], len(first)
-    ways = math.comb(len(pooled), size)
-    measured = abs(statistics.fmean(first) - statistics.fmean(second))
-    total = sum(pooled)
-
-    def difference(chosen: Sequence[int]) -> float:
-        part = sum(pooled[place] for place in chosen)
-        return abs(part / size - (total - part) / len(second))
-
-    smallest = (2 if len(first) == len(second) else 1) / ways
-    if ways <= EXACT_WAYS:
-        splits = itertools.combinations(range(len(pooled)), size)
-        hits = sum(difference(chosen) >= measured - _CLOSE for chosen in splits)
-        return hits / ways, smallest
-    rng = random.Random(0)
-    hits = sum(difference(rng.sample(range(len(pooled)), size)) >= measured - _CLOSE for _ in range(EXACT_WAYS))
+    ways, places = math.comb(len(pooled), sizes[0]), range(len(pooled))
+    smallest = (2 if sizes[0] == sizes[-1] else 1) / ways
+    measured = between(pooled) - _CLOSE
+    if len(groups) == 2 and ways <= EXACT_WAYS:
+        splits = ([*first, *(set(places) - set(first))] for first in itertools.combinations(places, sizes[0]))
+        return sum(between([pooled[place] for place in split]) >= measured for split in splits) / ways, smallest
+    rng, hits = random.Random(0), 0
+    for _ in range(EXACT_WAYS):
+        rng.shuffle(pooled)
+        hits += between(pooled) >= measured
     return (hits + 1) / (EXACT_WAYS + 1), max(smallest, 1 / (EXACT_WAYS + 1))
 
 
-def any_difference(groups: Sequence[Sequence[float]]) -> float | None:
-    """Return p of the hypothesis that all groups are the same, or None for fewer than two groups with values.
-
-    The statistic is the sum of squares between groups. The ways are drawn at random, always the same ones."""
-    groups = [group for group in groups if group]
-    if len(groups) < 2:
-        return None
-    pooled = [value for group in groups for value in group]
-    sizes = [len(group) for group in groups]
-
-    def between(numbers: Sequence[float]) -> float:
-        ends = list(itertools.accumulate(sizes))
-        return sum(sum(numbers[end - size : end]) ** 2 / size for size, end in zip(sizes, ends, strict=True))
-
-    measured, rng, hits = between(pooled), random.Random(0), 0
-    for _ in range(EXACT_WAYS):
-        rng.shuffle(pooled)
-        hits += between(pooled) >= measured - _CLOSE
-    return (hits + 1) / (EXACT_WAYS + 1)
-
-
-def with_spread(numbers: Sequence[float], form: str = "{:.1%}") -> str:
-    """Return mean ± standard deviation (n - 1) in words, or the only value, or an empty string."""
-    if not numbers:
-        return ""
-    text = form.format(statistics.fmean(numbers))
-    return f"{text} ± {form.format(statistics.stdev(numbers))}" if len(numbers) > 1 else text
+def with_spread(numbers: Sequence[float]) -> str:
+    """Return mean ± standard deviation (n - 1) in percent, or the only value, or an empty string."""
+    spread = f" ± {statistics.stdev(numbers):.1%}" if len(numbers) > 1 else ""
+    return f"{statistics.fmean(numbers):.1%}{spread}" if numbers else ""
 
 
 COLUMNS = {
@@ -150,13 +119,13 @@ def table(runs: Sequence[Mapping[str, Any]], baseline: str | None) -> str:
     for arm in arms:
         mine = [run for run in runs if run["arm"] == arm]
         done = [run for run in mine if not run["failed"]]
-        after = _figures(done, "accuracy_after")
+        after = figures_of(done, "accuracy_after")
         cells = [arm, _seeds(mine), with_spread(after), ", ".join(f"{value:.1%}" for value in after)]
         cells += [_mean_cell(done, key, form) for key, form in columns.values()]
         cells.append(f"{sum(run['collapsed'] is True for run in done)} of {len(done)}")
         if compared:
             base = [run for run in runs if run["arm"] == baseline and not run["failed"]]
-            cells += _comparison(after, _figures(base, "accuracy_after")) if arm != baseline else ["", ""]
+            cells += _comparison(after, figures_of(base, "accuracy_after")) if arm != baseline else ["", ""]
         lines.append(cells)
     return markdown_table(head, lines)
 
@@ -166,12 +135,13 @@ def _seeds(runs: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(runs)}, {failed} failed" if failed else str(len(runs))
 
 
-def _figures(runs: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+def figures_of(runs: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the figure `key` of the runs that have it."""
     return [run[key] for run in runs if run.get(key) is not None]
 
 
 def _mean_cell(runs: Sequence[Mapping[str, Any]], key: str, form: str) -> str:
-    average = mean(_figures(runs, key))
+    average = mean(figures_of(runs, key))
     return "" if average is None else form.format(average)
 
 

@@ -11,10 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from qarl.config.quant import ROLLOUT_SCHEMES as SCHEMES
 
@@ -38,8 +36,9 @@ def mean_deltas(document: dict[str, Any]) -> dict[tuple[str, str], float]:
 def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:
     """Write horizontal bars, a group for each scheme, as SVG."""
     style: Any = {"svg.hashsalt": "qarl", "svg.fonttype": "none", "font.size": 10, "font.family": "sans-serif"}
-    with matplotlib.rc_context(style):
-        figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
+    with rc_context(style):
+        figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+        axes = figure.subplots()
         place, ticks = 0.0, []
         for scheme in SCHEMES:
             first = place
@@ -61,7 +60,6 @@ def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:
         axes.set_title("Log-prob mismatch between trainer and vLLM, by scheme and quant.align", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -29,18 +29,13 @@ def bench_table(file: str) -> str:
     return (step_tables if "kind" in document else kernel_tables)(document)
 
 
-def rewrite(text: str) -> str:
-    """Return `text` with its tables made from their files."""
-    return replace_tables(text, "bench", bench_table)
-
-
-def main(rewrite: Callable[[str], str], description: str | None) -> None:
-    """Rewrite the pages that the command line names."""
+def main(kind: str, table: Callable[[str], str], description: str | None) -> None:
+    """Replace the tables (`replace_tables`) of the pages that the command line names."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="+", type=Path, help="Markdown files")
     for page in parser.parse_args().pages:
-        page.write_text(rewrite(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(replace_tables(page.read_text(encoding="utf-8"), kind, table), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(rewrite, __doc__)
+    main("bench", bench_table, __doc__)

@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_pages import Result, markdown, verdict_table
-from gpu_parts import BEFORE, FIRST_CALL, GROUPS, PARTS, Part
+from gpu_parts import BEFORE, FIRST_CALL, GROUPS, PARTS, Part, gpus
 
 from qarl.bench.report import commit
-from qarl.checkpoint.storage import write_text
+from qarl.checkpoint.storage import METRICS_FILE, read_lines, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 520
@@ -215,14 +215,6 @@ def failing(output: list[str]) -> list[str]:
     return list(dict.fromkeys(match[1] or match[2] for match in matches if match))
 
 
-def gpus() -> int:
-    """Return the number of GPUs of this machine, or 1 if the driver does not say."""
-    with contextlib.suppress(OSError):
-        lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
-        return max(1, sum(line.startswith("GPU ") for line in lines))
-    return 1
-
-
 def read_report(part: Part, folder: Path, report: Path) -> Any:
     """The part's own JSON, or the measurements of each training step."""
     if report.is_file():
@@ -230,8 +222,7 @@ def read_report(part: Part, folder: Path, report: Path) -> Any:
     if not (folder / "run").is_dir():
         return None
     trained = (folder / "run").rename(folder / f"{part.name}_run")  # the next part trains in a folder of that name
-    metrics = trained / "metrics.jsonl"
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    steps = read_lines(trained / METRICS_FILE)
     pattern = re.compile(r"mismatch/|publish/|timing|_s$|step$|quant_align")
     return {"steps": [{key: value for key, value in step.items() if pattern.search(key)} for step in steps]}
 

@@ -8,17 +8,16 @@ how much memory and disk the machine has: the 30B needs 8 GPUs of 80 GB, and 64 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from gpu_parts import nvidia
 
 from qarl.bench.model import find_model, linear_shapes
 from qarl.bench.report import facts as known_facts
@@ -26,12 +25,6 @@ from qarl.errors import UserError
 from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel
 
 GIB = 2**30
-
-
-def nvidia(*arguments: str) -> str:
-    with contextlib.suppress(OSError):
-        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=False).stdout.strip()
-    return ""
 
 
 def main(*, cpu: bool) -> int:

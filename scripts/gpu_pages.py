@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from gpu_parts import PARTS
@@ -43,10 +44,7 @@ def tables(name: str, result: Result) -> list[str]:
         return [(kernel_tables if "bench kernels" in command else step_tables)(report)]
     lines = ["```", *result["output"][-60:], "```"]
     if report and "steps" in report:
-        head = ["| step | mean abs δ | largest abs δ |", "|---|---|---|"]
-        deltas = [
-            [step.get(f"mismatch/abs_{name}", float("nan")) for name in ("mean", "max")] for step in report["steps"]
-        ]
-        rows = [f"| {i} | {mean:.2g} | {largest:.2g} |" for i, (mean, largest) in enumerate(deltas)]
-        return [*head, *rows, "", *lines]
+        keys = [f"mismatch/abs_{name}" for name in ("mean", "max")]
+        rows = [[i, *(f"{step.get(key, math.nan):.2g}" for key in keys)] for i, step in enumerate(report["steps"])]
+        return [markdown_table(["step", "mean abs δ", "largest abs δ"], rows), "", *lines]
     return lines

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import subprocess
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -34,6 +36,18 @@ BEFORE = {
     "{scratch}/Qwen3-0.6B": "scripts/random_model.py --model Qwen3-0.6B --output {scratch}/Qwen3-0.6B",
 }
 """What a part's command names -> what makes it. Each of them does nothing if it is there already."""
+
+
+def nvidia(*arguments: str) -> str:
+    """Return what nvidia-smi prints, or "" without it."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+    return ""
+
+
+def gpus() -> int:
+    """Return the number of GPUs of this machine, or 1 if the driver does not say."""
+    return max(1, sum(line.startswith("GPU ") for line in nvidia("-L").splitlines()))
 
 
 def arguments(**values: object) -> str:

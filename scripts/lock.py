@@ -19,13 +19,12 @@ CPU_LEAVES_OUT = {"torchvision", "torchaudio", "torchcodec"}
 NEVER_LOCKED = {"pip", "qarl"}
 
 
-def installed() -> dict[str, str]:
-    return {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
-
-
-def resolved(report: Path) -> dict[str, str]:
-    items = json.loads(report.read_text())["install"]
-    return {i["metadata"]["name"].lower().replace("_", "-"): i["metadata"]["version"] for i in items}
+def versions(report: Path | None) -> dict[str, str]:
+    """Return name -> version of the packages in pip's `report`, or of the installed ones."""
+    items = json.loads(report.read_text())["install"] if report else []
+    pairs = [(item["metadata"]["name"], item["metadata"]["version"]) for item in items]
+    pairs = pairs or [(package.metadata["Name"], package.version) for package in importlib.metadata.distributions()]
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
 
 
 def main() -> None:
@@ -34,9 +33,8 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--report", type=Path)
     args = parser.parse_args()
-    versions = resolved(args.report) if args.report else installed()
     left_out = NEVER_LOCKED | (CPU_LEAVES_OUT if args.kind == "cpu" else set())
-    lines = [f"{name}=={version}" for name, version in sorted(versions.items()) if name not in left_out]
+    lines = [f"{name}=={version}" for name, version in sorted(versions(args.report).items()) if name not in left_out]
     header = f"# {args.kind.upper()} lock, Python 3.11; made by scripts/lock.py, installed with --no-deps"
     args.output.write_text("\n".join([header, *lines]) + "\n")
     print(f"{args.output}: {len(lines)} packages")

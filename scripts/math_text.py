@@ -91,7 +91,7 @@ def answer_text(value: Any) -> str:
         raise RowError("no reference answer")
     if len(text) > LONGEST_ANSWER:
         raise RowError(f"reference answer longer than {LONGEST_ANSWER} characters")
-    if not _balanced(text):
+    if _closing_brace(text + "}", 0) != len(text):
         raise RowError("unbalanced braces in the reference answer")
     return text
 
@@ -126,10 +126,6 @@ def _closing_brace(text: str, start: int) -> int | None:
         if depth == 0:
             return match.start()
     return None
-
-
-def _balanced(text: str) -> bool:
-    return _closing_brace(text + "}", 0) == len(text)
 
 
 def _unwrapped(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench_table import main, replace_tables
+from bench_table import main
 
 from qarl.bench.predict import predict
 from qarl.bench.report import markdown_table
@@ -61,16 +61,14 @@ def speed() -> str:
 def phases() -> str:
     """Return the seconds of each phase of a step with long responses, and its largest terms."""
     _, linears = predict(Work(**LONG), assumed_rates(GPU))
-    lines = [[phase, *_predicted(linears, phase)] for phase in (*PHASES, "step")]
+    lines = [[phase, _seconds(linears["phases"][phase]), _largest(linears, phase)] for phase in PHASES]
+    lines.append(["step", _seconds(linears["step"]), ""])
     return markdown_table(["phase", "predicted, s", "largest terms, s"], lines)
 
 
-def _predicted(row: dict[str, Any], phase: str) -> list[str]:
-    if phase == "step":
-        return [_seconds(row["step"]), ""]
+def _largest(row: dict[str, Any], phase: str) -> str:
     terms = [(seconds, name) for name, seconds in row["seconds"].items() if TERMS[name][0] == phase and seconds]
-    largest = sorted(terms, reverse=True)[:5]
-    return [_seconds(row["phases"][phase]), ", ".join(f"{name} {_seconds(seconds)}" for seconds, name in largest)]
+    return ", ".join(f"{name} {_seconds(seconds)}" for seconds, name in sorted(terms, reverse=True)[:5])
 
 
 def _seconds(value: float) -> str:
@@ -80,10 +78,9 @@ def _seconds(value: float) -> str:
 TABLES = {"speed": speed, "phases": phases}
 
 
-def rewrite(text: str) -> str:
-    """Return `text` with its tables made anew."""
-    return replace_tables(text, "plan", lambda name: f"{TABLES[name]()}\n")
+def table(name: str) -> str:
+    return f"{TABLES[name]()}\n"
 
 
 if __name__ == "__main__":
-    main(rewrite, __doc__)
+    main("plan", table, __doc__)

@@ -45,17 +45,13 @@ def candidates(operation: str, m: int) -> Iterator[Tile]:
     """Tiles worth a try for `m` rows: few, for each is compiled (about 2 s) before it is timed."""
     blocks = [block for block in (16, 32, 64, 128, 256) if block <= max(16, m)][-2:]
     per_sm = (0,) if operation.startswith("grouped") else (2, 4) if m <= 128 else (0, 1)
-    for rows in blocks:
-        if operation.endswith("backward"):
-            grid = itertools.product((32, 64), (256,), (4, 8), (3, 4), per_sm)
-        elif "w4a16" in operation:
-            grid = itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4), per_sm)
-        else:
-            grid = itertools.product((64, 128, 256), (128,), (4, 8), (3, 4), per_sm)
-        for tile in (Tile(rows, *rest) for rest in grid):
-            columns = tile.BK if operation.endswith("backward") else tile.BN
-            if 16 <= rows * columns // (32 * tile.num_warps) <= 128:
-                yield tile
+    backward = operation.endswith("backward")
+    wide, deep = ((32, 64), (256,)) if backward else ((64, 128, 256), (64, 128) if "w4a16" in operation else (128,))
+    for rest in itertools.product(blocks, wide, deep, (4, 8), (3, 4), per_sm):
+        tile = Tile(*rest)
+        columns = tile.BK if backward else tile.BN
+        if 16 <= tile.BM * columns // (32 * tile.num_warps) <= 128:
+            yield tile
 
 
 def make_call(operation: str, m: int, shape: tuple[int, ...]) -> Call:
@@ -137,11 +133,7 @@ def rules(operation: str, deadline: float) -> list[dict[str, Any]]:
     table = [{"max_m": m, "tile": list(tile)} for m, tile in winners if tile is not None]
     if winners[-1][1] is not None:
         table[-1].pop("max_m")
-    merged = [
-        rule for rule, following in itertools.zip_longest(table, table[1:])
-        if following is None or rule["tile"] != following["tile"]
-    ]  # fmt: skip
-    return merged
+    return [list(alike)[-1] for _, alike in itertools.groupby(table, key=lambda rule: rule["tile"])]
 
 
 def dump(stored: dict[str, dict[str, list[dict[str, Any]]]]) -> str:

@@ -25,7 +25,7 @@ import torch
 import yaml
 from pyarrow import parquet
 
-from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, TINY, Record, Row, arguments, delta
+from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, TINY, Record, Row, arguments, delta, rows_of
 from qarl.align.config_verdicts import REFUSED, UNREAD, read_keys
 from qarl.align.config_verdicts import SIZES as SIZE_KEYS
 from qarl.align.families import FAMILIES, PADDED, SHOWN
@@ -292,7 +292,6 @@ def families(record: Record, *, schemes: tuple[str, ...] = ("w4a16",)) -> None:
 def results() -> Iterator[tuple[str, str, Row]]:
     """Yield family, name of the row, and what was measured, of the committed result."""
     file = ROOT / "benchmarks" / "results" / "family_keys_cpu.json"
-    document = json.loads(file.read_text(encoding="utf-8"))
-    for key, row in (document.get("rows") or document["results"]).items():
+    for key, row in rows_of(json.loads(file.read_text(encoding="utf-8"))).items():
         family, _, name = key.partition(" | ")
         yield family, name, {key: value for key, value in row.items() if key not in ("ok", "date", "commit", "cpu")}

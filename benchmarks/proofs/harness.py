@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import json
 import math
 import os
+import pkgutil
 import re
 import shutil
 import socket
@@ -274,6 +274,5 @@ def timed(row: Row, name: str = "seconds") -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    module, _, called = sys.argv[1].partition(":")
-    returned = getattr(importlib.import_module(module), called)(*json.loads(sys.argv[2]))
+    returned = pkgutil.resolve_name(sys.argv[1])(*json.loads(sys.argv[2]))
     (Path(sys.argv[3]) / f"{os.getpid()}.json").write_text(json.dumps(returned))

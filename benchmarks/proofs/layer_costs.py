@@ -18,8 +18,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.proofs.counting import Counting, counting
-from benchmarks.proofs.shard_costs import ENGINE_KERNELS, Phase, dense_shapes, gather, make_shard, on_meta, stack_shapes
+from benchmarks.proofs.shard_costs import ENGINE_KERNELS, Phase, gather, make_shard, on_meta, stack_shapes
 from qarl.bench.model import default_group_size
+from qarl.bench.roofline import dense_linears
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.experts import TritonExperts, fused_experts
 from qarl.kernels.vllm_experts import Experts
@@ -128,7 +129,7 @@ def _engine(scheme_name: str, counter: Counting, size: ModelSize) -> Any:
 def dense_phases(size: ModelSize, scheme_name: str, group_size: int, tokens: int) -> list[Phase]:
     """Count forward and backward of a layer's dense products. Each reads its own input."""
     scheme = get_scheme(scheme_name, group_size)
-    shapes = dense_shapes(size)
+    shapes = dense_linears(size)
     with counting():
         layers = [_linear(shape, scheme) for shape in shapes]
     inputs = [on_meta(tokens, shape[1]).requires_grad_() for shape in shapes]

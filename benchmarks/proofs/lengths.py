@@ -18,16 +18,7 @@ from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, Record, Row, Run, in_
 
 LENGTHS, KINDS = (50, 200, 1000, 4000), ("dense", "experts")
 SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
-SHAPE: Row = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "initializer_range": 0.1,
-    "max_position_embeddings": 8192,
-}
+SHAPE: Row = {"head_dim": 64, "num_hidden_layers": 2, "initializer_range": 0.1, "max_position_embeddings": 8192}
 IGNORED = {"dense": ["lm_head"], "experts": ["lm_head", "re:.*\\.mlp\\.gate$"]}
 PHASES = ("rollout", "old_log_prob", "update", "publish")
 VERL_PHASES = ("gen", "old_log_prob", "update_actor")
@@ -42,20 +33,29 @@ def long_responses(
     tokens: tuple[int, ...] = LENGTHS,
     levels: tuple[str, ...] = LEVELS,
     prompt: int = 16,
+    hidden: int = 256,
     threads: int = 1,
     split_keys: int = 0,
 ) -> None:
     """Take a step with responses of each length at each level. `model` and `exact` must have δ = 0 on every token.
 
     Four responses to two prompts of `prompt` tokens. backend=verl has the default level alone, and prompts of the
-    quickstart. `split_keys`: VLLM_CPU_ATTN_SPLIT_KV. With several threads, or if keys are split, δ is only measured.
+    quickstart. `hidden`: the model's width; half of its heads of 64 have keys. `split_keys`: VLLM_CPU_ATTN_SPLIT_KV.
+    With several threads, or if keys are split, δ is only measured.
     """
     promised = threads == 1 and not split_keys
-    endings = {f"prompt {prompt}": prompt != 16, f"{threads} threads": threads != 1, "split keys": bool(split_keys)}
+    endings = {
+        f"prompt {prompt}": prompt != 16,
+        f"hidden {hidden}": hidden != 256,
+        f"{threads} threads": threads != 1,
+        "split keys": bool(split_keys),
+    }
     ending = "".join(f" | {name}" for name, differs in endings.items() if differs)
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": max(1, hidden // 128)}
+    shape = SHAPE | heads | {"hidden_size": hidden, "intermediate_size": 2 * hidden}
     with tempfile.TemporaryDirectory() as parent:
         models = {
-            kind: random_twin(Path(parent) / kind, source=folder, **SHAPE)
+            kind: random_twin(Path(parent) / kind, source=folder, **shape)
             for kind, folder in (("dense", "tiny-qwen3"), ("experts", "tiny-qwen3-moe"))
             if kind in kinds
         }

@@ -155,9 +155,7 @@ def exported_row(scheme: str, prompts: int, kind: str = "dense") -> Row:
         row: Row = {"kind": kind, "scheme": scheme, "tokens": int(batch.response_mask.sum())}
         row["published"] = digests == open_checkpoint(checkpoint).state["published"]
     if not unfit:
-        forwards["transformers"] = torch.zeros_like(batch.rollout_log_probs)
-        for i, log_probs_of_row in enumerate(stock):
-            forwards["transformers"][i, : len(log_probs_of_row)] = torch.tensor(log_probs_of_row)
+        forwards["transformers"] = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, stock)), batch_first=True)
     for name, values in forwards.items():
         apart = (values - batch.rollout_log_probs)[batch.response_mask].abs()
         row[name] = {"mean": float(apart.mean()), "max": float(apart.max())}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,9 +33,7 @@ class Result:
     commit: str | None = None
 
     def load(self) -> Callable[..., None]:
-        assert self.run is not None
-        module, _, function = self.run.partition(":")
-        proof: Callable[..., None] = getattr(importlib.import_module(f"benchmarks.proofs.{module}"), function)
+        proof: Callable[..., None] = pkgutil.resolve_name(f"benchmarks.proofs.{self.run}")
         return proof
 
 

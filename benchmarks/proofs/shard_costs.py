@@ -22,6 +22,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from benchmarks.proofs.counting import Counting, Counts, counting
+from qarl.bench.roofline import dense_linears
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.vllm_experts import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.optim.muon_adamw import MuonAdamW
@@ -54,15 +55,10 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def dense_shapes(size: ModelSize) -> list[tuple[int, int]]:
-    """[N, K] of a layer's weights that are not experts'."""
-    return [shape for name, shape in size.block_linears(0).items() if ".experts." not in name]
-
-
 def shard_shapes(size: ModelSize, ranks: int) -> list[tuple[int, ...]]:
     """Shapes of one rank's part of a layer's weights: whole experts, and rows of the other weights."""
     stacks = stack_shapes(size)
-    return [(-(-shape[0] // ranks), *shape[1:]) for shape in (*stacks, *dense_shapes(size))]
+    return [(-(-shape[0] // ranks), *shape[1:]) for shape in (*stacks, *dense_linears(size))]
 
 
 def stack_shapes(size: ModelSize) -> list[tuple[int, int, int]]:
@@ -136,7 +132,7 @@ def _quantized(size: ModelSize, scheme_name: str, group_size: int, ranks: int) -
     """One rank's part of a layer, quantized, and the counts of that."""
     scheme = get_scheme(scheme_name, group_size)
     shards = [make_shard(shape, scheme, ENGINE_KERNELS[scheme_name], ranks) for shape in stack_shapes(size)]
-    shards += [make_shard(shape, scheme, None, ranks) for shape in dense_shapes(size)]
+    shards += [make_shard(shape, scheme, None, ranks) for shape in dense_linears(size)]
     with counting() as counter:
         for shard in shards:
             shard.quantize()
@@ -150,10 +146,10 @@ def optimizer_phase(size: ModelSize, ranks: int) -> tuple[Phase, int]:
     counts are divided by `ranks`. `least`: gradient, momentum and master read, the latter two written, all in FP32.
     """
     stacks = [shape for shape in shard_shapes(size, ranks) if len(shape) == 3]
-    experts, dense = _muon(stacks), _muon(dense_shapes(size))
+    experts, dense = _muon(stacks), _muon(dense_linears(size))
     counts = Counts(experts.counts.kernels + -(-dense.counts.kernels // ranks),
                     moved=experts.counts.moved + dense.counts.moved // ranks)  # fmt: skip
-    weights = sum(math.prod(shape) for shape in stacks) + sum(n * k for n, k in dense_shapes(size)) // ranks
+    weights = sum(math.prod(shape) for shape in stacks) + sum(n * k for n, k in dense_linears(size)) // ranks
     return Phase("optimizer", counts, 20 * weights, tuple(experts.names + dense.names)), weights
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, SCHEMES, TINY, Record, Row, Run, in_process
+from qarl.checkpoint.resumable import tensors_digest
 from qarl.data.rewards import arithmetic
 
 SETTINGS: dict[str, Any] = {
@@ -58,7 +58,7 @@ def train(settings: dict[str, Any]) -> Row:
 
     class Recorder(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            row["digests"][state.global_step] = digest(trained())
+            row["digests"][state.global_step] = tensors_digest(trained())
             if state.global_step == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -70,7 +70,7 @@ def train(settings: dict[str, Any]) -> Row:
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)
     row |= {"seconds": time.perf_counter() - start, "level": trainer.policy.align}
-    row["masters"] = digest(
+    row["masters"] = tensors_digest(
         (str(i), value)
         for i, state in enumerate(trainer.create_optimizer().state.values())
         for value in [state["master"], state["exp_avg"], state["exp_avg_sq"]]
@@ -79,7 +79,7 @@ def train(settings: dict[str, Any]) -> Row:
     row["evaluations"] = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     if save:
         trainer.save_quantized(save)
-        row["published"] = digest(sorted(trainer.policy.quantize()))
+        row["published"] = tensors_digest(trainer.policy.quantize())
     return row | {"process": trainer.accelerator.process_index}
 
 
@@ -88,15 +88,6 @@ def reward(completions: list[Any], reward_model: list[Any], **others: Any) -> li
     if isinstance(completions[0], str):  # a random model of the tests, which knows no arithmetic
         return [float(len(set(text))) for text in texts]
     return [arithmetic("", text, row["ground_truth"]) for text, row in zip(texts, reward_model, strict=True)]
-
-
-def digest(tensors: Any) -> str:
-    import torch
-
-    sha = hashlib.sha256()
-    for name, tensor in tensors:
-        sha.update(name.encode() + tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
-    return sha.hexdigest()[:16]
 
 
 def run(settings: dict[str, Any], *, processes: int = 1, may_die: bool = False) -> list[Row]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from qarl.config.arguments import Commas
+from qarl.config.errors import nearest
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
@@ -20,8 +20,7 @@ Schemes = Annotated[tuple[Literal[*ROLLOUT_SCHEMES], ...], Commas]  # type: igno
 def one_of(value: str, known: Collection[str], what: str) -> str:
     """Return `value`. Raise UserError unless it is one of `known`. The error names the most similar one."""
     if value not in known:
-        near = difflib.get_close_matches(value, list(known), n=1)
-        hint = f" (nearest: {near[0]})" if near else ""
+        hint = f" (nearest: {near})" if (near := nearest(value, known)) else ""
         raise UserError(f"there is no {what} {value!r}", where=what, fix=f"use one of {', '.join(known)}{hint}")
     return value
 

@@ -34,7 +34,6 @@ from qarl.quant.experts import quantize_stack
 from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.quant.scheme import Scheme, get_scheme
 
-Quantizer = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 QUANTIZERS = {
     ("w8a8", False): quantize_int8,
     ("w8a8", True): quantize_int8_cuda,
@@ -127,11 +126,8 @@ class Layer:
 
     def __init__(self, weight: torch.Tensor, arguments: Arguments) -> None:
         self.weight, self.arguments = weight, arguments
+        self.shape = (weight.shape[0], weight.shape[1])
         self.quantized = {name: quantize(weight, get_scheme(name, arguments.group_size)) for name in arguments.scheme}
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.shape[0], self.weight.shape[1]
 
     def kernels(self, scheme: str) -> Iterator[type[LinearKernel]]:
         """Yield the registry's kernels that support this layer, except float64 references on GPUs, which are slow."""
@@ -216,7 +212,7 @@ def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
         grid, moved = get_scheme(scheme, layer.arguments.group_size), weight.nbytes + quantized.nbytes
         codes, scale = _wire(weight.cpu(), grid)
         expected = codes.to(weight.device), scale.to(weight.device)
-        calls: dict[str, Quantizer] = {"pytorch": partial(_wire, weight, grid)}
+        calls: dict[str, Callable[[], Any]] = {"pytorch": partial(_wire, weight, grid)}
         if triton_unavailable("w8a8", weight.device) is None:
             calls["triton"] = _triton(layer, scheme)
         for name, call in calls.items():
@@ -311,17 +307,11 @@ def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
         moved = rows + int(share * sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values()))
         for kernel in layer.kernels(scheme, x.device):
             prepare = cache(partial(kernel.prepare, parts["gate_up"], parts["down"]))
-            call = partial(_forward, kernel, x, weights, ids, prepare)
+            # Prepared in the first call, so that a kernel that cannot is only this competitor's failure.
+            call = partial(lambda kernel, prepare: kernel.forward(x, weights, ids, prepare()), kernel, prepare)
             error = error_of(call, _exact_layer(*some, parts, _as_read(kernel, scheme)))
             competitors.append(Competitor(scheme, kernel.name, call, error, LAYER_ERROR[scheme], moved, flop))
     return competitors
-
-
-def _forward(
-    kernel: type[ExpertsKernel], x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, prepare: Callable[[], Any]
-) -> torch.Tensor:
-    """Prepare at the first call, so that a kernel that cannot is only this competitor's failure."""
-    return kernel.forward(x, weights, ids, prepare())
 
 
 def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:

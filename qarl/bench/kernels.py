@@ -111,9 +111,9 @@ class Arguments:
             return []
         if self.experts:
             return [("custom", self.experts)]
-        keys = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
-        sources = [] if self.layer else [source for source in map(find_model, self.model) if source.size.experts]
-        return [(source.name, tuple(int(source.config[key]) for key in keys)) for source in sources]
+        sizes = {} if self.layer else {source.name: source.size for source in map(find_model, self.model)}
+        return [(name, (size.experts, size.experts_per_token, size.hidden, size.moe_intermediate))
+                for name, size in sizes.items() if size.experts]  # fmt: skip
 
 
 KEYS = Arguments

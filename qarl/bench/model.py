@@ -33,10 +33,6 @@ class Source:
     folder: Path | None = None
 
     @property
-    def layers(self) -> int:
-        return int(self.config["num_hidden_layers"])
-
-    @property
     def size(self) -> ModelSize:
         return ModelSize.from_config(self.config)
 

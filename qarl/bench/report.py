@@ -148,21 +148,17 @@ def _seconds(document: Document) -> str:
 
 def _ratios(document: Document) -> str:
     """Return the table of speedups over BF16 at level `off` (as in the paper), and of each level's cost over `off`."""
-    phases, results = RATIOS[document["kind"]], document["results"]
-    level = document["kind"] != "publish"
+    phases, level = RATIOS[document["kind"]], document["kind"] != "publish"
+    cases = {(result["scheme"], result["level"]): result for result in document["results"]}
     head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]
 
     def row(result: Result) -> Iterable[str]:
-        base = _result(results, "bf16", "off" if level else None)
+        base = cases.get(("bf16", "off" if level else None))
         yield from (_ratio(base, result, phase) for phase in phases)
         if level:
-            yield _ratio(result, _result(results, result["scheme"], "off"), "step")
+            yield _ratio(result, cases.get((result["scheme"], "off")), "step")
 
     return f"Speed relative to BF16{' at `off`' * level}:\n\n{_table(document, head, row)}"
-
-
-def _result(results: Sequence[Result], scheme: str, level: str | None) -> Result | None:
-    return next((result for result in results if (result["scheme"], result["level"]) == (scheme, level)), None)
 
 
 def _ratio(base: Result | None, other: Result | None, phase: str) -> str:
@@ -225,20 +221,17 @@ def kernel_tables(document: Mapping[str, Any]) -> str:
 
 
 def _kernel_table(entries: Sequence[Result]) -> str:
-    columns = sorted({entry["m"] for entry in entries})
-    rows = []
-    for scheme, kernel in dict.fromkeys((entry["scheme"], entry["kernel"]) for entry in entries):
-        cells = [_cell(entries, scheme, kernel, m) for m in columns]
-        rows.append([kernel if scheme == "bf16" else f"{scheme} {kernel}", *cells])
+    columns, by_name = sorted({entry["m"] for entry in entries}), dict[str, dict[int, Result]]()
+    for entry in entries:
+        by_name.setdefault(f"{entry['scheme']} {entry['kernel']}", {})[entry["m"]] = entry
+    rows = [[name.removeprefix("bf16 "), *(_cell(by_name, name, m) for m in columns)] for name in by_name]
     return markdown_table(["kernel", *(f"M={m}" if m else "time" for m in columns)], rows)
 
 
-def _cell(entries: Sequence[Result], scheme: str, kernel: str, m: int) -> str:
-    at = [entry for entry in entries if entry["m"] == m]
-    mine = next((entry for entry in at if (entry["scheme"], entry["kernel"]) == (scheme, kernel)), None)
-    if mine is None:
+def _cell(by_name: Mapping[str, Mapping[int, Result]], name: str, m: int) -> str:
+    if (mine := by_name[name].get(m)) is None:
         return ""
-    base = next((entry for entry in at if f"{entry['scheme']} {entry['kernel']}" == mine["baseline"]), None)
+    base = by_name.get(mine["baseline"], {}).get(m)
     if base is None or base is mine:
         seconds = mine["seconds"]["median"]
         return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

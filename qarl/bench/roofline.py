@@ -221,6 +221,8 @@ class Roofline:
         # On GPUs a prompt is prefilled once for all its responses, and a backward recomputes the layers.
         self.on_gpu = work.rates is None
         self.engines = work.gpus // work.tensor_parallel
+        self.sequences = -(-work.prompts * work.n // self.engines)
+        self.length = work.prompt_length + work.response_length[0] / 2  # of a sequence on average, while it is decoded
         linears = size.linears()
         self.expert_weights = float(sum(n * k for name, (n, k) in linears.items() if ".experts." in name))
         self.weights = float(sum(n * k for n, k in linears.values()))
@@ -352,21 +354,16 @@ class Roofline:
     def at_once(self) -> float:
         """Return how many responses an engine decodes at once. The KV cache limits them, and each is assumed to have
         half its final length."""
-        work = self.work
-        sequences = -(-work.prompts * work.n // self.engines)
-        length = work.prompt_length + work.response_length[0] / 2
-        return max(min(sequences, MOST_SEQUENCES, self.kv_tokens / length), 1.0)
+        return max(min(self.sequences, MOST_SEQUENCES, self.kv_tokens / self.length), 1.0)
 
     def decode_steps(self) -> float:
         """Return how many decode steps an engine makes until all responses have the mean length."""
-        sequences = -(-self.work.prompts * self.work.n // self.engines)
-        return sequences * (self.work.response_length[0] - 1) / self.at_once()
+        return self.sequences * (self.work.response_length[0] - 1) / self.at_once()
 
     def decode(self) -> float:
         """Return seconds of the products of all decode steps of an engine, and of reading weights and caches."""
         work, at_once = self.work, self.at_once()
-        length = work.prompt_length + work.response_length[0] / 2
-        cache = at_once * length * self.size.kv_bytes_per_token(work.tensor_parallel) / self.rates.memory
+        cache = at_once * self.length * self.size.kv_bytes_per_token(work.tensor_parallel) / self.rates.memory
         step = (self.product(at_once, self.scheme) + self.head(at_once)) / work.tensor_parallel + cache
         return step * self.decode_steps()
 

@@ -100,7 +100,7 @@ class Arguments:
 
     @property
     def depth(self) -> int:
-        return self.layers or self.source.layers
+        return self.layers or self.source.size.layers
 
     @property
     def sequences(self) -> int:
@@ -121,8 +121,8 @@ class Arguments:
 
 def _check(arguments: Arguments) -> None:
     source, where = arguments.source, f"qarl.bench {arguments.part}"
-    if arguments.depth > source.layers:
-        raise UserError(f"layers={arguments.layers}, but {source.name} has only {source.layers}", where=where)
+    if arguments.depth > source.size.layers:
+        raise UserError(f"layers={arguments.layers}, but {source.name} has only {source.size.layers}", where=where)
     positions = source.config.get("max_position_embeddings")
     wanted = arguments.prompt_length + arguments.response_length
     if positions and wanted > positions:
@@ -149,10 +149,6 @@ WORKLOAD = (
     "micro_batch_size",
     "threads",
 )
-
-
-class LaunchFailed(Exception):
-    """A launch could not be measured, or its numbers are wrong."""
 
 
 def run(arguments: Arguments) -> int:
@@ -201,10 +197,9 @@ class Measured:
         return False
 
     def _launch(self, case: Case, folder: Path) -> None:
-        try:
-            launched = launch(self.arguments, case, folder)
-        except LaunchFailed as error:
-            self.failures[str(case)] = str(error)
+        launched = launch(self.arguments, case, folder)
+        if "error" in launched:
+            self.failures[str(case)] = launched["error"]
             self.results.pop(case, None)
             return
         result = self.results.setdefault(
@@ -250,15 +245,12 @@ class Measured:
 
 
 def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
-    """Run one process and return its answer, or raise LaunchFailed if it writes none.
+    """Run one process and return its answer, which is {"error": text} if it could not be measured or was wrong.
     The process has always ended when this function returns or raises, even on Ctrl-C, which only this process gets."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "launch"
         path.write_bytes(pickle.dumps((arguments, case, str(folder))))
         command = [sys.executable, "-m", "qarl.bench.measured_process", str(path)]
         if code := subprocess.run(command, start_new_session=True, check=False).returncode:
-            raise LaunchFailed(f"its process ended with exit code {code}")
-        answered: dict[str, Any] = pickle.loads(path.read_bytes())
-    if "error" in answered:
-        raise LaunchFailed(answered["error"])
-    return answered
+            return {"error": f"its process ended with exit code {code}"}
+        return pickle.loads(path.read_bytes())

@@ -57,7 +57,6 @@ def export(request: ExportRequest) -> str:
         if trained := open_trained(folder, trust_remote_code=trust):
             text = export_adapter(trained, request.output, request.format, trust)
             return f"{request.output}: step {trained.step} of {request.run}, {text}"
-    with reading(folder):
         source = open_source(folder, trust_remote_code=trust)
         quant = source.config["quant"]
         scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])

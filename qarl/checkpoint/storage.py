@@ -83,10 +83,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def check_room(folder: Path, needed_bytes: int) -> None:
     """Raise StorageError if the disk of `folder` has fewer than `needed_bytes` free bytes. `folder` need not exist."""
-    parent = folder
-    while not parent.exists():
-        parent = parent.parent
-    free = shutil.disk_usage(parent).free
+    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
     if free < needed_bytes:
         raise StorageError(
             f"there is no room for {folder}",

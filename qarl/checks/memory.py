@@ -42,13 +42,12 @@ OFFLOAD = tuple(f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what i
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per GPU (on CPU per rank) of each part, the engine's weights, the KV cache, and one token in that cache.
+    """Bytes per GPU (on CPU per rank) of each part, the KV cache, and one token in that cache.
 
     `host`: the parts that the processes of one GPU keep in host memory. On a CPU they are in `parts`. `processes`:
     number of GPUs on one machine."""
 
     parts: tuple[Part, ...]
-    engine_weights: int
     kv_cache: int
     kv_bytes_per_token: int
     host: tuple[Part, ...] = ()
@@ -119,7 +118,7 @@ def estimate(
     align = CUDA_MODEL if (align, device) == ("model", "cuda") and not size.experts else align
     reference = terms.reference(size, config, align, kernels or {})
     on_host = config.backend == "verl" and device == "cuda"
-    engine, kv_cache, engine_weights = terms.engine(size, config, device, gpu_memory_bytes)
+    engine, kv_cache = terms.engine(size, config, device, gpu_memory_bytes)
     parts = [
         *terms.states(size, config, offload),
         *terms.gathered(size, config, align),
@@ -137,7 +136,6 @@ def estimate(
     ]
     return MemoryEstimate(
         tuple(part for part in parts if part.bytes),
-        engine_weights,
         kv_cache,
         size.kv_bytes_per_token(config.rollout.tensor_model_parallel_size),
         tuple(part for part in host if part.bytes and device == "cuda"),
@@ -147,7 +145,7 @@ def estimate(
 
 def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
     """Return two sizes on disk: the export for vLLM, and a checkpoint (BF16 model, FP32 masters if any, moments)."""
-    export = sum(terms.published(size, config).values())
+    export = terms.published(size, config)
     trained = terms.adapter_parameters(size, config)
     weights = (6 if config.optim.master_dtype == "fp32" else 2) * (trained or size.parameters)
     return {"export": export + 2 * trained, "resumable": weights + terms.optimizer_state(size, config)}

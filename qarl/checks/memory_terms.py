@@ -114,31 +114,26 @@ def optimizer_state(size: ModelSize, config: Config) -> int:
 def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     """Return the parts for masters, moments and gradients, and for the update of one parameter."""
     verl, fp32 = config.backend == "verl", config.optim.master_dtype == "fp32"
-    shards, parameters = ranks(config) if verl else 1, size.parameters
+    shards, trained = ranks(config) if verl else 1, adapter_parameters(size, config)
+    parameters = trained or size.parameters
     # verl loads the optimizer state for the whole update (EngineTrainModeCtx), not only for the optimizer's step.
     used = ("update", "step") if offload else PHASES
     state = Part(f"{config.optim.name} state, FP32", optimizer_state(size, config) // shards, used)
-    fused = not verl and fp32 and config.optim.name == "adamw"
-    single = Part("update of one parameter", 0 if fused else STEP_BYTES * size.largest_parameter // shards, ("step",))
-    trained = adapter_parameters(size, config)
-    if verl and trained:
-        return [
-            Part("frozen BF16 weights, sharded", 2 * (bf16_weights(size, config) - trained) // shards),
-            Part("FP32 masters, sharded", 4 * trained // shards),
-            state,
-            Part("FP32 gradients, sharded", 4 * trained // shards, ("update", "step")),
-        ]
+    small = bool(trained) if verl else fp32 and config.optim.name == "adamw"  # adapters, or the fused AdamW
+    single = Part("update of one parameter", 0 if small else STEP_BYTES * size.largest_parameter // shards, ("step",))
     if verl:
+        frozen = 2 * (bf16_weights(size, config) - trained) if trained else 0
         masters = (4 if fp32 else 2) * parameters // shards
+        away = offload and not trained
         return [
-            Part(f"{'FP32' if fp32 else 'BF16'} masters, sharded", masters, PHASES[1:] if offload else PHASES),
+            Part("frozen BF16 weights, sharded", frozen // shards),
+            Part(f"{'FP32' if fp32 else 'BF16'} masters, sharded", masters, PHASES[1:] if away else PHASES),
             state,
             Part("FP32 gradients, sharded", 4 * parameters // shards, ("update", "step")),
             single,
         ]
     row = config.data.max_prompt_length + config.data.max_response_length
     several = config.actor.ppo_mini_batch_size * config.rollout.n * row > micro_batch_tokens(config)
-    parameters = trained or parameters
     return [
         Part("weights, BF16", 2 * bf16_weights(size, config)),
         Part("FP32 masters", 4 * parameters if fp32 else 0),
@@ -158,21 +153,18 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
     if trained := adapter_parameters(size, config):  # low-bit weights are whole on every rank
         kinds = [size.block_linears(i).items() for i in range(size.layers)]
         rest = max(sum(n * k for name, (n, k) in linears if name not in low_bit) for linears in kinds)
-        each = trained // size.layers
-        return [
-            Part("gathered blocks (two)", 4 * (rest + each), ("old_log_prob", "update")),
-            Part("embeddings and lm_head, gathered in BF16", 2 * size.embedding_parameters, ("old_log_prob", "update")),
-            Part("gradients of a block, BF16 and FP32", 6 * each + 4 * each // ranks(config), ("update",)),
+        block = trained // size.layers
+        two, head = 4 * (rest + block), 0
+    else:
+        blocks = [
+            sum(wire_bytes(scheme if name in low_bit else "bf16", group, shape) for name, shape in linears.items())
+            for linears in map(size.block_linears, range(size.layers))
         ]
-    blocks = [
-        sum(wire_bytes(scheme if name in low_bit else "bf16", group, shape) for name, shape in linears.items())
-        for linears in map(size.block_linears, range(size.layers))
-    ]
-    head, block = size.vocab * size.hidden, size.largest_block
+        two, head, block = 2 * max(blocks), size.vocab * size.hidden, size.largest_block
     return [
-        Part("gathered blocks (two)", 2 * max(blocks), ("old_log_prob", "update")),
+        Part("gathered blocks (two)", two, ("old_log_prob", "update")),
         Part("embeddings and lm_head, gathered in BF16", 2 * size.embedding_parameters, ("old_log_prob", "update")),
-        Part("gradients of a block and of lm_head, BF16", 2 * block + 2 * head, ("update",)),
+        Part(f"gradients of a block{' and of lm_head' if head else ''}, BF16", 2 * block + 2 * head, ("update",)),
         Part("a block's reduce-scatter, FP32", 4 * block + 4 * block // ranks(config), ("update",)),
     ]
 
@@ -183,13 +175,11 @@ def quantized_linears(size: ModelSize, config: Config) -> dict[str, Shape]:
     return {name: shape for name, shape in size.linears().items() if not is_ignored(name, config.quant.ignore)}
 
 
-def published(size: ModelSize, config: Config) -> dict[str, int]:
+def published(size: ModelSize, config: Config) -> int:
     """Return the number of published bytes. Quantized layers are low-bit tensors, and everything else is BF16."""
-    quantized = quantized_linears(size, config)
-    scheme, group = config.quant.scheme, config.quant.group_size
-    low_bit = sum(wire_bytes(scheme, group, shape) for shape in quantized.values())
-    rest = size.parameters - size.embedding_parameters - sum(n * k for n, k in quantized.values())
-    return {"low-bit": low_bit, "other": 2 * rest, "embeddings": 2 * size.embedding_parameters}
+    quant, quantized = config.quant, quantized_linears(size, config).values()
+    low_bit = sum(wire_bytes(quant.scheme, quant.group_size, shape) for shape in quantized)
+    return low_bit + 2 * (size.parameters - sum(n * k for n, k in quantized))
 
 
 def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]) -> list[Part]:
@@ -302,7 +292,7 @@ def on_host(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     masters = (4 if config.optim.master_dtype == "fp32" else 2) * (adapter_parameters(size, config) or size.parameters)
     offloaded = (masters + optimizer_state(size, config)) // ranks(config) if offload else 0
     return [
-        Part("vLLM's weights while it sleeps", sum(published(size, config).values()) if sleeps else 0),
+        Part("vLLM's weights while it sleeps", published(size, config) if sleeps else 0),
         Part("masters and optimizer state, offloaded", offloaded),
     ]
 
@@ -330,10 +320,10 @@ def own_layout(size: ModelSize, config: Config) -> int:
     return sum(each) if kernel else 0
 
 
-def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:
-    """Return, for one GPU, the engine's parts of the memory, the bytes of its KV cache and the bytes of its weights."""
+def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int]:
+    """Return, for one GPU, the engine's parts of the memory and the bytes of its KV cache."""
     parallel = config.rollout.tensor_model_parallel_size
-    weights = sum(published(size, config).values()) // parallel + own_layout(size, config)
+    weights = published(size, config) // parallel + own_layout(size, config)
     weights += 2 * adapter_parameters(size, config)
     sleeps = config.rollout.free_cache_engine and device == "cuda"
     phases = ("rollout",) if sleeps else PHASES
@@ -349,4 +339,4 @@ def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) 
         Part("vLLM: workspace (allowance)", ENGINE_WORKSPACE_BYTES, phases),
         Part("vLLM asleep (allowance)", asleep if sleeps else 0, PHASES[1:]),
     ]
-    return parts, kv_cache, weights
+    return parts, kv_cache

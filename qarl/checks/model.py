@@ -50,8 +50,7 @@ def level_notes(config: Config, hf_config: Any) -> list[str]:
 def lower_level(config: Config, hf_config: Any) -> str | None:
     """If a lower alignment level than `quant.align` is applied, return a sentence that says why; otherwise None."""
     level, reasons = applied_level(config, hf_config)
-    falls_back = f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
-    return falls_back if reasons else None
+    return f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}" if reasons else None
 
 
 def applied_level(

@@ -51,14 +51,11 @@ def write_resolved(config: Config, path: str | Path) -> None:
 
 
 def describe_keys() -> dict[str, str]:
-    """Return every dotted key, including sections, with its description, in order."""
-    keys = {}
-    for name, info in Config.model_fields.items():
-        section = sections().get(name)
-        keys[name] = (section.__doc__ or "").partition("\n")[0] if section else info.description or ""
-        for child, child_info in section.model_fields.items() if section else ():
-            keys[f"{name}.{child}"] = child_info.description or ""
-    return {key: " ".join(text.split()) for key, text in keys.items()}
+    """Return every section and every dotted key, each with its description."""
+    from qarl.config.help import about_section, key_table
+
+    about = {name: about_section(name)[0] for name in sections()}
+    return about | {key.name: key.meaning for keys in key_table().values() for key in keys}
 
 
 def _build(values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem]) -> Config:

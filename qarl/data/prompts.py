@@ -91,7 +91,14 @@ def load_prompts(
                 prompts.append(prompt)
         offset += len(rows)
     if overlong and not (filter_overlong_prompts and prompts):
-        raise _overlong_error(overlong, len(prompts) + len(overlong), max_prompt_length)
+        longest = max(length for _, length in overlong)
+        raise UserError(
+            f"a prompt has {overlong[0][1]} tokens, more than max_prompt_length={max_prompt_length}",
+            where=overlong[0][0],
+            why=f"{len(overlong)} of {len(prompts) + len(overlong)} prompts are too long, the longest has {longest} "
+            "tokens",
+            fix=f"set data.max_prompt_length={longest}, or leave them out with data.filter_overlong_prompts=true",
+        )
     return PromptDataset(prompts, num_filtered=len(overlong))
 
 
@@ -225,17 +232,6 @@ def shortened(value: Any, length: int = 200) -> str:
     """Return the start of `repr(value)`."""
     text = repr(value)
     return text if len(text) <= length else text[:length] + "..."
-
-
-def _overlong_error(overlong: Sequence[tuple[str, int]], total: int, max_prompt_length: int) -> UserError:
-    where, length = overlong[0]
-    longest = max(length for _, length in overlong)
-    return UserError(
-        f"a prompt has {length} tokens, more than max_prompt_length={max_prompt_length}",
-        where=where,
-        why=f"{len(overlong)} of {total} prompts are too long, the longest has {longest} tokens",
-        fix=f"set data.max_prompt_length={longest}, or leave them out with data.filter_overlong_prompts=true",
-    )
 
 
 def check_disjoint(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:

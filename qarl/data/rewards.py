@@ -42,7 +42,6 @@ from qarl.errors import UserError
 RewardFn = Callable[..., Any]
 Result = TypeVar("Result")
 
-_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 # A minus belongs to a number only if it cannot be a subtraction: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?\d+(?:\.\d+)?", flags=re.ASCII)
 
@@ -161,8 +160,8 @@ def score_responses(
     scores = []
     for prompt, response in zip(prompts, responses, strict=True):
         where = f"row {prompt.index}, "
-        values = (prompt.data_source, response, prompt.ground_truth, prompt.extra_info)
-        arguments = dict(zip(_ARGUMENTS, values, strict=True))
+        arguments: dict[str, Any] = {"data_source": prompt.data_source, "solution_str": response}
+        arguments |= {"ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
         result = call_reward(fn, arguments, timeout_s=timeout_s, where=where)
         scores.append(score_of(fn, result, arguments, where=where))
     return scores

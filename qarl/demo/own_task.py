@@ -77,16 +77,8 @@ def load_task(request: WarmStart) -> Task:
         fix = f"define {', '.join(FUNCTIONS)}; docs/own_task.md has an example"
         raise UserError(f"the task has no function {missing[0]}", where=str(request.file), fix=fix)
     truth = getattr(module, "truth", module.answer)
-    task = Task(
-        request.file.stem,
-        module.draw,
-        module.prompt,
-        module.answer,
-        truth,
-        module.reward,
-        request.target,
-        request.steps,
-    )
+    functions = (module.draw, module.prompt, module.answer, truth, module.reward)
+    task = Task(request.file.stem, *functions, request.target, request.steps)
     try:
         problem = module.draw(random.Random(request.seed))
         hash(problem)

@@ -144,18 +144,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, experts: int = 0) -> Model:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem, task: Task = QUICKSTART) -> str:
-    messages = [{"role": "user", "content": task.prompt_text(problem)}]
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert isinstance(rendered, str)
-    return rendered
-
-
 def make_batch(
     tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], task: Task = QUICKSTART
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and next-token labels, both int64 [len(problems), T], padded on the right; labels cover responses only."""
-    prompts = tokenizer([render_prompt(tokenizer, problem, task) for problem in problems])["input_ids"]
+    messages = [[{"role": "user", "content": task.prompt_text(problem)}] for problem in problems]
+    prompts: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     responses = tokenizer([task.response_text(problem) + tokenizer.eos_token for problem in problems])["input_ids"]
     width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
     tokens = torch.full((len(problems), width), tokenizer.pad_token_id)

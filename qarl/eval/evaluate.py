@@ -18,15 +18,15 @@ from typing import Any
 
 from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.export import ExportRequest, export
-from qarl.checkpoint.storage import EXPORT
+from qarl.checkpoint.storage import EXPORT, write_json
 from qarl.console import say, stage
-from qarl.data.prompts import Prompt, load_prompts
+from qarl.data.prompts import Prompt, load_prompts, prompt_options
 from qarl.data.rewards import get_reward_fn, score_responses
 from qarl.errors import UserError
 from qarl.eval.arguments import BF16, EvalRequest, Settings
 from qarl.eval.harness import find_tasks, score_tasks, sets_of
 from qarl.eval.scores import Estimate, average, differences, interval, normal
-from qarl.lora.adapter import FOLDER, read_adapter
+from qarl.lora.adapter import FOLDER, Adapter, read_adapter
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.adapters import AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
@@ -54,15 +54,12 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
                 scores[label] = score_model(folder, prompts, request, settings)
     estimates = tabulated(scores, averaged=manager is None)  # metrics of one task are no sets to average
     if request.output:
-        request.output.write_text(
-            json.dumps({"samples": samples, "scores": estimates}, indent=2) + "\n", encoding="utf-8"
-        )
+        write_json(request.output, {"samples": samples, "scores": estimates})
     return table(estimates, samples)
 
 
 def folders(request: EvalRequest, stack: ExitStack) -> Iterator[tuple[str, Path]]:
     """Yield name and folder of each model. Checkpoints are exported to a folder that `stack` removes."""
-    is_run = (request.model / "config.yaml").is_file()
 
     def exported(format: Any) -> Path:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory())) / EXPORT
@@ -70,7 +67,7 @@ def folders(request: EvalRequest, stack: ExitStack) -> Iterator[tuple[str, Path]
         say(export(ExportRequest(request.model, output, step=request.step, format=format, trust_remote_code=trust)))
         return output
 
-    if not is_run:
+    if not (request.model / "config.yaml").is_file():  # not a run
         yield str(request.model), request.model
     elif request.against == BF16 or request.step is not None or not (request.model / EXPORT).is_dir():
         yield str(request.model), exported("quantized")
@@ -85,14 +82,10 @@ def folders(request: EvalRequest, stack: ExitStack) -> Iterator[tuple[str, Path]
 def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Prompt]:
     from transformers import AutoTokenizer
 
-    prompts = load_prompts(
-        settings.files,
-        tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code),
-        prompt_key=settings.config.data.prompt_key if settings.config else "prompt",
-        max_prompt_length=settings.max_prompt_length,
-        filter_overlong_prompts=bool(settings.config and settings.config.data.filter_overlong_prompts),
-        limit=request.limit,
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
+    options = prompt_options(settings.config, tokenizer) if settings.config else {"tokenizer": tokenizer}
+    options |= {"max_prompt_length": settings.max_prompt_length, "limit": request.limit}
+    prompts = load_prompts(settings.files, **options)
     asked = [replace(prompt, samples=request.n or prompt.samples or 1) for prompt in prompts]
     if settings.temperature == 0 and any(prompt.samples != 1 for prompt in asked):
         fix = "add temperature=0.6, which the paper uses, or n=1"
@@ -108,11 +101,8 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
     rows = [prompt for prompt in prompts for _ in range(prompt.samples or 1)]
     draw = random.Random(f"eval-{request.seed}")
     seeds = [draw.getrandbits(31) for _ in rows]
-    adapter = read_adapter(folder / FOLDER) if (folder / FOLDER).is_dir() else None
-    engine_config = engine_of(folder, request, settings)
-    if adapter is not None:
-        engine_config = replace(engine_config, adapters=AdapterSpec(adapter.r, adapter.targets))
-    with RolloutEngine(engine_config) as engine:
+    adapter = adapter_of(folder)
+    with RolloutEngine(engine_of(folder, request, settings)) as engine:
         engine.publish(read_tensors(folder), version=0)
         if adapter is not None:
             engine.publish_adapter(adapter, version=0)
@@ -127,13 +117,19 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
     return {name: {index: fmean(scores) for index, scores in rows.items()} for name, rows in grouped.items()}
 
 
+def adapter_of(folder: Path) -> Adapter | None:
+    return read_adapter(folder / FOLDER) if (folder / FOLDER).is_dir() else None
+
+
 def engine_of(folder: Path, request: EvalRequest, settings: Settings) -> EngineConfig:
     """Return the config of an engine for the weights of `folder`, as the run has it if there is one."""
     quantization = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
     scheme = Scheme.from_quantization_config(quantization) if quantization else get_scheme("bf16")
     more: dict[str, Any] = {}
+    if adapter := adapter_of(folder):
+        more["adapters"] = AdapterSpec(adapter.r, adapter.targets)
     if (config := settings.config) is not None:
-        more = {
+        more |= {
             "max_num_seqs": config.rollout.max_num_seqs,
             "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
             "kv_cache_gib": config.rollout.cpu_kvcache_space_gib,

@@ -21,10 +21,10 @@ from qarl.config.errors import nearest
 from qarl.console import say
 from qarl.errors import UserError
 from qarl.eval.arguments import EvalRequest
-from qarl.lora.adapter import FOLDER, read_adapter
+from qarl.lora.adapter import FOLDER
 from qarl.process import answer_for_vllm, configure_vllm_process
 from qarl.quant.meta_model import default_dtype_kept
-from qarl.rollout.adapters import AdapterSpec, servable
+from qarl.rollout.adapters import servable
 from qarl.rollout.engine_config import EngineConfig, kernel_request, llm_arguments, own_kernels
 from qarl.vllm_versions import release_memory_pools
 
@@ -59,7 +59,7 @@ def score_tasks(folder: Path, config: EngineConfig, manager: Any, request: EvalR
     from lm_eval import simple_evaluate
 
     with _vllm(folder, config, request) as model:
-        results: Results = simple_evaluate(
+        return simple_evaluate(
             model,
             tasks=request.task_names,
             task_manager=manager,
@@ -68,7 +68,6 @@ def score_tasks(folder: Path, config: EngineConfig, manager: Any, request: EvalR
             apply_chat_template=request.apply_chat_template,
             bootstrap_iters=0,  # its standard errors, which are not used here
         )
-    return results
 
 
 @contextmanager
@@ -80,14 +79,11 @@ def _vllm(folder: Path, config: EngineConfig, request: EvalRequest) -> Iterator[
     answer_for_vllm()
     from lm_eval.models.vllm_causallms import VLLM
 
-    adapter = read_adapter(folder / FOLDER) if (folder / FOLDER).is_dir() else None
-    if adapter is not None:
-        config = replace(config, adapters=AdapterSpec(adapter.r, adapter.targets))
     model_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", config.max_model_len)
     config = replace(config, max_model_len=min(config.max_model_len, positions))
     arguments = llm_arguments(config, statistics=False) | {"load_format": "auto", "seed": request.seed}
-    arguments |= {"pretrained": arguments.pop("model"), "lora_local_path": adapter and str(folder / FOLDER)}
+    arguments |= {"pretrained": arguments.pop("model"), "lora_local_path": config.adapters and str(folder / FOLDER)}
     if request.max_response_length:
         arguments["max_gen_toks"] = request.max_response_length
     kernels = own_kernels(kernel_request(config.kernels, config.scheme.name))

@@ -16,6 +16,7 @@ detect them. Our two rules judge each response alone:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -114,11 +115,9 @@ def text_metrics(statistics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         rollout/entropy: entropy of the sampling distributions in nats per token, estimated by the mean of -log-prob
             over the sampled tokens, which has the same expectation
     """
-    total: dict[str, float] = {}
+    total: Counter[str] = Counter()
     for sums in statistics:
-        for key, value in sums.items():
-            if key.startswith("sum/text/"):
-                total[key.removeprefix("sum/text/")] = total.get(key.removeprefix("sum/text/"), 0.0) + value
+        total.update({key.removeprefix("sum/text/"): sums[key] for key in sums if key.startswith("sum/text/")})
     metrics = {}
     for group, prefix in (("all", ""), ("pos", "pos_"), ("neg", "neg_")):
         if count := total.get(group):

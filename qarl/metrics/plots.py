@@ -128,7 +128,7 @@ def _plot_lines(chart: Chart, entries: Sequence[Mapping[str, Any]], output: Path
             continue
         if window > 1:
             axes.plot(steps, values, color=f"C{index}", alpha=0.25, linewidth=1)
-            values = _trailing_mean(values, window)
+            values = trailing_mean(values, window)
         marker = "o" if len(steps) == 1 or not chart.smooth else None
         axes.plot(steps, values, color=f"C{index}", marker=marker, label=line if len(chart.lines) > 1 else None)
     if not axes.lines:
@@ -146,7 +146,7 @@ def _plot_lines(chart: Chart, entries: Sequence[Mapping[str, Any]], output: Path
     return path
 
 
-def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
+def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Return, for each value, the mean of this value and up to `window - 1` values before it."""
     return np.asarray([values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)])
 

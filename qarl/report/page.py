@@ -35,7 +35,7 @@ from qarl.errors import UserError
 from qarl.metrics.plots import CHARTS, phases_of
 from qarl.metrics.tracker import read_metrics
 from qarl.metrics.warning_log import WARNINGS_FILE
-from qarl.report.samples import is_logged, loads, read_samples
+from qarl.report.samples import is_logged, read_samples
 
 REPORT_FILE = "report.html"
 MOST_POINTS = 1000
@@ -145,7 +145,7 @@ def contents(run_dir: str | Path) -> dict[str, Any]:
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "step": entries[-1]["step"] if entries else 0,
         "total": resolved.get("trainer", {}).get("total_training_steps"),
-        "summary": loads(_text(summary)) if summary.is_file() else None,
+        "summary": json.loads(_text(summary), parse_constant=str) if summary.is_file() else None,
         "series": {name: series for name in names if (series := series_of(entries, name))},
         "charts": [asdict(chart) | {"lines": list(chart.lines.items())} for chart in CHARTS],
         "phases": phases_of(entries),

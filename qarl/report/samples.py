@@ -11,7 +11,6 @@ counts the tokens between them. `reward` and `finish_reason` are null if the bac
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -102,11 +101,6 @@ def _rounded(value: float) -> float:
 def append_samples(run_dir: str | Path, samples: Sequence[dict[str, Any]]) -> None:
     """Add lines to `samples.jsonl`. Raise StorageError if writing fails."""
     append_lines(Path(run_dir) / SAMPLES_FILE, samples)
-
-
-def loads(text: str) -> Any:
-    """Return the value of the JSON `text`. NaN and infinities, which only Python's JSON has, become strings."""
-    return json.loads(text, parse_constant=str)
 
 
 def read_samples(run_dir: str | Path) -> list[dict[str, Any]]:

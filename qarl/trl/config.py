@@ -23,7 +23,7 @@ from qarl.config.errors import ConfigError
 from qarl.config.schema import sections
 from qarl.config.unused_keys import problems
 from qarl.errors import UserError
-from qarl.tbpo.config import KEYS, TBPOConfig
+from qarl.tbpo.config import KEYS
 
 ENGINE_KEYS = ("max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_space_gib", "enforce_eager")
 QUANT_KEYS = ("scheme", "group_size", "ignore", "kernels", "align", "mismatch_limit")
@@ -72,9 +72,6 @@ class QaRLConfig(_OwnKeys):
     loss_type: str = field(default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."})
     bf16: bool = field(default=False, metadata={"help": "Must be False: the model is BF16 without autocast."})
     vllm_enable_sleep_mode: bool = field(default=True, metadata={"help": "On a GPU, free memory between rollouts."})
-
-    def tbpo(self) -> TBPOConfig:
-        return TBPOConfig.of(self)
 
 
 def run_config(args: QaRLConfig, model: str, max_prompt_length: int, lora: Mapping[str, Any] | None = None) -> Config:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from qarl.data.prompts import shortened
 from qarl.errors import UserError
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
@@ -158,7 +158,7 @@ def check_finite(name: str, rewards: Sequence[Any], arguments: dict[str, Any]) -
         if reward is not None and not math.isfinite(reward):
             raise UserError(
                 f"the reward function {name!r} returned {float(reward)}",
-                where=f"step {arguments['trainer_state'].global_step}, prompt {_shown(prompt)}",
+                where=f"step {arguments['trainer_state'].global_step}, prompt {shortened(prompt)}",
                 why="a NaN or Inf makes the mean and all advantages of its group useless",
                 fix="return a finite number, or None if this function does not apply to the response",
             )
@@ -175,7 +175,7 @@ def check_scored(rewards: torch.Tensor, names: Sequence[str], prompts: Sequence[
     unscored = rewards.isnan().all(1) | rewards.isinf().any(1)
     if not unscored.any():
         return
-    first = f", prompt {_shown(prompts[int(unscored.int().argmax())])}" if len(rewards) == len(prompts) else ""
+    first = f", prompt {shortened(prompts[int(unscored.int().argmax())])}" if len(rewards) == len(prompts) else ""
     raise UserError(
         f"{int(unscored.sum())} of {len(rewards)} responses have no reward",
         where=f"step {step}{first}",
@@ -183,7 +183,3 @@ def check_scored(rewards: torch.Tensor, names: Sequence[str], prompts: Sequence[
         "would give these responses the advantage 0",
         fix="return a number for every response from at least one reward function",
     )
-
-
-def _shown(prompt: Any) -> str:
-    return textwrap.shorten(repr(prompt), 200)

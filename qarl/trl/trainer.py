@@ -38,7 +38,7 @@ from qarl.process import keep_freed_memory
 from qarl.quant.experts import stacked_experts
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import RolloutEngine
-from qarl.tbpo import tbpo_loss
+from qarl.tbpo import TBPOConfig, tbpo_loss
 from qarl.trainer.master_optimizer import write_back
 from qarl.trainer.policy import Policy, adapters_of
 from qarl.trainer.prepare import engine_config
@@ -88,7 +88,7 @@ class QaRLTrainer(GRPOTrainer):
             ignore_frozen(self.policy.model)
         self._settings = settings_of(args, self.policy, lora)
         self.reference: Policy | None = None
-        self.tbpo = args.tbpo()
+        self.tbpo = TBPOConfig.of(args)
         super().__init__(
             self.policy.model,
             checked_functions(reward_funcs),

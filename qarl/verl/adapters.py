@@ -101,10 +101,7 @@ class ActorAdapters(Adapters):
             why, fix = "it has the digests of the adapter's base", "copy the checkpoint again, or use another one"
             raise UserError("a file of the checkpoint is missing", where=str(path), why=why, fix=fix)
         saved = json.loads(path.read_text(encoding="utf-8"))["published"]
-        differ = sorted(
-            name for name in saved.keys() | self._digests.keys() if saved.get(name) != self._digests.get(name)
-        )
-        if differ:
+        if differ := sorted({name for name, _ in saved.items() ^ self._digests.items()}):
             raise UserError(
                 f"{len(differ)} tensors of the base differ from those that the adapter was trained on",
                 where=f"{self.base}: {differ[0]}",

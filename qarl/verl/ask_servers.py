@@ -107,8 +107,11 @@ def servers_have_base(*, is_first: bool, seconds: float) -> bool:
     (`is_first`) asks. Raise UserError on all ranks if a server does not answer, because they wait for the first one."""
 
     def has_base() -> bool | str:
+        import ray
+
         try:
-            return _all_have_base(seconds)
+            questions = [server.qarl_has_base.remote() for server in engine_servers().values()]
+            return bool(questions) and all(ray.get(questions, timeout=seconds))
         except Exception as error:  # whatever Ray or a server raises, the other ranks must be told
             return _in_short(error)
 
@@ -126,14 +129,6 @@ def _of_first(is_first: bool, ask: Callable[[], Answer]) -> Answer:
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(answer, src=0)
     return cast(Answer, answer[0])
-
-
-def _all_have_base(seconds: float) -> bool:
-    if not (servers := engine_servers()):
-        return False
-    import ray
-
-    return all(ray.get([server.qarl_has_base.remote() for server in servers.values()], timeout=seconds))
 
 
 def has_stopped(what: str, dead: dict[str, str]) -> UserError:

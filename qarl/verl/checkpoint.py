@@ -41,7 +41,7 @@ import torch
 import yaml
 
 from qarl.checkpoint.read_weights import load_part, refuse_code, step_of, what_is_missing, whole_and_torn
-from qarl.checkpoint.storage import StorageError, fresh_run_dir, remove_folder, write_json
+from qarl.checkpoint.storage import StorageError, fresh_run_dir, remove_folder, write_json, write_text
 from qarl.config import Config
 from qarl.console import note, say
 from qarl.errors import UserError
@@ -152,9 +152,7 @@ def _check_config(config: Config, folder: Path) -> None:
 def _make_newest(run_dir: Path, folder: Path) -> None:
     """Write the step of `folder` into verl's tracker file. Rename later checkpoints, and delete the run's summary."""
     supersede(run_dir, [(step_of(other), other) for other in folder.parent.glob("global_step_*")], step_of(folder))
-    staging = folder.parent / f".{TRACKER}"
-    staging.write_text(str(step_of(folder)), encoding="utf-8")
-    staging.replace(folder.parent / TRACKER)
+    write_text(folder.parent / TRACKER, str(step_of(folder)))
 
 
 class Saving:

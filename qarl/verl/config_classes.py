@@ -15,7 +15,6 @@ from typing import Any, Literal, cast
 
 import torch
 from hydra.experimental.callback import Callback
-from omegaconf import OmegaConf
 from pydantic import ValidationError, create_model
 from verl.utils.device import get_device_name
 from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
@@ -27,7 +26,7 @@ from qarl.config.types import Section
 from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
 from qarl.tbpo.config import KEYS, TBPOConfig
-from qarl.verl.checks import NO_GPU, check_composed, refuse
+from qarl.verl.checks import NO_GPU, as_dict, check_composed, refuse
 from qarl.verl.keys import engine_fields
 
 _LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
@@ -118,8 +117,7 @@ def checked(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
 
 def _plain(values: Any) -> dict[str, Any]:
     """Return `values` as a dict, without the keys that are null: they have QaRL's defaults."""
-    plain: Any = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
-    return {key: value for key, value in plain.items() if value is not None}
+    return {key: value for key, value in as_dict(values).items() if value is not None}
 
 
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:

@@ -172,9 +172,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.quant is not None and micro_batch["position_ids"].dim() == 3:
-            what = (
-                "QaRL's quantized actor does not support models for images, whose tokens have several positions (mrope)"
-            )
+            what = "QaRL's quantized actor does not support models for images (tokens with several positions, mrope)"
             raise UserError(what, where="actor_rollout_ref.model.path", fix="train a text-only model")
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.quant is not None:

@@ -201,6 +201,7 @@ def optim_keys(config: Config) -> Keys:
 def rollout_keys(config: Config, on_cpu: bool) -> Keys:
     rollout, root = config.rollout, "actor_rollout_ref.rollout"
     longest = config.data.max_prompt_length + config.data.max_response_length
+    batched = rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS
     keys = {
         f"{root}.name": "vllm",
         f"{root}.mode": "async",
@@ -212,7 +213,8 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.calculate_log_probs": True,
         f"{root}.logprobs_mode": "processed_logprobs",
         f"{root}.max_model_len": longest,
-        f"{root}.max_num_batched_tokens": batched_tokens(config, on_cpu),
+        # On a CPU it is large enough to prefill the longest sequence whole.
+        f"{root}.max_num_batched_tokens": max(batched, longest if on_cpu else 0),
         f"{root}.load_format": "dummy",
         f"{root}.disable_log_stats": False,  # preemptions are counted from these statistics
         f"{root}.val_kwargs.temperature": rollout.val_temperature,
@@ -239,12 +241,6 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
     if overrides:
         keys[f"+{root}.engine_kwargs.vllm.hf_overrides"] = overrides
     return keys
-
-
-def batched_tokens(config: Config, on_cpu: bool) -> int:
-    """Return `max_num_batched_tokens`. On a CPU it is large enough to prefill the longest sequence whole."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
 
 
 def routing_keys(config: Config, on_cpu: bool) -> Keys:
@@ -350,6 +346,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         defaults |= {
             "VERL_PLATFORM": "cpu",
+            "RAY_worker_niceness": "0",  # Ray's default, 15, starves its workers beside any other job
             # Even in eager mode vLLM compiles two sampling helpers, which takes half a minute at the first request.
             "TORCHDYNAMO_DISABLE": "1",
             # This turns off multiprocessing, so vLLM's worker runs in the engine's process, which saves an import.

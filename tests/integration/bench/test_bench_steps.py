@@ -115,7 +115,7 @@ def test_a_case_with_wrong_numbers_gets_no_figures(
 
     def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
         if case.scheme == "fp8" or (case.level == "linears" and order.count(case) == 2):
-            raise steps.LaunchFailed("its numbers are wrong")
+            return {"error": "its numbers are wrong"}
         return figures(1.0)
 
     order, path = launches(launch), tmp_path / "a.json"
@@ -171,8 +171,7 @@ def test_ctrl_c_ends_the_process_too(folder: Path) -> None:
 
 def test_a_process_that_raises_is_a_failure(folder: Path) -> None:
     missing = folder / "nowhere"
-    with pytest.raises(steps.LaunchFailed, match="nowhere"):
-        steps.launch(tiny(folder, part="trainer"), Case("bf16", "off"), missing)
+    assert "nowhere" in steps.launch(tiny(folder, part="trainer"), Case("bf16", "off"), missing)["error"]
 
 
 # The trainer's own phases, and the check.

@@ -13,7 +13,7 @@ pytest.importorskip("trl")
 from trl import GRPOConfig
 
 from qarl.config.schema import default_values
-from qarl.tbpo.config import KEYS
+from qarl.tbpo.config import KEYS, TBPOConfig
 from qarl.trl import QaRLConfig
 from qarl.trl.config import RUN_KEYS, run_config
 
@@ -61,7 +61,7 @@ def test_every_key_reaches_its_consumer(tmp_path: Path) -> None:
         section, _, leaf = key.rpartition(".")
         assert (config[section] if section else config)[leaf] == value, key
         if leaf in KEYS:
-            assert getattr(args.tbpo(), leaf) == value, key
+            assert getattr(TBPOConfig.of(args), leaf) == value, key
 
 
 def test_its_own_fields_have_qarls_defaults() -> None:

@@ -23,7 +23,7 @@ from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import LINEAR_KERNELS
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench_table import rewrite
+from bench_table import bench_table, replace_tables
 
 SMALL = ["device=cpu", "shape=64x96", "group_size=32", "m=1,18", "seconds=0.001", "rounds=1"]
 SOME = Arguments(device="cpu", group_size=32)
@@ -148,7 +148,7 @@ PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "
 @pytest.mark.parametrize("page", PAGES)
 def test_committed_tables_are_those_of_the_committed_results(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert rewrite(text) == text, "python scripts/bench_table.py " + page
+    assert replace_tables(text, "bench", bench_table) == text, "python scripts/bench_table.py " + page
 
 
 def test_a_device_that_is_not_there() -> None:

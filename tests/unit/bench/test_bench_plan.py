@@ -203,9 +203,9 @@ def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureF
 def test_the_page_shows_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/benchmarks.md: the tables that scripts/plan_tables.py makes, and the commands that it names."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    tables = importlib.import_module("plan_tables")
+    tables, replace = importlib.import_module("plan_tables"), importlib.import_module("bench_table").replace_tables
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert tables.rewrite(page) == page
+    assert replace(page, "plan", tables.table) == page
     assert set(re.findall(r"<!-- plan: (\w+) -->", page)) == set(tables.TABLES)
     joined = page.replace("\n", " ")
     for command, settings in (("plan gpu=h100 gpus=8", tables.SPEED), ("plan model=Qwen3-30B-A3B", tables.LONG)):

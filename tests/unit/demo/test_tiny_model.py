@@ -100,7 +100,8 @@ def test_labels_cover_the_response() -> None:
     for i, pair in enumerate(pairs):
         answer = labels[i][labels[i] != make.IGNORE_INDEX]
         assert tokenizer.decode(answer) == task.response_text(pair) + tokenizer.eos_token
-        prompt_length = len(tokenizer(make.render_prompt(tokenizer, pair))["input_ids"])
+        asked = [{"role": "user", "content": task.prompt_text(pair)}]
+        prompt_length = len(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False))
         assert (labels[i, : prompt_length - 1] == make.IGNORE_INDEX).all()
         assert labels[i, prompt_length - 1] == answer[0] == tokens[i, prompt_length]
 

@@ -21,6 +21,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import ablate
 import ablation_statistics as stats
 
+p_of = stats.permutation_test
+
 
 def by_permutations(first: Sequence[float], second: Sequence[float]) -> float:
     """p from all orders of all values, each order as likely as the others."""
@@ -32,21 +34,20 @@ def by_permutations(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def test_the_permutation_test_counts_all_ways() -> None:
-    test = stats.permutation_test
-    assert test([1, 2, 3, 4], [11, 12, 13, 14]) == (pytest.approx(2 / 70), pytest.approx(2 / 70))
-    assert test([0.5, 0.5], [0.5, 0.5])[0] == 1.0
+    assert p_of([1, 2, 3, 4], [11, 12, 13, 14]) == (pytest.approx(2 / 70), pytest.approx(2 / 70))
+    assert p_of([0.5, 0.5], [0.5, 0.5])[0] == 1.0
     rng = random.Random(0)
     for sizes in ((3, 3), (2, 4), (1, 5), (4, 3)):
         first, second = ([rng.gauss(0, 1) for _ in range(size)] for size in sizes)
-        assert test(first, second)[0] == pytest.approx(by_permutations(first, second))
-    assert test([1.0], [2.0, 3.0, 4.0])[1] == pytest.approx(1 / 4)
+        assert p_of(first, second)[0] == pytest.approx(by_permutations(first, second))
+    assert p_of([1.0], [2.0, 3.0, 4.0])[1] == pytest.approx(1 / 4)
 
 
 def test_ways_drawn_at_random_tell_arms_apart() -> None:
     near, far = [0.1, 0.2, 0.1, 0.2], [0.9, 0.8, 0.9, 0.8]
-    assert stats.any_difference([near, near[::-1], near]) > 0.3 and stats.any_difference([near, far, [0.5] * 4]) < 0.01
-    p, smallest = stats.permutation_test(near * 3, far * 3)
-    assert p == stats.permutation_test(near * 3, far * 3)[0] < 1e-3 and smallest < 1e-3
+    assert p_of(near, near[::-1], near)[0] > 0.3 and p_of(near, far, [0.5] * 4)[0] < 0.01
+    p, smallest = p_of(near * 3, far * 3)
+    assert p == p_of(near * 3, far * 3)[0] < 1e-3 and smallest < 1e-3
 
 
 def history(rewards: Sequence[float], accuracies: Sequence[float]) -> list[dict[str, float]]:

@@ -58,7 +58,7 @@ def engine_model(family: str, *, tie: bool = False, seed: int = 1) -> Any:
 
 def runner_of(model: Any) -> Any:
     """A model runner of vLLM's with `model` in the place of its own."""
-    config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config), lora_config=None)
     return SimpleNamespace(vllm_config=config, get_model=lambda: model, kv_caches=[], device="cpu")
 
 

@@ -157,9 +157,9 @@ class Runner:
         (self.folder / "table.md").write_text(report(suite, self.results, self.command), encoding="utf-8")
         about = {"suite": suite.name, "command": self.command, "commit": commit(), "config": suite.config}
         about["date"] = time.strftime("%Y-%m-%d", time.gmtime())
-        overrides = {"set": dict(suite.set), "more": list(self.more), "arms": arms}
+        how = {"set": dict(suite.set), "more": list(self.more), "arms": arms}
         minutes = sum(entry["minutes"] for entry in self.results)
-        write_json(self.folder / "results.json", about | overrides | {"minutes": minutes, "runs": self.results})
+        write_json(self.folder / "results.json", about | how | {"minutes": minutes, "runs": self.results})
 
 
 def report(suite: Suite, results: Results, command: str) -> str:

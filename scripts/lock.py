@@ -21,9 +21,11 @@ NEVER_LOCKED = {"pip", "qarl"}
 
 def versions(report: Path | None) -> dict[str, str]:
     """Return name -> version of the packages in pip's `report`, or of the installed ones."""
-    items = json.loads(report.read_text())["install"] if report else []
-    pairs = [(item["metadata"]["name"], item["metadata"]["version"]) for item in items]
-    pairs = pairs or [(package.metadata["Name"], package.version) for package in importlib.metadata.distributions()]
+    if report is None:
+        pairs = [(package.metadata["Name"], package.version) for package in importlib.metadata.distributions()]
+    else:
+        items = [item["metadata"] for item in json.loads(report.read_text())["install"]]
+        pairs = [(item["name"], item["version"]) for item in items]
     return {name.lower().replace("_", "-"): version for name, version in pairs}
 
 

@@ -2,7 +2,7 @@
 # The quickstart as a verl user starts it: verl's entry point, verl's keys, and of QaRL the installed package alone.
 # On a CPU. More keys go behind: scripts/verl_command_line.sh trainer.total_training_steps=5
 set -e
-export VERL_PLATFORM=cpu TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
+export VERL_PLATFORM=cpu RAY_worker_niceness=0 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
 export VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_ATTN_SPLIT_KV=0 VLLM_CPU_INT4_W4A8=0
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

@@ -40,8 +40,8 @@ def long_responses(
     """Take a step with responses of each length at each level. `model` and `exact` must have δ = 0 on every token.
 
     Four responses to two prompts of `prompt` tokens. backend=verl has the default level alone, and prompts of the
-    quickstart. `hidden`: the model's width; half of its heads of 64 have keys. `split_keys`: VLLM_CPU_ATTN_SPLIT_KV.
-    With several threads, or if keys are split, δ is only measured.
+    quickstart. `hidden`: the model's width, a multiple of 64, in heads of 64; from 128 on two share their keys.
+    `split_keys`: VLLM_CPU_ATTN_SPLIT_KV. With several threads, or if keys are split, δ is only measured.
     """
     promised = threads == 1 and not split_keys
     endings = {

@@ -307,8 +307,11 @@ def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
         moved = rows + int(share * sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values()))
         for kernel in layer.kernels(scheme, x.device):
             prepare = cache(partial(kernel.prepare, parts["gate_up"], parts["down"]))
-            # Prepared in the first call, so that a kernel that cannot is only this competitor's failure.
-            call = partial(lambda kernel, prepare: kernel.forward(x, weights, ids, prepare()), kernel, prepare)
+
+            def call(kernel: Any = kernel, prepare: Any = prepare) -> Any:
+                # Prepared in the first call, so that a kernel that cannot is only this competitor's failure.
+                return kernel.forward(x, weights, ids, prepare())
+
             error = error_of(call, _exact_layer(*some, parts, _as_read(kernel, scheme)))
             competitors.append(Competitor(scheme, kernel.name, call, error, LAYER_ERROR[scheme], moved, flop))
     return competitors

@@ -114,26 +114,31 @@ def optimizer_state(size: ModelSize, config: Config) -> int:
 def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     """Return the parts for masters, moments and gradients, and for the update of one parameter."""
     verl, fp32 = config.backend == "verl", config.optim.master_dtype == "fp32"
-    shards, trained = ranks(config) if verl else 1, adapter_parameters(size, config)
-    parameters = trained or size.parameters
+    shards, parameters = ranks(config) if verl else 1, size.parameters
     # verl loads the optimizer state for the whole update (EngineTrainModeCtx), not only for the optimizer's step.
     used = ("update", "step") if offload else PHASES
     state = Part(f"{config.optim.name} state, FP32", optimizer_state(size, config) // shards, used)
-    small = bool(trained) if verl else fp32 and config.optim.name == "adamw"  # adapters, or the fused AdamW
-    single = Part("update of one parameter", 0 if small else STEP_BYTES * size.largest_parameter // shards, ("step",))
-    if verl:
-        frozen = 2 * (bf16_weights(size, config) - trained) if trained else 0
-        masters = (4 if fp32 else 2) * parameters // shards
-        away = offload and not trained
+    fused = not verl and fp32 and config.optim.name == "adamw"
+    single = Part("update of one parameter", 0 if fused else STEP_BYTES * size.largest_parameter // shards, ("step",))
+    trained = adapter_parameters(size, config)
+    if verl and trained:
         return [
-            Part("frozen BF16 weights, sharded", frozen // shards),
-            Part(f"{'FP32' if fp32 else 'BF16'} masters, sharded", masters, PHASES[1:] if away else PHASES),
+            Part("frozen BF16 weights, sharded", 2 * (bf16_weights(size, config) - trained) // shards),
+            Part("FP32 masters, sharded", 4 * trained // shards),
+            state,
+            Part("FP32 gradients, sharded", 4 * trained // shards, ("update", "step")),
+        ]
+    if verl:
+        masters = (4 if fp32 else 2) * parameters // shards
+        return [
+            Part(f"{'FP32' if fp32 else 'BF16'} masters, sharded", masters, PHASES[1:] if offload else PHASES),
             state,
             Part("FP32 gradients, sharded", 4 * parameters // shards, ("update", "step")),
             single,
         ]
     row = config.data.max_prompt_length + config.data.max_response_length
     several = config.actor.ppo_mini_batch_size * config.rollout.n * row > micro_batch_tokens(config)
+    parameters = trained or parameters
     return [
         Part("weights, BF16", 2 * bf16_weights(size, config)),
         Part("FP32 masters", 4 * parameters if fp32 else 0),
@@ -153,18 +158,21 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
     if trained := adapter_parameters(size, config):  # low-bit weights are whole on every rank
         kinds = [size.block_linears(i).items() for i in range(size.layers)]
         rest = max(sum(n * k for name, (n, k) in linears if name not in low_bit) for linears in kinds)
-        block = trained // size.layers
-        two, head = 4 * (rest + block), 0
-    else:
-        blocks = [
-            sum(wire_bytes(scheme if name in low_bit else "bf16", group, shape) for name, shape in linears.items())
-            for linears in map(size.block_linears, range(size.layers))
+        each = trained // size.layers
+        return [
+            Part("gathered blocks (two)", 4 * (rest + each), ("old_log_prob", "update")),
+            Part("embeddings and lm_head, gathered in BF16", 2 * size.embedding_parameters, ("old_log_prob", "update")),
+            Part("gradients of a block, BF16 and FP32", 6 * each + 4 * each // ranks(config), ("update",)),
         ]
-        two, head, block = 2 * max(blocks), size.vocab * size.hidden, size.largest_block
+    blocks = [
+        sum(wire_bytes(scheme if name in low_bit else "bf16", group, shape) for name, shape in linears.items())
+        for linears in map(size.block_linears, range(size.layers))
+    ]
+    head, block = size.vocab * size.hidden, size.largest_block
     return [
-        Part("gathered blocks (two)", two, ("old_log_prob", "update")),
+        Part("gathered blocks (two)", 2 * max(blocks), ("old_log_prob", "update")),
         Part("embeddings and lm_head, gathered in BF16", 2 * size.embedding_parameters, ("old_log_prob", "update")),
-        Part(f"gradients of a block{' and of lm_head' if head else ''}, BF16", 2 * block + 2 * head, ("update",)),
+        Part("gradients of a block and of lm_head, BF16", 2 * block + 2 * head, ("update",)),
         Part("a block's reduce-scatter, FP32", 4 * block + 4 * block // ranks(config), ("update",)),
     ]
 

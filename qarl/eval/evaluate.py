@@ -44,7 +44,8 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
         for label, folder in folders(request, stack):
             if manager is not None:
                 with stage(f"scoring {label}"):
-                    results = score_tasks(folder, engine_of(folder, request, settings), manager, request)
+                    engine_config = engine_of(folder, request, settings, adapter_of(folder))
+                    results = score_tasks(folder, engine_config, manager, request)
                 scores[label] = sets_of(results, request.task_names)
                 continue
             prompts = _prompts(request, settings, folder)
@@ -102,7 +103,7 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
     draw = random.Random(f"eval-{request.seed}")
     seeds = [draw.getrandbits(31) for _ in rows]
     adapter = adapter_of(folder)
-    with RolloutEngine(engine_of(folder, request, settings)) as engine:
+    with RolloutEngine(engine_of(folder, request, settings, adapter)) as engine:
         engine.publish(read_tensors(folder), version=0)
         if adapter is not None:
             engine.publish_adapter(adapter, version=0)
@@ -121,12 +122,12 @@ def adapter_of(folder: Path) -> Adapter | None:
     return read_adapter(folder / FOLDER) if (folder / FOLDER).is_dir() else None
 
 
-def engine_of(folder: Path, request: EvalRequest, settings: Settings) -> EngineConfig:
+def engine_of(folder: Path, request: EvalRequest, settings: Settings, adapter: Adapter | None) -> EngineConfig:
     """Return the config of an engine for the weights of `folder`, as the run has it if there is one."""
     quantization = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
     scheme = Scheme.from_quantization_config(quantization) if quantization else get_scheme("bf16")
     more: dict[str, Any] = {}
-    if adapter := adapter_of(folder):
+    if adapter is not None:
         more["adapters"] = AdapterSpec(adapter.r, adapter.targets)
     if (config := settings.config) is not None:
         more |= {

@@ -34,7 +34,8 @@ def packed_state_dict(
     A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. In a model without any
     (`quant.align=off`), the linears that `scheme` and `ignore` select are quantized here. A tied `lm_head.weight` is
     left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints. `stacks`: leave them whole
-    (`qarl.quant.experts`). An engine takes both, but whole stacks are published faster.
+    (`qarl.quant.experts`). `RolloutEngine.publish` takes both, but whole stacks are published
+    faster.
 
     Tensors are not copied, so clone any that must outlive the next optimizer step.
     """

@@ -32,21 +32,30 @@ NO_GPU = "adapters are not built for GPUs yet"
 RECEIVER = f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls"
 
 OWN_KEYS = {
-    **{f"actor_rollout_ref.model.{name}": "model.path" for name in ("path", "hf_config_path", "tokenizer_path")},
-    **{key: key for key in ("data.train_files", "data.val_files", "trainer.total_training_steps")},
-    **{key: key for key in ("trainer.resume_mode", "trainer.resume_from_path")},
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.model.hf_config_path": "model.path",
+    "actor_rollout_ref.model.tokenizer_path": "model.path",
+    "data.train_files": "data.train_files",
+    "data.val_files": "data.val_files",
+    "trainer.total_training_steps": "trainer.total_training_steps",
     "trainer.total_epochs": "trainer.total_training_steps",
+    "trainer.resume_mode": "trainer.resume_mode",
+    "trainer.resume_from_path": "trainer.resume_from_path",
     f"{ROLLOUT}.tensor_model_parallel_size": "rollout.tensor_model_parallel_size",
     f"{ACTOR}.fsdp_config.model_dtype": "optim.master_dtype",
-    **{f"{ACTOR}.optim.{name}": "optim.name" for name in ("optimizer", "optimizer_impl")},
-    **{f"reward.custom_reward_function.{name}": "reward.function" for name in ("path", "name")},
+    f"{ACTOR}.optim.optimizer": "optim.name",
+    f"{ACTOR}.optim.optimizer_impl": "optim.name",
+    "reward.custom_reward_function.path": "reward.function",
+    "reward.custom_reward_function.name": "reward.function",
 }
 """verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL reads only its own keys to
 check model, data and reward, to choose the checkpoint and to decide whether the run is finished."""
-_MICRO_BATCH_SIZES = ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
 BATCH_KEYS = {
-    **{f"{ACTOR}.ppo_{name}": f"actor.ppo_{name}" for name in ("mini_batch_size", *_MICRO_BATCH_SIZES)},
-    **{f"{ROLLOUT}.log_prob_{name}": f"actor.log_prob_{name}" for name in _MICRO_BATCH_SIZES},
+    f"{ACTOR}.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
+    f"{ACTOR}.ppo_max_token_len_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": "actor.log_prob_micro_batch_size_per_gpu",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": "actor.log_prob_max_token_len_per_gpu",
 }
 """verl's batch sizes that QaRL's config sets, and QaRL's names for them."""
 

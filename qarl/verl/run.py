@@ -63,42 +63,31 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     on_cpu = runs_on_cpu(config.backend)
     checks.refuse_unsupported(config)
     set_environment(config, on_cpu)
+    with stage("checking data, model and machine"):
+        check_run(config)
     resolved = verl_config(config, on_cpu=on_cpu)
+    with open_verl_run(config) as start_step:
+        write_resolved(config, config.run_dir / "config.yaml")
+        return _run(config, resolved, start, start_step)
 
+
+def _run(config: Config, resolved: Any, start: float, start_step: int) -> dict[str, Any]:
+    """Run verl's trainer from `start_step` and return the summary. The caller must hold the lock of the run folder."""
     import ray
     from verl.trainer.main_ppo import run_ppo
 
-    from qarl.verl.task_runner import EarlyTaskRunner
-
-    run = partial(run_ppo, resolved, task_runner_class=EarlyTaskRunner(resolved))
-    try:
-        with stage("starting Ray"):
-            run()
-        with stage("checking data, model and machine"):
-            check_run(config)
-        with open_verl_run(config) as start_step:
-            write_resolved(config, config.run_dir / "config.yaml")
-            return _run(config, resolved, run, start, start_step)
-    finally:
-        ray.shutdown()
-
-
-def _run(config: Config, resolved: Any, run: Callable[[], None], start: float, start_step: int) -> dict[str, Any]:
-    """Run verl's trainer from `start_step` with `run`, and return the summary. The caller must hold the lock of the run
-    folder."""
-    import ray
-
     from qarl.trainer.loop import summarize
+    from qarl.verl.task_runner import TaskRunner
 
     write_versions(config.run_dir)
     write_text(config.run_dir / "verl.yaml", as_yaml(resolved))
-    say("starting verl's trainer and the rollout engines (vLLM) ...")
+    say("starting Ray, verl's trainer and the rollout engines (vLLM) ...")
     failure: BaseException | None = None
     checkpoints = checkpoints_dir(config.run_dir)
     with MetricsFollower(config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step) as follower:
         try:
             with answered_interrupt(lambda: what_resumes(checkpoints)):
-                run()
+                run_ppo(resolved, task_runner_class=TaskRunner)
         except BaseException as error:
             failure = as_user_error(error, checkpoints) or error
         finally:

@@ -312,15 +312,17 @@ def log_samples(engine: Any, data: Any) -> None:
     step, total = engine.lr_scheduler.last_epoch + 1, getattr(engine.optimizer_config, "total_training_steps", None)
     if not folder or engine.rank != 0 or not is_logged(step, total) or not Path(folder).is_dir():
         return
-    names = ("prompts", "responses", "response_mask", "old_log_probs", "rollout_log_probs", "advantages")
-    decode = engine.model_config.tokenizer.decode
     try:
-        columns = ([row.cpu() for row in data[name].unbind()] for name in names)
-        prompts, responses, masks, old, rollout, advantages = columns
-        rows = zip(masks, old, rollout, strict=True)
-        deltas = [torch.where(mask != 0, a.float() - b.float(), 0.0).tolist() for mask, a, b in rows]
-        first = [float(row[:1].sum()) for row in advantages]
-        scores = {"reward": [float(row.sum()) for row in data["rm_scores"].unbind()]} if "rm_scores" in data else {}
-        append_samples(folder, chosen_samples(step, prompts, responses, deltas, first, decode, **scores))
+        append_samples(folder, samples_of(data, step, engine.model_config.tokenizer.decode))
     except (UserError, OSError, KeyError, RuntimeError) as error:
         _log.warning("the samples of step %d were not written: %s", step, error)
+
+
+def samples_of(data: Any, step: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    """Return the samples of a mini-batch. Raise KeyError if it lacks old or rollout log-probs."""
+    names = ("prompts", "responses", "response_mask", "old_log_probs", "rollout_log_probs", "advantages")
+    prompts, responses, masks, old, rollout, advantages = ([row.cpu() for row in data[name].unbind()] for name in names)
+    differences = (torch.where(m != 0, a.float() - b.float(), 0.0) for m, a, b in zip(masks, old, rollout, strict=True))
+    deltas, first = [row.tolist() for row in differences], [float(row[:1].sum()) for row in advantages]
+    scores = {"reward": [float(row.sum()) for row in data["rm_scores"].unbind()]} if "rm_scores" in data else {}
+    return chosen_samples(step, prompts, responses, deltas, first, decode, **scores)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from qarl.errors import UserError
 
@@ -18,6 +19,7 @@ pytest.importorskip("verl")
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from qarl.verl.agent_loop_and_reward import PlainSingleTurnAgentLoop
+from qarl.verl.task_runner import start_agent_loop
 
 
 class Client:
@@ -58,6 +60,20 @@ def test_sampled_tokens_and_tokens_that_are_not_trained_on(monkeypatch, response
 def test_changed_tokens_are_refused(monkeypatch, response, mask):
     with pytest.raises(UserError, match="not what was sampled"):
         run(monkeypatch, response, mask)
+
+
+class Manager:
+    """A user's `agent_loop_manager_class`."""
+
+    create = staticmethod(dict)
+
+
+def test_a_users_manager_gets_what_verl_gives_it() -> None:
+    """verl's call is `create(config=..., llm_client=..., teacher_client=..., reward_loop_worker_handles=...)`."""
+    agent = {"agent_loop_manager_class": f"{__name__}.Manager"}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"agent": agent}}})
+    clients = {"llm_client": 1, "teacher_client": None, "reward_loop_worker_handles": [2]}
+    assert start_agent_loop(config)(**clients) == {"config": config, **clients}
 
 
 def test_the_reward_of_verl_has_the_limit_and_the_checks(tmp_path: Path) -> None:

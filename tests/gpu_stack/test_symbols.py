@@ -17,12 +17,13 @@ from third_party_uses import Use, overrides, package_uses, resolve, why_not_call
 
 required()
 
-NOT_LOCKED = {"trl": "has a lock of its own", "wandb": "is optional"}
+NOT_LOCKED = {"trl": "has a lock of its own", "wandb": "is optional", "lm_eval": "is optional"}
 CPU_ONLY = (
     "torch.ops._C.convert_weight_packed",
     "torch.ops._C.cpu_gemm_wna16",
     "torch.ops._C.int8_scaled_mm_with_quant",
     "torch.ops._C.onednn_scaled_mm",
+    "torch.ops._C.weight_packed_linear",
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts",
 )
 """Of vLLM for CPUs. On a GPU no code that names them runs."""

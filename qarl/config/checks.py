@@ -245,9 +245,11 @@ def adapters_are_served(v: Values) -> Problems:
     if alpha is not None and math.frexp(alpha / rank)[0] != 0.5:
         reason = f"alpha / r = {alpha / rank:g} is not a power of two, so vLLM would round B * alpha / r to BF16"
         yield bad(v, "lora.alpha", reason, f"set it to {rank}, or to {rank} times a power of two")
-    for name in (name for name in ("lm_head", "embed_tokens") if name in _items(v["lora.target_modules"])):
-        reason = f"vLLM leaves adapters of {name} out of some log-probs (vllm#51594)"
-        yield bad(v, "lora.target_modules", reason, f"remove {name}")
+    targets = _items(v["lora.target_modules"])
+    for name in ("lm_head", "embed_tokens"):
+        if name in targets:
+            reason = f"vLLM leaves adapters of {name} out of some log-probs (vllm#51594)"
+            yield bad(v, "lora.target_modules", reason, f"remove {name}")
 
 
 _CHECKS: tuple[Callable[[Values], Problems], ...] = (

@@ -172,7 +172,7 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
         for kernel in layer.kernels(scheme):
             # vLLM's kernels use the Triton kernels' dX.
             if kernel.computes_input_gradient and not kernel.name.startswith("vllm"):
-                call = partial(kernel.backward_input, grad, kernel.prepare(quantized.tensors))
+                call = partial(kernel.backward_input, grad, quantized.tensors)
                 calls.append((scheme, kernel.name, call, dequantized, quantized.nbytes))
     return [
         Competitor(scheme, name, call, error_of(call, _product(ends(grad), by.t())), PRODUCT_ERROR,

@@ -65,7 +65,7 @@ def test_nan_and_inf_are_found(dtype: torch.dtype, device: torch.device) -> None
     wrong = [float("nan"), float("-nan")] if dtype.itemsize == 1 else [float("nan"), float("inf"), float("-inf")]
     tensors = [("good", good)]
     for place, number in zip((0, 777, -1), wrong, strict=False):
-        bad = good.float()
+        bad = good.float().clone()
         bad[place] = number
         tensors.append((str(number), bad.to(dtype)))
     assert not_finite([(name, tensor.to(device)) for name, tensor in tensors]) == [str(number) for number in wrong]

@@ -105,11 +105,19 @@ def kv_cache_tensors(kv_caches: Any) -> list[torch.Tensor]:
     return [tensor for item in kv_caches or () for tensor in kv_cache_tensors(item)]
 
 
-def release_memory_pools() -> None:
-    """Free the memory pools of vLLM's sleep mode. Call this when no tensor of the closed engine is left.
+def release_engine_memory() -> None:
+    """Free what vLLM still holds of a closed engine. Call this when no tensor of the engine is left elsewhere.
 
-    vLLM 0.24 keeps the pools until the process ends, and refuses to start an engine while they hold memory. 0.29 drops
-    them when an engine shuts down, but their memory is not free before PyTorch's cache is emptied."""
+    - The table of layerwise reloads refers to a layer weakly, but its entry holds copies of the layer's parameters,
+      whose loaders are methods of the layer. So vLLM 0.24 and 0.29 never free a quantized layer.
+    - vLLM 0.24 keeps the memory pools of its sleep mode until the process ends, and refuses to start an engine while
+      they hold memory. 0.29 drops them when an engine shuts down, but their memory is not free before PyTorch's cache
+      is emptied."""
+    if "vllm.model_executor.model_loader.reload.layerwise" in sys.modules:
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+        LAYERWISE_INFO.clear()
+    gc.collect()
     if "vllm.device_allocator.cumem" not in sys.modules:
         return
     from vllm.device_allocator.cumem import CuMemAllocator

@@ -7,9 +7,9 @@
     attention    vLLM's FlashAttention 3 with one split (`qarl.kernels.cuda.layer_ops`)
     lm_head      `F.linear` in BF16, as at all levels
 
-`qarl.kernels.cuda.layer_ops` says what each operator rounds. No device has confirmed them, so the level is
-`unconfirmed`: it runs, but nothing is claimed about its δ, and the limit on the mismatch is that of `linears`. The same
-holds for head sizes outside `layer_ops.HEAD_SIZES` and for rollout.enforce_eager=true, in both backends.
+`qarl.kernels.cuda.layer_ops` says what each operator rounds, and an H200 has confirmed it. For head sizes outside
+`layer_ops.HEAD_SIZES` and for rollout.enforce_eager=true, in both backends, the level is `unconfirmed`: it runs, but
+nothing is claimed about its δ, and the limit on the mismatch is that of `linears`.
 
 The engine must run the same operators, so it must not compile the model, and it must use one split
 (`layer_ops.ENGINE_ARGUMENTS`).

@@ -47,8 +47,10 @@ CHECKED_ROWS = 64
 PRODUCT_ERROR, FP8_ERROR = 3e-3, 1e-2
 """Allowed relative error of a product. BF16 rounding alone causes 1.7e-3; FP8 tensor cores sum in less than 24 bits."""
 ROUTINGS = ("balanced", "skewed")
-LAYER_ERROR = {"bf16": 5e-3, "w4a16": 5e-3, "w8a8": 1e-2, "fp8": 2e-2}
-"""Allowed relative error of a whole layer: it has three to five BF16 roundings, and 8-bit codes may differ by one."""
+LAYER_ERROR = {"bf16": 5e-3, "w4a16": 5e-3, "w8a8": 1e-2, "fp8": 3e-2}
+"""Allowed relative error of a whole layer: it has three to five BF16 roundings, and 8-bit codes may differ by one. In
+FP8 that is up to an eighth of a value. On an H200, vLLM's CUTLASS kernel and ours both have up to 2.3e-2 for one to
+four tokens, and 1.4e-2 for 200."""
 Call = Callable[[], torch.Tensor]
 Rounded = Callable[[torch.Tensor], torch.Tensor]
 """A function that converts rows to the float64 values that a product multiplies."""

@@ -7,7 +7,6 @@ the table, so that intervals and differences are those of `qarl.eval.scores`, no
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from qarl.process import answer_for_vllm, configure_vllm_process
 from qarl.quant.meta_model import default_dtype_kept
 from qarl.rollout.adapters import servable
 from qarl.rollout.engine_config import EngineConfig, kernel_request, llm_arguments, own_kernels
-from qarl.vllm_versions import release_memory_pools
+from qarl.vllm_versions import release_engine_memory
 
 Results = Mapping[str, Any]
 """What the harness returns."""
@@ -94,8 +93,7 @@ def _vllm(folder: Path, config: EngineConfig, request: EvalRequest) -> Iterator[
     finally:
         model.model.llm_engine.engine_core.shutdown()
         del model
-        gc.collect()
-        release_memory_pools()
+        release_engine_memory()
 
 
 def sets_of(results: Results, asked: Sequence[str]) -> dict[str, dict[int, float]]:

@@ -44,7 +44,7 @@ from qarl.rollout.publish.manifest import (
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.response_fingerprint import fingerprint
-from qarl.vllm_versions import check_head_dtype, check_release, is_refusal, loaded_model, release_memory_pools
+from qarl.vllm_versions import check_head_dtype, check_release, is_refusal, loaded_model, release_engine_memory
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,10 @@ class RolloutEngine:
             with default_dtype_kept(), kernels, servable(self.config.adapters, scheme):
                 self.llm = LLM(**engine_config.llm_arguments(self.config, statistics=self._counts_preemptions))
             self._prepare_publish()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if no_room := engine_config.no_room(error, self.config.gpu_memory_utilization):
+                raise no_room from error
             raise
 
     def _prepare_publish(self) -> None:
@@ -334,8 +336,7 @@ class RolloutEngine:
             del self.llm
         if self._dynamo_was_disabled is not None:
             torch._dynamo.config.disable = self._dynamo_was_disabled
-        gc.collect()
-        release_memory_pools()
+        release_engine_memory()
 
     def __enter__(self) -> RolloutEngine:
         return self

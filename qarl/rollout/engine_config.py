@@ -288,6 +288,24 @@ def drop_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
+def no_room(error: BaseException, share: float) -> UserError | None:
+    """Return what to do about an exception with which vLLM 0.24 did not start on a GPU, or None if it is another.
+
+    vLLM takes its weights, its activations and CUDA graphs from its share, and the KV cache gets the rest. It measures
+    these by the GPU's free memory, which other processes change too."""
+    text = str(error)
+    if "Error in memory profiling" in text:
+        why = "another process freed memory of this GPU while vLLM measured how much it needs"
+        fix = "start the run again, and let no other run start or end on this GPU in that minute"
+    elif "No available memory for the cache blocks" in text or "KV cache is needed" in text:
+        why = f"vLLM says: {text.splitlines()[0].split(' See https')[0]}"
+        fix = "raise rollout.gpu_memory_utilization, or end other processes on this GPU: vLLM counts their memory too"
+    else:
+        return None
+    where = f"rollout.gpu_memory_utilization={share:g}"
+    return UserError("vLLM finds no room for its KV cache", where=where, why=why, fix=fix)
+
+
 def check_free_memory(share: float) -> None:
     """Raise UserError if vLLM's share of the GPU is not free. (vLLM would raise a ValueError that does not know the
     trainer.) PyTorch's unused memory is returned to the driver first."""

@@ -12,7 +12,7 @@ from qarl.align import cuda, packed_attention
 from qarl.kernels.cuda import layer_ops
 
 TILE = 128
-"""Keys after which FlashAttention 3 rescales its sums, for the heads of `layer_ops.HEAD_SIZES`."""
+"""Keys after which FlashAttention 3 rescales its sums, for heads of 96 and 128."""
 ATTENTION = "weights rounded, then divided"
 """The contract's name among `attention_roundings`."""
 

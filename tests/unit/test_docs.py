@@ -96,7 +96,8 @@ def test_bare_names_in_the_layout_table_are_files() -> None:
 
 
 def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
-    """docs/gpu.md: a test of tests/gpu, or parts of scripts/gpu_parts.py. Every test of tests/gpu is in the table."""
+    """docs/gpu.md: a test of tests/gpu, or parts of scripts/gpu_parts.py. Every other test of tests/gpu has passed on a
+    device."""
     text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
     table = text.split("<!-- unconfirmed -->")[1].split("<!-- /unconfirmed -->")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
@@ -118,7 +119,10 @@ def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
         for path in (ROOT / "tests/gpu").glob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     }
-    assert tests == named
+    assert named <= tests
+    document = json.loads((RESULTS / "gpu_check_2026-11-27.json").read_text(encoding="utf-8"))
+    lines = [line for part in document["parts"].values() for line in part["output"] if "PASSED" in line]
+    assert not [name for name in tests - named if not any(re.search(name + r"\b", line) for line in lines)]
 
 
 def test_the_index_of_results_is_that_of_the_registry() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
@@ -47,7 +49,12 @@ def test_an_exception_in_the_middle_of_vllms_reload(pristine_model):
             engine.publish(tensors, version=6)
         with pytest.raises(UserError, match="publish of version 5 did not complete"):
             engine.generate(PROMPTS, SamplingConfig(4))
+        old = [
+            weakref.ref(tensor)
+            for tensor in (*engine.model().state_dict(keep_vars=True).values(), *engine.receiver.kv_caches())
+        ]
         engine.rebuild()
+        assert old and not any(tensor() is not None for tensor in old)  # on a GPU vLLM would refuse the second engine
         with pytest.raises(UserError, match="nothing has been published"):
             engine.generate(PROMPTS, SamplingConfig(4))
         engine.publish(tensors, version=6)

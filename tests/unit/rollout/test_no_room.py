@@ -7,7 +7,7 @@ import pytest
 from qarl.rollout.engine_config import no_room
 
 PROFILING = "Error in memory profiling. Initial free memory 92.07 GiB, current free memory 131.4 GiB. This happens when"
-NO_BLOCKS = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine. See"
+NO_BLOCKS = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing. See"
 
 
 @pytest.mark.parametrize(

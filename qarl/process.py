@@ -38,6 +38,8 @@ VLLM_NOISE = {
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
     "vllm.platforms.cpu": ("Reset SSM cache type",),
     "vllm.v1.worker.cpu_worker": ("libtcmalloc is not", "libiomp is not", "CPU backend doesn't allow to use"),
+    # vLLM in this process also reports the trainer's kernels, which are compiled after its own start.
+    "vllm.triton_utils.jit_monitor": ("Triton kernel JIT compilation",),
     "vllm.envs": ("Unknown vLLM environment variable detected: VLLM_DIST_IDENT",),  # after an engine was closed
     "vllm.model_executor.layers.fused_moe.config": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.oracle.mxfp4": (_TRITON_KERNELS,),

@@ -53,7 +53,8 @@ class TBPOConfig:
             if key.name in _NAMES and value not in get_args(_NAMES[key.name]):
                 raise ValueError(f"{key.name} must be one of {', '.join(get_args(_NAMES[key.name]))}; got {value!r}")
             if bounds and not (bounds.get("gt", -1) < value <= bounds["le"] and value >= bounds.get("ge", 0)):
-                raise ValueError(f"{key.name} must be within {dict(bounds)}; got {value!r}")
+                least = f"above {bounds['gt']}" if "gt" in bounds else f"at least {bounds['ge']}"
+                raise ValueError(f"{key.name} must be {least} and at most {bounds['le']:g}; got {value!r}")
         if self.loss_agg_mode != "seq-mean-token-mean":
             raise ValueError(
                 f"loss_agg_mode must be 'seq-mean-token-mean', because TBPO has one ratio per response; "

@@ -191,7 +191,7 @@ def check_composed(composed: Any) -> None:
     Without a quantized actor, only the rollout's log-probs and corrections are checked."""
     from verl.utils.config import omega_conf_to_dataclass
 
-    from qarl.verl.config_classes import check_engine_config
+    from qarl.verl.config_classes import actor_settings, check_engine_config
     from qarl.verl.loss import OURS
 
     actor, trainer = omega_conf_to_dataclass(composed.actor_rollout_ref.actor), composed.trainer
@@ -215,6 +215,8 @@ def check_composed(composed: Any) -> None:
         value = correction.get(key)
         problems.append((tbpo and value, f"{CORRECTION}.{key}", value, "false or null", f"with TBPO, it {why}"))
     refuse(problems)
+    if loss in OURS:
+        actor_settings(actor, actor.loss_agg_mode)
     if quant is not None:
         check_engine_config(composed.actor_rollout_ref.model, actor.engine)
         refuse_other_engine(composed, quant)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,11 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
+from qarl.kernels.base import is_gpu
 from qarl.quant.convert import select_linears, tied_names
 from qarl.quant.experts import is_of_expert, is_stack, matrices
 from qarl.quant.meta_model import meta_model
+from qarl.quant.quantize import has_nonfinite
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.publish.checksum import nonfinite
 from qarl.rollout.publish.experts import quantized_experts
@@ -243,15 +246,24 @@ def check_specs(
         )
 
 
+_DECODER_LAYER = re.compile(r"(.*?\.layers\.\d+)\.")
+
+
+def unit_of(name: str) -> str:
+    """Return the decoder layer of the tensor `name`, or its module if it is outside the decoder layers."""
+    match = _DECODER_LAYER.match(name)
+    return match[1] if match else name.rpartition(".")[0]
+
+
 def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Return the names of the tensors that contain NaN or Inf. This waits for each device only once."""
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             by_device.setdefault(tensor.device, []).append((name, tensor.detach()))
-    return [
-        name
-        for members in by_device.values()
-        for (name, _), bad in zip(members, nonfinite([tensor for _, tensor in members]).tolist(), strict=True)
-        if bad
-    ]
+    names = []
+    for device, members in by_device.items():
+        floats = [tensor for _, tensor in members]
+        bad = nonfinite(floats) if is_gpu(device) else torch.stack([has_nonfinite(tensor) for tensor in floats])
+        names += [name for (name, _), is_bad in zip(members, bad.tolist(), strict=True) if is_bad]
+    return names

@@ -30,7 +30,7 @@ from torch import nn
 from qarl.rollout.publish import graph_addresses, wire
 from qarl.rollout.publish.checksum import check_unit
 from qarl.rollout.publish.delta import PublishedCache
-from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_specs
+from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_specs, unit_of
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
 from qarl.vllm_versions import kv_cache_tensors
 
@@ -69,7 +69,7 @@ class WeightReceiver:
         self._is_delta = False
         self._units: dict[str, list[str]] = {}
         for name in expected:
-            self._units.setdefault(wire.unit_of(name), []).append(name)
+            self._units.setdefault(unit_of(name), []).append(name)
         self._applied = 0.0
         self._open: int | None = None
         self._checks_addresses = graph_addresses.graphs_captured(vllm_config)
@@ -115,7 +115,7 @@ class WeightReceiver:
         try:
             self._open_version(version)
             self.cache = None
-            for _, unit in groupby(tensors, key=lambda item: wire.unit_of(item[0])):
+            for _, unit in groupby(tensors, key=lambda item: unit_of(item[0])):
                 self.plan.write(dict(unit))
             self._finish()
         except BaseException as error:
@@ -206,7 +206,7 @@ class WeightReceiver:
         """Write a unit. `digests`: its checksums, which `_commit` compares with those computed here."""
         names = [name for name, _ in self._unit]
         if not names or digests.dtype != torch.int64 or digests.shape != (len(names),):
-            unit = wire.unit_of(names[0]) if names else "a unit"
+            unit = unit_of(names[0]) if names else "a unit"
             raise wire.not_as_sent(unit, names, self._units.get(unit, []))
         computed = check_unit([tensor for _, tensor in self._unit])[0]
         self._compare.append((names, torch.stack((computed, digests.to(computed.device, non_blocking=True)))))
@@ -235,7 +235,7 @@ class WeightReceiver:
         """Raise if a tensor of a unit has come before, or does not fit the engine."""
         if doubled := [name for name, _ in whole if name in self._seen]:
             raise wire.TransferFailed(
-                f"{wire.unit_of(doubled[0])} arrived twice",
+                f"{unit_of(doubled[0])} arrived twice",
                 where=", ".join(doubled[:4]),
                 why="the transport delivered the same tensors again",
             )

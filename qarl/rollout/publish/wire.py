@@ -25,7 +25,6 @@ sends all tensors.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -35,7 +34,7 @@ import torch
 from qarl.errors import UserError
 from qarl.rollout.publish.checksum import check_unit
 from qarl.rollout.publish.delta import PublishedCache, Tally, find_changes
-from qarl.rollout.publish.manifest import NamedTensor
+from qarl.rollout.publish.manifest import NamedTensor, unit_of
 
 PREFIX = "qarl."
 BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
@@ -53,15 +52,6 @@ class TransferFailed(UserError):
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str = RETRY) -> None:
         super().__init__(what, where=where, why=why, fix=fix)
-
-
-_DECODER_LAYER = re.compile(r"(.*?\.layers\.\d+)\.")
-
-
-def unit_of(name: str) -> str:
-    """Return the decoder layer of the tensor `name`, or its module if it is outside the decoder layers."""
-    match = _DECODER_LAYER.match(name)
-    return match[1] if match else name.rpartition(".")[0]
 
 
 def is_record(name: str) -> bool:

@@ -160,6 +160,7 @@ CONTRADICTIONS = [
     ({"actor_rollout_ref.rollout.calculate_log_probs": False}, ("policy_loss.loss_mode=tbpo",)),
     ({"actor_rollout_ref.actor.strategy": "fsdp"}, ("set it to fsdp2",)),
     ({"algorithm.rollout_correction.bypass_mode": True}, ("TBPO would see no mismatch",)),
+    ({"actor_rollout_ref.actor.policy_loss.seq_clip_ratio_high": -1}, ("loss_mode=tbpo is not valid",)),
     (
         {"+trainer.save_minutes": 5, f"+{SECTION}.old_log_probs": "recompute", "trainer.v1.trainer_mode": "sync"},
         ("save_minutes=5",),

@@ -254,7 +254,7 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
     """Return the memory estimate of one rank as lines, one per part. If there is no GPU, assume one of 80 GB."""
     import torch
 
-    from qarl.checks.memory import OFFLOAD, estimate, readable
+    from qarl.checks.memory import estimate, readable
     from qarl.checks.model_folder import hf_config_or_carried
     from qarl.checks.model_size import ModelSize
 
@@ -266,9 +266,8 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         size = ModelSize.from_config(hf_config)
     except (UserError, KeyError) as error:
         return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]
-    align, offload = applied_level(config, hf_config, device)[0], all(config.verl.get(key) for key in OFFLOAD)
-    machine: dict[str, Any] = {"device": device, "gpu_memory_bytes": gpu_memory, "align": align}
-    plan = estimate(size, config, **machine, kernels={}, offload=offload)
+    align = applied_level(config, hf_config, device)[0]
+    plan = estimate(size, config, device=device, gpu_memory_bytes=gpu_memory, align=align)
     phase, needed = plan.peak
     where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device
     host = [f"host memory, {line}" for line in plan.host_lines()]

@@ -29,6 +29,7 @@ from typing import Any
 
 from qarl.checkpoint.read_weights import whole_and_torn
 from qarl.checkpoint.storage import StorageError, checkpoints_dir, write_text, writing
+from qarl.checks.machine import this_machine
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.registry import check_run
 from qarl.config import Config, write_resolved
@@ -252,15 +253,12 @@ def as_yaml(resolved: Any) -> str:
 
 def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
     """Return the memory estimate of one rank as lines, one per part. If there is no GPU, assume one of 80 GB."""
-    import torch
-
     from qarl.checks.memory import estimate, readable
     from qarl.checks.model_folder import hf_config_or_carried
     from qarl.checks.model_size import ModelSize
 
-    device, gpu_memory = ("cpu", 0) if on_cpu else ("cuda", UNKNOWN_GPU_BYTES)
-    if not on_cpu and torch.cuda.is_available():
-        gpu_memory = torch.cuda.get_device_properties(0).total_memory
+    device = "cpu" if on_cpu else "cuda"
+    gpu_memory = 0 if on_cpu else this_machine().gpu_memory_bytes or UNKNOWN_GPU_BYTES
     try:
         hf_config, _ = hf_config_or_carried(config.model.path, config.model.trust_remote_code)
         size = ModelSize.from_config(hf_config)

@@ -28,9 +28,8 @@ from qarl.bench.report import markdown_table
 from qarl.config.arguments import read_request
 from qarl.errors import UserError
 
-PHASES = {"rollout": "rollout", "old_log_probs": "old_log_prob"} | {
-    name: name for name in ("update", "publish", "step")
-}
+PHASES = {"rollout": "rollout", "old_log_probs": "old_log_prob"}
+PHASES |= {name: name for name in ("update", "publish", "step")}
 """Name in the table -> name in `timing_s/*` of metrics.jsonl."""
 CHECKOUT = Path(__file__).resolve().parents[2]
 _QUIET = ("resume_mode=disable", "val_before_train=false", "test_freq=-1", "save_freq=-1", "save_final=false",

@@ -167,8 +167,8 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
     """Return the competitors for dX = dY W."""
     weight, grad = layer.weight, random_rows(rows, layer.shape[0], layer.weight)
     flop, activations = 2 * rows * weight.numel(), grad.nbytes + 2 * rows * layer.shape[1]
-    calls: list[tuple[str, str, Callable[[], torch.Tensor], torch.Tensor, int]] = []
-    calls.append(("bf16", "bf16", partial(torch.mm, grad, weight), weight, weight.nbytes))
+    calls: list[tuple[str, str, Call, torch.Tensor, int]]
+    calls = [("bf16", "bf16", partial(torch.mm, grad, weight), weight, weight.nbytes)]
     for scheme, quantized in layer.quantized.items():
         dequantized = quantized.dequantize(torch.bfloat16)
         for kernel in layer.kernels(scheme):
@@ -334,11 +334,7 @@ def _exact_stack(tensors: Tensors) -> torch.Tensor:
 
 
 def _exact_layer(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    parts: Mapping[str, Tensors],
-    rounded: Rounded,
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, parts: Mapping[str, Tensors], rounded: Rounded
 ) -> torch.Tensor:
     """Compute the layer in float64 for a few tokens, rounding to BF16 between the two products."""
     inputs = rounded(x)

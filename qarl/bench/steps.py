@@ -140,14 +140,8 @@ KEYS = Arguments
 
 
 WORKLOAD = (
-    "prompts",
-    "n",
-    "prompt_length",
-    "response_length",
-    "sequences",
-    "mini_batches",
-    "micro_batch_size",
-    "threads",
+    *("prompts", "n", "prompt_length", "response_length", "sequences"),
+    *("mini_batches", "micro_batch_size", "threads"),
 )
 
 
@@ -202,17 +196,9 @@ class Measured:
             self.failures[str(case)] = launched["error"]
             self.results.pop(case, None)
             return
-        result = self.results.setdefault(
-            case,
-            {
-                "scheme": case.scheme,
-                "level": case.level or None,
-                **{name: launched[name] for name in ("level_applied", "kernels")},
-                "layers": self.arguments.depth,
-                "phases": {},
-                "peak_bytes": {"step": 0},
-            },
-        )
+        about = {"scheme": case.scheme, "level": case.level or None, "level_applied": launched["level_applied"]}
+        about |= {"kernels": launched["kernels"], "layers": self.arguments.depth}
+        result = self.results.setdefault(case, about | {"phases": {}, "peak_bytes": {"step": 0}})
         for name in launched["rounds"][0]:
             samples = result["phases"].setdefault(name, {"samples": []})["samples"]
             samples.append([phases[name] for phases in launched["rounds"]])

@@ -70,14 +70,7 @@ def export(request: ExportRequest) -> str:
     if output.parent.is_dir():
         recover(output.parent, output.name)
     with whole_folder(output) as partial:
-        write_model(
-            partial,
-            files,
-            tensors,
-            scheme=scheme,
-            ignore=quant["ignore"],
-            dtype=dtype,
-        )
+        write_model(partial, files, tensors, scheme=scheme, ignore=quant["ignore"], dtype=dtype)
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
     size = sum(path.stat().st_size for path in weight_files(output))
     line = f"{request.output}: step {source.step} of {request.run}, {kind}, {size / 1e6:.4g} MB of weights"

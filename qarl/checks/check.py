@@ -16,7 +16,6 @@ from torch import nn
 
 from qarl.align.levels import unconfirmed
 from qarl.checks import layers, model_folder
-from qarl.checks.generation import eos_warnings
 from qarl.checks.machine import Machine, this_machine
 from qarl.checks.model import applied_level, check_served
 from qarl.checks.model_size import ModelSize
@@ -129,10 +128,6 @@ class RunInputs:
     @cached_property
     def weight_files(self) -> list[Path]:
         return model_folder.weight_files(self.config.model.path)
-
-    @cached_property
-    def eos_warnings(self) -> list[str]:
-        return eos_warnings(self.config.model.path, self.tokenizer, self.hf_config)
 
     @cached_property
     def reward_fn(self) -> RewardFn:

@@ -101,7 +101,6 @@ def estimate(
     gpu_memory_bytes: int = 0,
     align: str | None = None,
     kernels: Mapping[Shape, str] | None = None,
-    offload: bool = False,
 ) -> MemoryEstimate:
     """Estimate the memory of the run on one GPU, or of one rank on CPU.
 
@@ -111,13 +110,11 @@ def estimate(
         align: the level that is applied, if it differs from `quant.align`.
         kernels: maps [N, K] to the name of the trainer's kernel. For a shape without an entry, the kernel is assumed
             to read the published tensors.
-        offload: whether masters and optimizer state are in host memory while they are unused (verl's param_offload
-            and optimizer_offload).
     """
     align = align or config.quant.align
     align = CUDA_MODEL if (align, device) == ("model", "cuda") and not size.experts else align
     reference = terms.reference(size, config, align, kernels or {})
-    on_host = config.backend == "verl" and device == "cuda"
+    on_host, offload = config.backend == "verl" and device == "cuda", all(config.verl.get(key) for key in OFFLOAD)
     engine, kv_cache = terms.engine(size, config, device, gpu_memory_bytes)
     parts = [
         *terms.states(size, config, offload),
@@ -130,10 +127,7 @@ def estimate(
         *engine,
         Part("libraries and runtime (allowance)", RUNTIME_BYTES),
     ]
-    host = [
-        *terms.on_host(size, config, offload),
-        *(reference if on_host else []),
-    ]
+    host = [*terms.on_host(size, config, offload), *(reference if on_host else [])]
     return MemoryEstimate(
         tuple(part for part in parts if part.bytes),
         kv_cache,

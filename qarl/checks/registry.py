@@ -15,7 +15,7 @@ from torch import nn
 from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
 from qarl.checks import layers, machine
 from qarl.checks.check import Check, Finding, Findings, NotCheckedError, RunInputs, examine, note, ok, warning
-from qarl.checks.generation import check_sampling
+from qarl.checks.generation import check_sampling, eos_warnings
 from qarl.checks.machine import Machine, check_capability
 from qarl.checks.memory import check_kv_cache
 from qarl.checks.model import check_head, check_length, check_not_quantized, level_notes, refuse_hidden_code
@@ -151,8 +151,8 @@ def _vocabulary(hf_config: Any, tokenizer: Any) -> None:
     check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
 
 
-def _eos(eos_warnings: list[str]) -> Findings:
-    for text in eos_warnings:
+def _eos(config: Config, tokenizer: Any, hf_config: Any) -> Findings:
+    for text in eos_warnings(config.model.path, tokenizer, hf_config):
         yield warning(
             text,
             where="eos_token of tokenizer_config.json; eos_token_id of generation_config.json and config.json",

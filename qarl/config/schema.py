@@ -27,17 +27,7 @@ from qarl.config.errors import ConfigError, Problem
 from qarl.config.lora import LoraConfig
 from qarl.config.quant import QuantConfig
 from qarl.config.read_yaml import dump
-from qarl.config.types import (
-    Dotted,
-    PathList,
-    PathText,
-    RewardName,
-    Sane,
-    Section,
-    Text,
-    Unit,
-    as_list,
-)
+from qarl.config.types import Dotted, PathList, PathText, RewardName, Sane, Section, Text, Unit, as_list
 from qarl.config.unused_keys import problems as unread_problems
 
 MIN_TEMPERATURE = 0.01

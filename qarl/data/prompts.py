@@ -318,9 +318,5 @@ def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any
 
 def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Return the arguments of `load_prompts` that training and evaluation share."""
-    return {
-        "tokenizer": tokenizer,
-        "prompt_key": config.data.prompt_key,
-        "max_prompt_length": config.data.max_prompt_length,
-        "filter_overlong_prompts": config.data.filter_overlong_prompts,
-    }
+    names = ("prompt_key", "max_prompt_length", "filter_overlong_prompts")
+    return {"tokenizer": tokenizer, **{name: getattr(config.data, name) for name in names}}

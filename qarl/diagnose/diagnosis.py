@@ -32,15 +32,9 @@ from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import prepare_run
 
-_COLUMNS = {
-    "mean |δ|": "mismatch/abs_mean",
-    "p50": "mismatch/abs_p50",
-    "p99": "mismatch/abs_p99",
-    "max": "mismatch/abs_max",
-    "k1": "mismatch/k1",
-    "k3": "mismatch/k3",
-    "ESS": "mismatch/ess",
-}
+_COLUMNS = {"mean |δ|": "abs_mean", "p50": "abs_p50", "p99": "abs_p99", "max": "abs_max"}
+_COLUMNS |= {"k1": "k1", "k3": "k3", "ESS": "ess"}
+"""Column of the summary -> its metric of `mismatch/`."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ def summary_table(comparisons: Sequence[Comparison]) -> str:
     """Return the comparisons as a Markdown table with one row each."""
     lines = ["| differs | level | " + " | ".join(_COLUMNS) + " | argmax flips |", "|---" * (len(_COLUMNS) + 3) + "|"]
     for row in comparisons:
-        cells = [f"{row.metrics[key]:.3g}" for key in _COLUMNS.values()]
+        cells = [f"{row.metrics[f'mismatch/{name}']:.3g}" for name in _COLUMNS.values()]
         flips = row.metrics.get("mismatch/argmax_flip_rate")
         cells.append("" if flips is None else f"{flips:.2%}")
         lines.append(f"| {row.name} | {row.level} | " + " | ".join(cells) + " |")

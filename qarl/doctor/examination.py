@@ -17,18 +17,7 @@ from packaging.requirements import Requirement
 
 from qarl.checkpoint import storage
 from qarl.checks import registry
-from qarl.checks.check import (
-    Check,
-    Finding,
-    Findings,
-    RunInputs,
-    Status,
-    error,
-    examine,
-    note,
-    ok,
-    warning,
-)
+from qarl.checks.check import Check, Finding, Findings, RunInputs, Status, error, examine, note, ok, warning
 from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.checks.memory_terms import ranks

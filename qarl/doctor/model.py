@@ -213,7 +213,6 @@ def planned_memory(
         gpu_memory_bytes=machine.gpu_memory_bytes or 0,
         align=level[0],
         kernels=kernel_names,
-        offload=all(config.verl.get(key) for key in OFFLOAD),
     )
     phase, needed = plan.peak
     if machine.on_cpu:

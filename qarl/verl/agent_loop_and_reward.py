@@ -27,11 +27,12 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from qarl.data.rewards import BUILTIN, RewardFn, call_reward, get_reward_fn, score_of
+from qarl.data.rewards import BUILTIN, call_reward, get_reward_fn, score_of
 from qarl.rollout.response_fingerprint import refuse_other_tokens
 
 TURN_END = "<|im_end|>"
 _LOADING = threading.Lock()
+_load = cache(get_reward_fn)
 
 
 @register("qarl_single_turn")
@@ -84,8 +85,3 @@ def score(*, function: str, timeout_s: float | None, **arguments: Any) -> float 
     result = call_reward(fn, arguments, timeout_s=None if function in BUILTIN else timeout_s)
     number = score_of(fn, result, arguments)
     return {**result, "score": number} if isinstance(result, Mapping) else number
-
-
-@cache
-def _load(function: str) -> RewardFn:
-    return get_reward_fn(function)

@@ -63,7 +63,7 @@ class Watch:
         for name, actor in self._actors.items():
             if name not in self._asked:
                 # `check_health` reaches vLLM's workers; `__ray_ready__` says only that the process exists.
-                engine = _has_engine(name)
+                engine = name.startswith(SERVER) and name.endswith("_0")  # the first server of a replica
                 question = actor.collective_rpc.remote("check_health") if engine else actor.__ray_ready__.remote()
                 self._asked[name] = question.future()
 
@@ -135,11 +135,6 @@ def has_stopped(what: str, dead: dict[str, str]) -> UserError:
     """Return the error for stopped processes. `what`: the error's first line. `dead`: process name -> reason."""
     where = "; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4])
     return UserError(what, where=where, why=KILLED, fix=RESUME)
-
-
-def _has_engine(name: str) -> bool:
-    """Return whether the actor has an engine. Only the first server of a replica does: `vllm_server_REPLICA_0`."""
-    return name.startswith(SERVER) and name.endswith("_0")
 
 
 def _in_short(error: BaseException) -> str:

@@ -31,9 +31,7 @@ from qarl.verl.keys import engine_fields
 
 _LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
 _LossKeys: Any = make_dataclass(
-    "_LossKeys",
-    [(name, type(key.default), key.default) for name, key in _LOSS_KEYS.items()],
-    bases=(PolicyLossConfig,),
+    "_LossKeys", [(name, type(key.default), key.default) for name, key in _LOSS_KEYS.items()], bases=(PolicyLossConfig,)
 )
 
 

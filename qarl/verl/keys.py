@@ -278,14 +278,13 @@ def trainer_keys(config: Config) -> Keys:
     # Like the local backend, evaluate after the last step if the run evaluates before the first.
     only_last = trainer.test_freq == -1 and trainer.val_before_train
     asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
-    root, sampler = "trainer.v1.sampler", Keys()
+    root = "trainer.v1.sampler"
+    path, name = f"{root}.custom_sampler.path", f"{root}.custom_sampler.name"
+    sampler: Keys = {path: None, name: None}
     # Only verl's own samplers have these features. They count a group with failed responses as complete.
     if not (asked.get("algorithm.filter_groups.enable") or asked.get(f"{root}.sync_refill_failed_groups")):
-        sampler |= {f"{root}.custom_sampler.path": f"pkg://{PLUGIN}.trainer"}
-        sampler |= {f"{root}.custom_sampler.name": "PromptReplayBuffer"}
-        sampler |= {f"+{root}.sampler_kwargs.{name}": False for name in ("filter_groups", "sync_refill_failed_groups")}
-    else:
-        sampler |= dict.fromkeys((f"{root}.custom_sampler.path", f"{root}.custom_sampler.name"))
+        sampler = {path: f"pkg://{PLUGIN}.trainer", name: "PromptReplayBuffer"}
+        sampler |= {f"+{root}.sampler_kwargs.{key}": False for key in ("filter_groups", "sync_refill_failed_groups")}
     return {
         **same("trainer", trainer, "nnodes", "n_gpus_per_node", "total_training_steps", "val_before_train"),
         "trainer.total_epochs": total,

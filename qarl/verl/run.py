@@ -29,6 +29,7 @@ from typing import Any
 
 from qarl.checkpoint.read_weights import whole_and_torn
 from qarl.checkpoint.storage import StorageError, checkpoints_dir, write_text, writing
+from qarl.checks.machine import this_machine
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.registry import check_run
 from qarl.config import Config, write_resolved
@@ -252,23 +253,19 @@ def as_yaml(resolved: Any) -> str:
 
 def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
     """Return the memory estimate of one rank as lines, one per part. If there is no GPU, assume one of 80 GB."""
-    import torch
-
-    from qarl.checks.memory import OFFLOAD, estimate, readable
+    from qarl.checks.memory import estimate, readable
     from qarl.checks.model_folder import hf_config_or_carried
     from qarl.checks.model_size import ModelSize
 
-    device, gpu_memory = ("cpu", 0) if on_cpu else ("cuda", UNKNOWN_GPU_BYTES)
-    if not on_cpu and torch.cuda.is_available():
-        gpu_memory = torch.cuda.get_device_properties(0).total_memory
+    device = "cpu" if on_cpu else "cuda"
+    gpu_memory = 0 if on_cpu else this_machine().gpu_memory_bytes or UNKNOWN_GPU_BYTES
     try:
         hf_config, _ = hf_config_or_carried(config.model.path, config.model.trust_remote_code)
         size = ModelSize.from_config(hf_config)
     except (UserError, KeyError) as error:
         return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]
-    align, offload = applied_level(config, hf_config, device)[0], all(config.verl.get(key) for key in OFFLOAD)
-    machine: dict[str, Any] = {"device": device, "gpu_memory_bytes": gpu_memory, "align": align}
-    plan = estimate(size, config, **machine, kernels={}, offload=offload)
+    align = applied_level(config, hf_config, device)[0]
+    plan = estimate(size, config, device=device, gpu_memory_bytes=gpu_memory, align=align)
     phase, needed = plan.peak
     where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device
     host = [f"host memory, {line}" for line in plan.host_lines()]

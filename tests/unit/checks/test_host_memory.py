@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from checkout import ROOT
 
-from qarl.checks.memory import MemoryEstimate, estimate
+from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate
 from qarl.checks.memory_terms import GIB
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.checks.model_size import ModelSize
@@ -13,17 +13,17 @@ from qarl.config import Config, load_config
 from qarl.doctor.model import host_memory
 
 OFFLOADED = "masters and optimizer state, offloaded"
+OFFLOADING = [f"verl.{key}=true" for key in OFFLOAD]
 MODEL = ROOT / "qarl" / "bench" / "models" / "Qwen3-30B-A3B"
 
 
 def paper(*changes: str) -> Config:
-    overrides = [f"config={ROOT / 'configs' / 'qwen3_30b_w4a16.yaml'}", f"model.path={MODEL}", *changes]
-    return load_config(overrides)
+    return load_config([f"config={ROOT / 'configs' / 'qwen3_30b_w4a16.yaml'}", f"model.path={MODEL}", *changes])
 
 
-def planned(config: Config, device: str = "cuda", *, offload: bool = False) -> MemoryEstimate:
+def planned(config: Config, device: str = "cuda") -> MemoryEstimate:
     size = ModelSize.from_config(hf_config_or_carried(str(MODEL), False)[0])
-    return estimate(size, config, device=device, gpu_memory_bytes=80 * 10**9, offload=offload)
+    return estimate(size, config, device=device, gpu_memory_bytes=80 * 10**9)
 
 
 def names(memory: MemoryEstimate) -> dict[str, int]:
@@ -31,7 +31,7 @@ def names(memory: MemoryEstimate) -> dict[str, int]:
 
 
 def test_what_is_offloaded_is_in_host_memory():
-    memory = planned(paper(), offload=True)
+    memory = planned(paper(*OFFLOADING))
     on_gpu = sum(part.bytes for part in planned(paper()).parts if "masters" in part.name or "state" in part.name)
     assert names(memory) == {OFFLOADED: pytest.approx(on_gpu, rel=1e-6)}
     assert memory.processes == 8 and memory.host_total == 8 * names(memory)[OFFLOADED]
@@ -41,7 +41,7 @@ def test_what_is_offloaded_is_in_host_memory():
 
 
 def test_the_doctor_compares_it_with_this_machine():
-    memory = planned(paper(), offload=True)
+    memory = planned(paper(*OFFLOADING))
     error = host_memory(memory, 100 * GIB)
     assert error.status == "error" and "of 100.0 GiB that are free" in error.what and "offloading" in error.fix
     assert [OFFLOADED in line for line in error.lines] == [True, False]

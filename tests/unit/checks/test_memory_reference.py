@@ -10,7 +10,7 @@ from cpu_features import needs_w4a16_cpu
 from memory_cases import SMALL, parts, run
 from random_models import save_random_model
 
-from qarl.checks.memory import estimate
+from qarl.checks.memory import OFFLOAD, estimate
 from qarl.checks.memory_terms import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.quant.linear import QuantLinear
@@ -54,9 +54,9 @@ def test_verls_reference_policy() -> None:
         ({"+algorithm.use_kl_in_reward": True}, {name: 4 * 74560 // 2}),
         (keys | dtype, {"reference policy, 16 bits, sharded": 2 * 74560 // 2}),
     ):
-        config = run(backend="verl", trainer__n_gpus_per_node=2, verl=verl)
         for offload in (False, True):
-            on_gpu = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB, offload=offload)
+            config = run(backend="verl", trainer__n_gpus_per_node=2, verl=verl | dict.fromkeys(OFFLOAD, offload))
+            on_gpu = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB)
             host = {part.name: part.bytes for part in on_gpu.host if "reference" in part.name}
             assert host == expected and not [part for part in on_gpu.parts if "reference" in part.name]
         on_cpu = estimate(SMALL, config, device="cpu")

@@ -95,6 +95,13 @@ def loaded_model(llm: Any) -> torch.nn.Module:
     return module
 
 
+def loaded_below(wrapper: str) -> str:
+    """Return what stands between the name of a linear that vLLM has wrapped with an adapter and that of its tensor in
+    `load_weights`. vLLM 0.24 looks up the wrapped linear's own name, `wrapper`; in 0.29 its wrapper takes the plain
+    name."""
+    return "" if release_of(installed_version()) >= LAST else wrapper
+
+
 def kv_cache_tensors(kv_caches: Any) -> list[torch.Tensor]:
     """Return all tensors of `kv_caches`, of a model runner or of an attention layer. Attention backends nest them in
     different ways: a tensor, a list, a tuple, or a dict."""

@@ -62,9 +62,10 @@ def ending(steps: int) -> str:
     return arguments(trainer__total_training_steps=steps, **never)
 
 
-def training(scheme: str, level: str, eager: bool, kernels: str = "engine", model: str = "model") -> str:
+def training(
+    scheme: str, level: str, eager: bool, kernels: str = "engine", model: str = "model", config: str = "quickstart.yaml"
+) -> str:
     """Two steps of the quickstart from a model that is hardly trained: two publishes, and log-probs compared."""
-    config = "quickstart_moe.yaml" if model == "experts" else "quickstart.yaml"
     data = "{folder}/data/train.parquet"
     return f"-m qarl.train config={config} " + " ".join((
         arguments(output_dir="{folder}", name="run", model__path=f"{{folder}}/{model}", data__train_files=data),
@@ -113,7 +114,8 @@ _OPERATORS = (
     "tests/gpu/test_trainer_cuda.py tests/gpu/test_publish_cuda.py tests/gpu/test_experts_cuda.py"
 )
 _PROFILE = "scripts/profile_step.py --trace {output}/profile.json "
-_EXPERTS = training("w4a16", "linears", False, model="experts")
+_EXPERTS = training("w4a16", "linears", False, model="experts", config="quickstart_moe.yaml")
+_LORA = training("w4a16", "linears", False, config="quickstart_lora.yaml")
 _ON_TWO = {"backend": "verl", "trainer__n_gpus_per_node": 2}
 FIRST = (
     Part("environment", 45, "scripts/gpu_facts.py", "scripts/gpu_facts.py --cpu"),
@@ -125,6 +127,7 @@ FIRST = (
       for scheme in ("w4a16", "w8a8", "fp8")),
     Part("profile", 110, f"{_PROFILE}{small(3, 'w4a16')}", None, _TRAINED),
     Part("experts_local", 110, _EXPERTS, None, _TRAINED),
+    Part("lora", 110, _LORA, None, _TRAINED),
     Part("experts_verl", 170, f"{_EXPERTS} backend=verl", None, _VERL),
     Part("operators", 170, f"{_PYTEST} {_OPERATORS}", f"{_PYTEST} tests/gpu/test_first_cuda.py", _TESTED),
 )  # fmt: skip

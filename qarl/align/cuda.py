@@ -43,10 +43,11 @@ def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str 
     return layer_ops.attention_unavailable(capability)
 
 
-def unconfirmed_on_cuda(config: Any, *, eager: bool) -> str | None:
+def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> str | None:
     """Return a sentence that says why this level promises no mismatch for a model config, or None if it promises one.
 
-    `eager`: whether the engine runs without CUDA graphs, where no setting gives one split.
+    `eager`: whether the engine runs without CUDA graphs, where no setting gives one split. `adapters`: whether it has
+    adapters (`qarl.lora.layers`).
     """
     reasons = []
     if names := layer_ops.unconfirmed():
@@ -58,6 +59,8 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool) -> str | None:
         reasons.append(f"with heads of {size}, a decode step may sum attention in another order than a prefill")
     if eager:
         reasons.append("with rollout.enforce_eager=true, vLLM may split the keys of a decode step")
+    if adapters:
+        reasons.append("vLLM's kernels of adapters round once less than the trainer")
     return f"unconfirmed: {'; '.join(reasons)}" if reasons else None
 
 

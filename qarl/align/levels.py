@@ -88,6 +88,7 @@ def align_model(
     sharded: bool = False,
     workers: int = 1,
     eager: bool = False,
+    adapters: bool = False,
 ) -> AlignReport:
     """Bring a transformers causal LM to `level`, in place. Parameters and their names stay the same.
 
@@ -100,6 +101,7 @@ def align_model(
         sharded: whether FSDP shards the model.
         workers: number of workers that one engine is split over.
         eager: whether the engine runs without CUDA graphs (rollout.enforce_eager=true).
+        adapters: whether linears will get adapters (lora.r).
     """
     if level not in LEVELS:
         raise UserError(
@@ -125,7 +127,7 @@ def align_model(
         use_rows_attention(model)
         return AlignReport(asked, level, {}, reasons)
     if device_type != "cpu":
-        missing = unconfirmed(level, device_type, model.config, eager=eager)
+        missing = unconfirmed(level, device_type, model.config, eager=eager, adapters=adapters)
         return AlignReport(asked, level, align_layers(model), reasons, missing)
     replaced = _align_on_cpu(model, experts, exact=level == "exact")
     return AlignReport(asked, level, {kind: number for kind, number in replaced.items() if number}, reasons)
@@ -211,12 +213,14 @@ def resolve_level(
     return level, tuple(reasons)
 
 
-def unconfirmed(level: str, device_type: str, config: Any, *, eager: bool) -> str | None:
+def unconfirmed(level: str, device_type: str, config: Any, *, eager: bool, adapters: bool = False) -> str | None:
     """Return why an applied level promises no mismatch for this transformers config, or None.
 
-    `eager`: whether the engine runs without CUDA graphs.
+    `eager`: whether the engine runs without CUDA graphs. `adapters`: whether it has adapters.
     """
-    return unconfirmed_on_cuda(config, eager=eager) if device_type == "cuda" and level == "model" else None
+    if device_type != "cuda" or level != "model":
+        return None
+    return unconfirmed_on_cuda(config, eager=eager, adapters=adapters)
 
 
 def split_unavailable(workers: int) -> str | None:

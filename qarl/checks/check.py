@@ -122,8 +122,8 @@ class RunInputs:
     @cached_property
     def unconfirmed(self) -> str | None:
         """Why the applied level promises no mismatch, or None."""
-        eager = self.config.rollout.enforce_eager is True
-        return unconfirmed(self.level[0], self.machine.device, self.hf_config, eager=eager)
+        engine = {"eager": self.config.rollout.enforce_eager is True, "adapters": bool(self.config.lora.r)}
+        return unconfirmed(self.level[0], self.machine.device, self.hf_config, **engine)
 
     @cached_property
     def weight_files(self) -> list[Path]:

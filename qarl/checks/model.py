@@ -42,7 +42,8 @@ def level_notes(config: Config, hf_config: Any) -> list[str]:
     """Return the measured mismatch of the model's family, and notes if the applied level is lower than `quant.align`,
     or if no device has confirmed it."""
     level = applied_level(config, hf_config)[0]
-    unsure = unconfirmed(level, run_device(config), hf_config, eager=config.rollout.enforce_eager is True)
+    engine = {"eager": config.rollout.enforce_eager is True, "adapters": bool(config.lora.r)}
+    unsure = unconfirmed(level, run_device(config), hf_config, **engine)
     notes = (lower_level(config, hf_config), unsure and f"quant.align={level} is {unsure}", shown_mismatch(hf_config))
     return [text for text in notes if text]
 

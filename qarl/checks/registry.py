@@ -202,17 +202,10 @@ def _reward(config: Config, reward_fn: RewardFn, train_prompts: PromptDataset) -
     score_responses(reward_fn, train_prompts[:1], [""], timeout_s=config.reward.timeout_s)
 
 
-def _adapters(config: Config, machine: Machine, model: nn.Module) -> Findings:
+def _adapters(config: Config, model: nn.Module) -> Findings:
     """Raise UserError if adapters are asked for and cannot be served. Otherwise say what is trained."""
     if not config.lora.r:
         return
-    if not machine.on_cpu:
-        raise UserError(
-            "adapters are not built for GPUs yet",
-            where=f"lora.r={config.lora.r}",
-            why="vLLM's layerwise reload, which publishes the base there, does not know its own wrappers of linears",
-            fix="set lora.r=0 to train all weights, or run on a CPU",
-        )
     targets = target_linears(model, config.lora.target_modules)
     trained = config.lora.r * sum(map(sum, targets.values()))
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -15,6 +15,10 @@ trainer computes one product if that has the engine's bits, which `one_product` 
 in another order if tokens x N x r is at most 4096. So if N x r is less, as in tiny models, the last few responses of a
 batch may have other bits than in the trainer.
 
+On a GPU vLLM multiplies with Triton kernels (`vllm/lora/ops/triton_ops`, 0.24): x Aᵀ in FP32, rounded to BF16 for the
+product with Bs, which is added to the base's output in FP32. Here both products are PyTorch's in BF16, so the output is
+rounded once more.
+
 To give a linear an adapter, its class is replaced by a subclass with the same name, as in `qarl.align.cpu`. So names of
 modules, hooks and checkpoints of the base do not change, and `lora_A` and `lora_B` are not in its state dict.
 """
@@ -32,6 +36,7 @@ from torch import nn
 
 from qarl.config.lora import ALL_LINEAR, LoraConfig
 from qarl.errors import UserError
+from qarl.kernels.base import is_gpu
 from qarl.lora.adapter import PREFIX, A, Adapter, B
 from qarl.quant.convert import ROUTERS, linear_shapes
 from qarl.quant.linear import QuantLayer
@@ -68,7 +73,7 @@ def one_product(rows: int, columns: int, threads: int) -> bool:
 
 def expand(shrunk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the engine's product of x Aᵀ, BF16 [M, r], with `weight`, BF16 [N, r]."""
-    if one_product(*weight.shape, torch.get_num_threads()):
+    if is_gpu(shrunk.device) or one_product(*weight.shape, torch.get_num_threads()):
         return F.linear(shrunk, weight)
     return torch.cat([_row_by_row(part, weight) for part in shrunk.split(ROWS)])
 
@@ -78,7 +83,7 @@ class _Adapter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:
-        shrunk = _row_by_row(x.float(), a.float()).to(x.dtype)
+        shrunk = F.linear(x, a) if is_gpu(x.device) else _row_by_row(x.float(), a.float()).to(x.dtype)
         ctx.save_for_backward(x, a, b, shrunk)
         ctx.factor = factor
         return expand(shrunk, b * factor)
@@ -173,6 +178,7 @@ class Adapters:
         numbers, and something else rounds them for the forward."""
         assert config.r
         self.rank, self.alpha, self.base = config.r, config.alpha or config.r, base
+        device = next(model.parameters()).device
         model.requires_grad_(False)
         for module in model.modules():
             if isinstance(module, QuantLayer) and module.scheme.quantized:
@@ -184,8 +190,9 @@ class Adapters:
             layer.__class__ = cast(Any, _adapted_class)(type(layer))
             bound = 1 / math.sqrt(columns)
             start = torch.empty(self.rank, columns).uniform_(-bound, bound, generator=generator)
-            layer.lora_A = nn.Parameter(start.bfloat16().to(dtype))
-            layer.lora_B = nn.Parameter(torch.zeros(rows, self.rank, dtype=dtype))
+            where = device if is_gpu(device) else None
+            layer.lora_A = nn.Parameter(start.bfloat16().to(where, dtype))
+            layer.lora_B = nn.Parameter(torch.zeros(rows, self.rank, dtype=dtype, device=where))
             layer.lora_factor = config.factor
             self.layers[name] = layer
 

@@ -58,7 +58,7 @@ class AdapterSpec:
 
 def servable(spec: AdapterSpec | None, scheme_name: str) -> AbstractContextManager[None]:
     """Return a context in which an engine with adapters can be started on a base of this scheme."""
-    if spec is None or scheme_name != "w8a8":
+    if spec is None or scheme_name != "w8a8" or torch.cuda.is_available():
         return nullcontext()
     from qarl.rollout.vllm_plugin.adapted_int8 import adapted_int8
 

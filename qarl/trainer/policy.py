@@ -101,7 +101,7 @@ class Policy:
         linears: object = "linears: BF16 in the forward"
         if quantized:
             linears = quantize_model(model, scheme=scheme, ignore=ignore, kernels=kernels)
-        aligned = align_model(model, align, eager=eager)
+        aligned = align_model(model, align, eager=eager, adapters=adapters is not None)
         self.align, self.limit_level, self.why_lower = aligned.level, aligned.limit_level, aligned.why_lower
         self.packed = packed and attends_in_rows(model)
         self.fp32_head = head_dtype == "fp32"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 QUANT = f"{ACTOR}.fsdp_config.quant"
 OVERRIDES = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides"
-NO_GPU = "adapters are not built for GPUs yet"
+NO_GPU = "verl's backend has no adapters on GPUs yet"
 RECEIVER = f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls"
 
 OWN_KEYS = {

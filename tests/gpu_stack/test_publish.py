@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 from gpu_lock import pretend, required
-from gpu_lock_models import build, differing, engine_config, fresh, load, process_groups, stand_in_operators, tensors_of
+from gpu_lock_models import (
+    build,
+    differing,
+    engine_config,
+    fresh,
+    load,
+    named_tensors,
+    process_groups,
+    stand_in_operators,
+    tensors_of,
+)
 from random_models import save_random_model
 from random_moe import IGNORE, wire_tensors
 from same_bytes import same_bytes
@@ -79,6 +89,23 @@ def experts_tensors(model: torch.nn.Module) -> dict[str, graph_addresses.Place]:
     return {path: place for path, place in tensors.items() if not path.endswith("weight_shape")}
 
 
+def wrap(model: torch.nn.Module, config: Any) -> None:
+    """Give every linear of the decoder layers vLLM's own wrapper for adapters."""
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.utils import from_layer, replace_submodule
+
+    settings = LoRAConfig(max_lora_rank=8, max_loras=1)
+    settings.verify_with_model_config(config.model_config)
+    hf_config = config.model_config.hf_config
+    for name, module in list(model.named_modules()):
+        leaf = name.rpartition(".")[2]
+        if leaf.endswith("_proj"):
+            parts = model.packed_modules_mapping.get(leaf, [leaf])
+            wrapped = from_layer(module, 1, settings, parts, hf_config)
+            assert wrapped is not module, name
+            replace_submodule(model, name, wrapped)
+
+
 def publish(receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version: int) -> None:
     receiver.feed(encode_publish(stacked(tensors.items()), version=version))
 
@@ -139,3 +166,33 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
             ] == []
             gone = [address for address in before if address not in tensors_of(engine)]
             assert gone == [], f"{len(gone)} tensors moved: {[tuple(before[a].shape) for a in gone[:4]]}"
+
+
+@pytest.mark.parametrize(
+    ("scheme_name", "capability"),
+    [("bf16", (9, 0)), ("w4a16", (9, 0)), ("w4a16", (8, 0)), ("w8a8", (9, 0)), ("fp8", (9, 0))],
+)
+def test_a_base_is_published_under_its_adapters(
+    folders: dict[str, Path],
+    as_on_a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme_name: str,
+    capability: tuple[int, int],
+) -> None:
+    """Into linears that vLLM has wrapped: the bytes of a fresh load, at the old addresses."""
+    pretend(monkeypatch, capability)
+    scheme, folder = get_scheme(scheme_name, 128), folders["qwen3"]
+    config = engine_config(folder, scheme, IGNORE)
+    expected = expected_manifest(config.model_config.hf_config, scheme, IGNORE)
+    first, second = wire_tensors(folder, scheme), wire_tensors(folder, scheme, noise_seed=1)
+    with process_groups(config):
+        wanted, engine = fresh(config, second), build(config)
+        load(engine, config, first)
+        wrap(engine, config)
+        check_same_layers(engine, expected)
+        receiver = WeightReceiver(engine, config, expected, kv_caches=list)
+        before = tensors_of(engine)
+        publish(receiver, second, 2)
+        ours = {name.replace(".base_layer", ""): tensor for name, tensor in named_tensors(engine).items()}
+        assert [name for name, tensor in named_tensors(wanted).items() if not same_bytes(tensor, ours[name])] == []
+        assert before.keys() <= tensors_of(engine).keys()

@@ -29,7 +29,8 @@ from qarl.rollout.publish.checksum import nonfinite
 from qarl.rollout.publish.experts import quantized_experts
 
 NamedTensor = tuple[str, torch.Tensor]
-_ADAPTED = ".base_layer"
+WRAPPED = ".base_layer"
+"""What vLLM adds to the name of a linear when it wraps the linear with an adapter."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def without_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(getattr(module, "base_layer", None), nn.Module):
             continue
-        yield name.removesuffix(_ADAPTED).replace(f"{_ADAPTED}.", "."), module
+        yield name.removesuffix(WRAPPED).replace(f"{WRAPPED}.", "."), module
 
 
 def check_same_layers(vllm_model: Any, expected: Manifest) -> None:

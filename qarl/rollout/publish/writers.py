@@ -30,8 +30,9 @@ from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
 from qarl.rollout.publish import experts, graph_addresses
 from qarl.rollout.publish.experts import Writer, holds_experts
-from qarl.rollout.publish.manifest import Manifest, without_wrappers
+from qarl.rollout.publish.manifest import WRAPPED, Manifest, without_wrappers
 from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_split
+from qarl.vllm_versions import loaded_below
 
 
 class ReloadFailed(UserError):
@@ -99,6 +100,8 @@ class WritePlan:
         self.model, self.vllm_config = model, vllm_config
         self.by_owner: dict[str, Target] = {}
         self.modules = modules = dict(without_wrappers(model))
+        inner = loaded_below(WRAPPED)
+        self._inner = {module: inner for name, module in model.named_modules() if name.endswith(WRAPPED)}
         fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         fused_into = {part: whole for whole, parts in fused.items() for part in parts}
         targets: dict[str, Target] = {}
@@ -182,7 +185,7 @@ class WritePlan:
         takes experts one by one."""
         stacks = [target for target in targets if holds_experts(target.module)]
         others = {
-            f"{owner}.{leaf}": tensor
+            f"{owner}{self._inner.get(target.module, '')}.{leaf}": tensor
             for target in targets
             if target not in stacks
             for owner in target.parts

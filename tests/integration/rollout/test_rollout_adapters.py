@@ -24,6 +24,7 @@ from qarl.quant import packed_state_dict
 from qarl.rollout.adapters import AdapterReceiver, AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.wire import encode_publish
+from qarl.rollout.publish.writers import WritePlan
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -91,6 +92,30 @@ def test_after_each_publish_the_engine_is_a_fresh_one_with_base_and_adapter(base
         fresh = greedy_in_a_fresh_vllm(folder, PROMPTS, max_tokens=24, max_model_len=320, adapter=Path(folder / FOLDER))
         assert fresh == seen[-1]
     assert len({str(outputs) for outputs in seen}) == 3, "the adapters changed nothing"
+
+
+def test_layerwise_reload_writes_the_base_under_its_adapters(based, pristine_model, adapters):
+    """As on a GPU, where nothing writes into a linear directly."""
+    adapter = changed(adapters, 3)
+    other = list(packed_state_dict(load_model(pristine_model, noise_seed=1)))
+
+    def outputs(tensors: Any, version: int) -> Any:
+        based.publish(tensors, version=version)
+        based.publish_adapter(adapter, version=version)
+        return greedy(based)
+
+    directly, expected = (
+        based.receiver.plan,
+        [outputs(other, 1), outputs(packed_state_dict(load_model(pristine_model)), 2)],
+    )
+    based.receiver.plan = WritePlan(based.model(), directly.vllm_config, based.expected, direct=False)
+    try:
+        assert all(
+            target.writer is None for target in based.receiver.plan.by_owner.values() if target.name.endswith("proj")
+        )
+        assert outputs(other, 3) == expected[0] != expected[1]
+    finally:
+        based.receiver.plan = directly
 
 
 def test_transformers_and_peft_load_the_export_and_give_nearly_the_engines_log_probs(based, model, adapters, tmp_path):

@@ -14,6 +14,7 @@ import gc
 import importlib.metadata
 import re
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -112,8 +113,9 @@ def kv_cache_tensors(kv_caches: Any) -> list[torch.Tensor]:
     return [tensor for item in kv_caches or () for tensor in kv_cache_tensors(item)]
 
 
-def release_engine_memory() -> None:
-    """Free what vLLM still holds of a closed engine. Call this when no tensor of the engine is left elsewhere.
+def release_engine_memory(live: Sequence[torch.nn.Module] = ()) -> None:
+    """Free what vLLM still holds of closed engines. Call this when none of their tensors is left elsewhere. `live`: the
+    models of engines in this process that go on.
 
     - The table of layerwise reloads refers to a layer weakly, but its entry holds copies of the layer's parameters,
       whose loaders are methods of the layer. So vLLM 0.24 and 0.29 never free a quantized layer.
@@ -123,9 +125,11 @@ def release_engine_memory() -> None:
     if "vllm.model_executor.model_loader.reload.layerwise" in sys.modules:
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-        LAYERWISE_INFO.clear()
+        needed = {layer for model in live for layer in model.modules()}
+        for layer in [layer for layer in LAYERWISE_INFO if layer not in needed]:
+            del LAYERWISE_INFO[layer]
     gc.collect()
-    if "vllm.device_allocator.cumem" not in sys.modules:
+    if live or "vllm.device_allocator.cumem" not in sys.modules:
         return
     from vllm.device_allocator.cumem import CuMemAllocator
 

@@ -22,26 +22,24 @@ MASKS_GIB = 4.0
 """Memory limit in GiB for the masks of one batch. A mask says which tokens top-p or top-k keep."""
 
 
-def check_sampling(config: Config, *, level: str, vocabulary: int, confirmed: bool = True) -> None:
+def check_sampling(config: Config, *, level: str, vocabulary: int, on_cpu: bool = True) -> None:
     """Raise UserError if the trainer cannot compute log-probs for the engine's sampling, or needs too much memory.
 
     `level`: the applied alignment level, which may be lower than `quant.align`. `vocabulary`: rows of lm_head.
-    `confirmed`: whether a device has confirmed that this level rounds as the engine does.
+    `on_cpu`: whether the engine runs on a CPU. On a GPU vLLM may sample from other tokens (docs/gpu.md).
     """
     sampling_params(SamplingConfig.of_run(config))
     if not Truncation(config.rollout.top_p, config.rollout.top_k).active:
         return
     where = f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}"
-    if level not in ("model", "exact") or not confirmed:
-        why = (
-            f"quant.align={config.quant.align} fell back to {level}" if confirmed else "no GPU has confirmed this level"
-        )
+    if level not in ("model", "exact") or not on_cpu:
+        fell = f"quant.align={config.quant.align} fell back to {level}"
+        why = "no GPU has shown which tokens vLLM samples from" if level in ("model", "exact") else fell
         raise UserError(
             f"the trainer cannot apply the engine's top-p or top-k at alignment level {level}",
             where=where,
             why=f"{why}. If the trainer's logits differ from the engine's, the trainer would keep different tokens",
-            fix="set rollout.top_p=1 and rollout.top_k=-1"
-            + ("" if confirmed else ", or compare the operators with scripts/gpu_check.sh"),
+            fix="set rollout.top_p=1 and rollout.top_k=-1",
         )
     responses = config.data.train_batch_size * config.rollout.n
     gib = responses * config.data.max_response_length * packed_width(vocabulary) / 2**30

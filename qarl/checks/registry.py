@@ -176,8 +176,8 @@ def _tensor_parallel(config: Config, hf_config: Any, quantized: layers.Shapes) -
     yield from map(Finding.of, layers.split_errors(config, hf_config, quantized))
 
 
-def _sampling(config: Config, hf_config: Any, level: tuple[str, tuple[str, ...]], unconfirmed: str | None) -> None:
-    check_sampling(config, level=level[0], vocabulary=hf_config.vocab_size, confirmed=unconfirmed is None)
+def _sampling(config: Config, machine: Machine, hf_config: Any, level: tuple[str, tuple[str, ...]]) -> None:
+    check_sampling(config, level=level[0], vocabulary=hf_config.vocab_size, on_cpu=machine.on_cpu)
 
 
 def _train_prompts(config: Config, train_prompts: PromptDataset, sampler: PromptSampler) -> Findings:

@@ -108,24 +108,19 @@ class RolloutEngine:
             # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         try:
-            scheme = self.config.scheme.name
-            kernels = own_kernels(kernel_request(self.config.kernels, scheme))
-            with default_dtype_kept(), kernels, servable(self.config.adapters, scheme):
+            kernels = own_kernels(kernel_request(self.config.kernels, self.config.scheme.name))
+            with default_dtype_kept(), kernels, servable(self.config.adapters, self.config.scheme.name):
                 self.llm = LLM(**engine_config.llm_arguments(self.config, statistics=self._counts_preemptions))
             self._prepare_publish()
         except BaseException as error:
             self.close()
-            if no_room := engine_config.no_room(error, self.config.gpu_memory_utilization):
-                raise no_room from error
+            engine_config.explain(error, self.config.gpu_memory_utilization)
             raise
 
     def _prepare_publish(self) -> None:
+        config, dtype = self.config, TORCH_DTYPES[self.config.dtype]
         self.expected: Manifest = expected_manifest(
-            self.hf_config,
-            self.config.scheme,
-            self.config.ignore,
-            trust_remote_code=self.config.trust_remote_code,
-            dtype=TORCH_DTYPES[self.config.dtype],
+            self.hf_config, config.scheme, config.ignore, trust_remote_code=config.trust_remote_code, dtype=dtype
         )
         check_same_layers(self.model(), self.expected)
         if self.config.kernels != "engine":
@@ -142,6 +137,8 @@ class RolloutEngine:
         self.close()
         try:
             self._start()
+        except UserError:
+            raise
         except Exception as error:
             reason = f"vLLM failed to start: {type(error).__name__}: {error}"
             raise EngineFailed("the rollout engine is lost, and a new one could not be started", why=reason) from error
@@ -336,7 +333,8 @@ class RolloutEngine:
             del self.llm
         if self._dynamo_was_disabled is not None:
             torch._dynamo.config.disable = self._dynamo_was_disabled
-        release_engine_memory()
+        others = (engine for engine in _OPEN if engine is not self and engine.receiver and not engine.receiver.broken)
+        release_engine_memory([engine.model() for engine in others])
 
     def __enter__(self) -> RolloutEngine:
         return self

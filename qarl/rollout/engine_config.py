@@ -288,22 +288,27 @@ def drop_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def no_room(error: BaseException, share: float) -> UserError | None:
-    """Return what to do about an exception with which vLLM 0.24 did not start on a GPU, or None if it is another.
+def explain(error: BaseException, share: float) -> None:
+    """Raise a UserError that says what to do, if vLLM 0.24 did not start on a GPU for want of memory.
 
     vLLM takes its weights, its activations and CUDA graphs from its share, and the KV cache gets the rest. It measures
     these by the GPU's free memory, which other processes change too."""
     text = str(error)
+    if not torch.cuda.is_available():
+        return
     if "Error in memory profiling" in text:
-        why = "another process freed memory of this GPU while vLLM measured how much it needs"
+        what = "vLLM could not measure how much of the GPU's memory it needs"
+        why = "another process freed memory of this GPU meanwhile"
         fix = "start the run again, and let no other run start or end on this GPU in that minute"
     elif "No available memory for the cache blocks" in text or "KV cache is needed" in text:
-        why = f"vLLM says: {text.splitlines()[0].split(' See https')[0]}"
-        fix = "raise rollout.gpu_memory_utilization, or end other processes on this GPU: vLLM counts their memory too"
+        what, why = "vLLM finds no room for its KV cache", f"vLLM says: {text.splitlines()[0].split(' See https')[0]}"
+        fix = (
+            "raise rollout.gpu_memory_utilization, end other processes on this GPU (vLLM counts their memory too), or "
+            "lower data.max_prompt_length and data.max_response_length"
+        )
     else:
-        return None
-    where = f"rollout.gpu_memory_utilization={share:g}"
-    return UserError("vLLM finds no room for its KV cache", where=where, why=why, fix=fix)
+        return
+    raise UserError(what, where=f"rollout.gpu_memory_utilization={share:g}", why=why, fix=fix) from error
 
 
 def check_free_memory(share: float) -> None:

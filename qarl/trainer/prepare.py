@@ -48,8 +48,7 @@ def prepare_run(config: Config) -> RunParts:
     except RuntimeError as error:
         raise cannot_build(config.model.path, " ".join(str(error).split())[:400]) from error
     vocabulary = policy.model.get_output_embeddings().weight.shape[0]
-    confirmed = policy.limit_level == policy.align or policy.align == "exact"
-    check_sampling(config, level=policy.align, vocabulary=vocabulary, confirmed=confirmed)
+    check_sampling(config, level=policy.align, vocabulary=vocabulary, on_cpu=policy.device.type == "cpu")
     return RunParts(
         policy, tokenizer, pad_token_id or 0, run.train_prompts, run.val_prompts, run.sampler, run.reward_fn
     )

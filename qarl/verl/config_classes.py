@@ -127,11 +127,10 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
     try:
         return TBPOConfig.of(policy_loss, loss_agg_mode=loss_agg_mode)
     except ValueError as error:
-        fix = f"set {actor}.loss_agg_mode=seq-mean-token-mean, and give each band as a positive distance from 1"
         key = str(error).split()[0]
         where = f"{actor}.{key}" if key == "loss_agg_mode" else f"{actor}.policy_loss.{key}"
         what = "the configuration of loss_mode=tbpo is not valid"
-        raise UserError(what, where=where, why=str(error), fix=fix) from error
+        raise UserError(what, where=where, why=str(error), fix=f"set {where} as the reason says") from error
 
 
 def actor_settings(actor: Any, loss_agg_mode: str) -> Settings:

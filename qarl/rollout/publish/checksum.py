@@ -281,7 +281,7 @@ _WAYS = {"kernel": _check_by_kernel, "rows": _check_rows, "each": _check_each}
 
 
 def nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return, as bool [tensors], which of these float tensors of one GPU contain NaN or Inf."""
+    """Return, as bool [tensors], which of these float tensors of one device contain NaN or Inf."""
     if all(_way(tensor) == "kernel" for tensor in tensors):
         return _check_by_kernel(tensors, True)[1] != 0
     return torch.stack([has_nonfinite(tensor) for tensor in tensors])

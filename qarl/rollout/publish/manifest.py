@@ -19,11 +19,9 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.base import is_gpu
 from qarl.quant.convert import select_linears, tied_names
 from qarl.quant.experts import is_of_expert, is_stack, matrices
 from qarl.quant.meta_model import meta_model
-from qarl.quant.quantize import has_nonfinite
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.publish.checksum import nonfinite
 from qarl.rollout.publish.experts import quantized_experts
@@ -262,9 +260,9 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             by_device.setdefault(tensor.device, []).append((name, tensor.detach()))
-    names = []
-    for device, members in by_device.items():
-        floats = [tensor for _, tensor in members]
-        bad = nonfinite(floats) if is_gpu(device) else torch.stack([has_nonfinite(tensor) for tensor in floats])
-        names += [name for (name, _), is_bad in zip(members, bad.tolist(), strict=True) if is_bad]
-    return names
+    return [
+        name
+        for members in by_device.values()
+        for (name, _), bad in zip(members, nonfinite([tensor for _, tensor in members]).tolist(), strict=True)
+        if bad
+    ]

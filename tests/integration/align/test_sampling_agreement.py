@@ -198,8 +198,8 @@ def test_sets_that_the_memory_cannot_hold_are_refused(tmp_path):
     check_sampling(config(tmp_path, *OVERRIDES), level="linears", vocabulary=20_000_000)
 
 
-def test_truncation_at_an_unconfirmed_level_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
-    """As on a GPU, where no device has confirmed the level; and for experts, whose level falls back there."""
+def test_truncation_on_a_gpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    """Also where the level falls back, as for experts."""
 
     def load(config):
         raise AssertionError("the weights were loaded")
@@ -210,7 +210,7 @@ def test_truncation_at_an_unconfirmed_level_is_refused_before_anything_is_loaded
         prepare_run(run)
     monkeypatch.setattr("qarl.checks.machine.runs_on_cpu", lambda backend: False)
     monkeypatch.setattr("qarl.checks.model.runs_on_cpu", lambda backend: False)
-    with pytest.raises(UserError, match="no GPU has confirmed this level"):
+    with pytest.raises(UserError, match="no GPU has shown"):
         prepare_run(run)
     monkeypatch.setattr("qarl.align.levels.model_unavailable", lambda *_: "is not built")
     with pytest.raises(UserError, match="fell back to linears"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,10 @@ def test_an_exception_in_the_middle_of_vllms_reload(pristine_model):
         with pytest.raises(ReloadFailed, match=r"(?s)takes no more publishes.*vLLM failed"):
             engine.publish(tensors, version=7)
         engine.rebuild()
+        with pytest.raises(ValueError, match="KV cache"):
+            RolloutEngine(
+                replace(config, kv_cache_gib=1e-4)
+            )  # what it leaves is freed, and nothing of the first engine
         engine.publish(tensors, version=8)
         assert greedy(engine) == expected
 

@@ -42,4 +42,6 @@ def test_log_probs_and_gradients(scheme: str) -> None:
     with torch.no_grad():
         reference = policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
     assert {layer.kernel.name for layer in low_bit_layers(policy.model).values()} == {"reference"}
-    assert float((log_probs.detach() - reference).abs().mean()) < 0.1
+    difference = float((log_probs.detach() - reference).abs().mean())
+    print(f"mean difference of log-probs {difference:.2g}")  # a doubled weight of one layer makes it 0.2
+    assert difference < 0.1

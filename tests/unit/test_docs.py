@@ -121,8 +121,18 @@ def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
     }
     assert named <= tests
     document = json.loads((RESULTS / "gpu_check_2026-11-27.json").read_text(encoding="utf-8"))
-    lines = [line for part in document["parts"].values() for line in part["output"] if "PASSED" in line]
-    assert not [name for name in tests - named if not any(re.search(name + r"\b", line) for line in lines)]
+    lines = [line for part in document["parts"].values() for line in part["output"]]
+    cases: dict[str, set[str]] = {"PASSED": set(), "FAILED": set()}
+    for status, seen in cases.items():
+        for line in lines:
+            if status in line and (match := re.search(r"tests/gpu/\S+::test_\w+(\[[^\]]*\])?", line)):
+                seen.add(match[0])
+    assert {name.partition("[")[0] for name in cases["PASSED"]} >= tests - named
+    # The limit of the first was raised for FP8, and what failed in the second is mended, but has no GPU since.
+    assert {name.partition("[")[0].rpartition("::")[2] for name in cases["FAILED"] - cases["PASSED"]} <= {
+        "test_against_float64",
+        "test_an_engine_is_rebuilt",
+    }
 
 
 def test_the_index_of_results_is_that_of_the_registry() -> None:

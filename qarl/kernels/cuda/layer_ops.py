@@ -10,15 +10,15 @@ of vLLM 0.24.0, the release in requirements/gpu.lock.
 
 Equal contracts do not mean equal bits: a contract leaves the order of FP32 sums open. So `quant.align=model` on a GPU
 calls vLLM's operators, and the contracts say what to expect from them. Only a device can confirm that: `CONTRACTS`
-names the results. If it named none, the log and the doctor would call the level unconfirmed.
+names the results. An operator without a file makes the level unconfirmed, in the log and the doctor.
 
 The two norms sum squares in different orders. A decoder layer of transformers has added the residual already when it
 calls its norm. vLLM's operator adds zeros to this sum then, which gives the bits that it gives for the two parts,
 because it normalises their rounded sum.
 
 The engine's attention reads a paged cache. Its kernel for pages of 16 tokens has tiles of 128 keys, both in a prefill
-and in a decode step, for heads of 96 and 128. The kernel for contiguous keys may have other tiles, and so other bits.
-So the trainer's keys and values are copied into such pages. The engine splits the keys of a query among thread blocks
+and in a decode step, for heads of 96 and 128; with heads of 256 both give the same bits, too. The kernel for contiguous
+keys may have other tiles, and so other bits. So the trainer's keys and values are copied into such pages. The engine splits the keys of a query among thread blocks
 if few requests run. Then the sum's order depends on the batch. With one split it does not. On compute capability 9.0,
 vLLM 0.24.0 has a setting for that (`ENGINE_ARGUMENTS`). FlashAttention 2 and 4 take the number of splits from a
 heuristic that no setting reaches except VLLM_BATCH_INVARIANT, which replaces operators of the whole process.

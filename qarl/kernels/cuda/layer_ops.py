@@ -18,10 +18,11 @@ because it normalises their rounded sum.
 
 The engine's attention reads a paged cache. Its kernel for pages of 16 tokens has tiles of 128 keys, both in a prefill
 and in a decode step, for heads of 96 and 128; with heads of 256 both give the same bits, too. The kernel for contiguous
-keys may have other tiles, and so other bits. So the trainer's keys and values are copied into such pages. The engine splits the keys of a query among thread blocks
-if few requests run. Then the sum's order depends on the batch. With one split it does not. On compute capability 9.0,
-vLLM 0.24.0 has a setting for that (`ENGINE_ARGUMENTS`). FlashAttention 2 and 4 take the number of splits from a
-heuristic that no setting reaches except VLLM_BATCH_INVARIANT, which replaces operators of the whole process.
+keys may have other tiles, and so other bits. So the trainer's keys and values are copied into such pages. The engine
+splits the keys of a query among thread blocks if few requests run. Then the sum's order depends on the batch. With one
+split it does not. On compute capability 9.0, vLLM 0.24.0 has a setting for that (`ENGINE_ARGUMENTS`). FlashAttention 2
+and 4 take the number of splits from a heuristic that no setting reaches except VLLM_BATCH_INVARIANT, which replaces
+operators of the whole process.
 
 Sources for attention: vllm/v1/attention/backends/flash_attn.py, vllm/vllm_flash_attn/flash_attn_interface.py of vLLM
 0.24.0; hopper/tile_size.h and hopper/flash_api.cpp of vllm-project/flash-attention.

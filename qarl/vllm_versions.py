@@ -96,11 +96,15 @@ def loaded_model(llm: Any) -> torch.nn.Module:
     return module
 
 
+FIRST_PLAIN_NAMES = (0, 29)
+"""The first release that was read and whose wrappers of linears take the plain names of their tensors."""
+
+
 def loaded_below(wrapper: str) -> str:
     """Return what stands between the name of a linear that vLLM has wrapped with an adapter and that of its tensor in
     `load_weights`. vLLM 0.24 looks up the wrapped linear's own name, `wrapper`; in 0.29 its wrapper takes the plain
     name."""
-    return "" if release_of(installed_version()) >= LAST else wrapper
+    return "" if release_of(installed_version()) >= FIRST_PLAIN_NAMES else wrapper
 
 
 def kv_cache_tensors(kv_caches: Any) -> list[torch.Tensor]:
@@ -119,6 +123,7 @@ def release_engine_memory(live: Sequence[torch.nn.Module] = ()) -> None:
 
     - The table of layerwise reloads refers to a layer weakly, but its entry holds copies of the layer's parameters,
       whose loaders are methods of the layer. So vLLM 0.24 and 0.29 never free a quantized layer.
+    - The tables of the Triton kernels for adapters hold vLLM's stacks of A and B, by their addresses.
     - vLLM 0.24 keeps the memory pools of its sleep mode until the process ends, and refuses to start an engine while
       they hold memory. 0.29 drops them when an engine shuts down, but their memory is not free before PyTorch's cache
       is emptied."""
@@ -128,6 +133,11 @@ def release_engine_memory(live: Sequence[torch.nn.Module] = ()) -> None:
         needed = {layer for model in live for layer in model.modules()}
         for layer in [layer for layer in LAYERWISE_INFO if layer not in needed]:
             del LAYERWISE_INFO[layer]
+    if "vllm.lora.ops.triton_ops.utils" in sys.modules and not live:  # graphs of a live engine use the entries
+        from vllm.lora.ops.triton_ops import utils
+
+        utils._LORA_A_PTR_DICT.clear()
+        utils._LORA_B_PTR_DICT.clear()
     gc.collect()
     if live or "vllm.device_allocator.cumem" not in sys.modules:
         return

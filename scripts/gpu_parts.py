@@ -115,7 +115,7 @@ _OPERATORS = (
 )
 _PROFILE = "scripts/profile_step.py --trace {output}/profile.json "
 _EXPERTS = training("w4a16", "linears", False, model="experts", config="quickstart_moe.yaml")
-_LORA = training("w4a16", "linears", False, config="quickstart_lora.yaml")
+_LORA = training("w4a16", "model", False, config="quickstart_lora.yaml")
 _ON_TWO = {"backend": "verl", "trainer__n_gpus_per_node": 2}
 FIRST = (
     Part("environment", 45, "scripts/gpu_facts.py", "scripts/gpu_facts.py --cpu"),

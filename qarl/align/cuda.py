@@ -8,8 +8,8 @@
     lm_head      `F.linear` in BF16, as at all levels
 
 `qarl.kernels.cuda.layer_ops` says what each operator rounds, and an H200 has confirmed it. For head sizes outside
-`layer_ops.HEAD_SIZES` and for rollout.enforce_eager=true, in both backends, the level is `unconfirmed`: it runs, but
-nothing is claimed about its δ, and the limit on the mismatch is that of `linears`.
+`layer_ops.HEAD_SIZES`, for rollout.enforce_eager=true, in both backends, and with adapters, the level is `unconfirmed`:
+it runs, but nothing is claimed about its δ, and the limit on the mismatch is that of `linears`.
 
 The engine must run the same operators, so it must not compile the model, and it must use one split
 (`layer_ops.ENGINE_ARGUMENTS`).
@@ -60,7 +60,7 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> 
     if eager:
         reasons.append("with rollout.enforce_eager=true, vLLM may split the keys of a decode step")
     if adapters:
-        reasons.append("vLLM's kernels of adapters round once less than the trainer")
+        reasons.append("vLLM's kernels for adapters sum in an order that changes from call to call")
     return f"unconfirmed: {'; '.join(reasons)}" if reasons else None
 
 

@@ -121,6 +121,13 @@ def check_experts(config: Config, machine: Machine, hf_config: Any) -> None:
             why="vLLM 0.24 runs them with TritonExperts, which refuses int8 activations as the engine starts",
             fix="set quant.scheme=fp8 or quant.scheme=w4a16",
         )
+    elif config.quant.scheme == "fp8" and config.lora.r:
+        raise UserError(
+            "FP8 experts cannot have adapters beside them on a GPU",
+            where=f"lora.r={config.lora.r} with {config.model.path}",
+            why="an engine with adapters multiplies FP8 experts by Triton, and the trainer by CUTLASS",
+            fix="set quant.scheme=w4a16",
+        )
 
 
 def _config(config: Config, machine: Machine, hf_config: Any, no_model: UserError | None) -> Findings:
@@ -202,10 +209,16 @@ def _reward(config: Config, reward_fn: RewardFn, train_prompts: PromptDataset) -
     score_responses(reward_fn, train_prompts[:1], [""], timeout_s=config.reward.timeout_s)
 
 
-def _adapters(config: Config, model: nn.Module) -> Findings:
-    """Raise UserError if adapters are asked for and cannot be served. Otherwise say what is trained."""
+def _adapters(config: Config, machine: Machine, model: nn.Module) -> Findings:
+    """Say what is trained if adapters are asked for. Raise UserError if a target is unknown or the backend has none."""
     if not config.lora.r:
         return
+    if config.backend == "verl" and not machine.on_cpu:
+        raise UserError(
+            "verl's backend has no adapters on GPUs yet",
+            where=f"lora.r={config.lora.r}",
+            fix="set backend=local, or lora.r=0 to train all weights",
+        )
     targets = target_linears(model, config.lora.target_modules)
     trained = config.lora.r * sum(map(sum, targets.values()))
     total = sum(parameter.numel() for parameter in model.parameters())

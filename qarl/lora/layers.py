@@ -15,9 +15,9 @@ trainer computes one product if that has the engine's bits, which `one_product` 
 in another order if tokens x N x r is at most 4096. So if N x r is less, as in tiny models, the last few responses of a
 batch may have other bits than in the trainer.
 
-On a GPU vLLM multiplies with Triton kernels (`vllm/lora/ops/triton_ops`, 0.24): x Aᵀ in FP32, rounded to BF16 for the
-product with Bs, which is added to the base's output in FP32. Here both products are PyTorch's in BF16, so the output is
-rounded once more.
+On a GPU vLLM multiplies with Triton kernels (`vllm/lora/ops/triton_ops`, 0.24), which round in the same places. But
+they sum x Aᵀ in FP32 with atomics, in an order that changes from call to call. So no δ is promised there, and equal
+seeds need not give equal responses.
 
 To give a linear an adapter, its class is replaced by a subclass with the same name, as in `qarl.align.cpu`. So names of
 modules, hooks and checkpoints of the base do not change, and `lora_A` and `lora_B` are not in its state dict.
@@ -83,7 +83,8 @@ class _Adapter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:
-        shrunk = F.linear(x, a) if is_gpu(x.device) else _row_by_row(x.float(), a.float()).to(x.dtype)
+        product = F.linear if is_gpu(x.device) else _row_by_row
+        shrunk = product(x.float(), a.float()).to(x.dtype)
         ctx.save_for_backward(x, a, b, shrunk)
         ctx.factor = factor
         return expand(shrunk, b * factor)

@@ -155,7 +155,8 @@ class EngineAdapter:
             raise _lost(version, f"it has the adapters {sorted(present)}, not only {request.lora_int_id}")
         for name, (a, b) in adapter.pairs().items():
             has_a, has_b = self._stacks[name]
-            if not torch.equal(has_a[0, 0], a) or not torch.equal(has_b[0, 0], b * adapter.factor):
+            a, scaled = a.to(has_a.device), (b * adapter.factor).to(has_b.device)
+            if not torch.equal(has_a[0, 0], a) or not torch.equal(has_b[0, 0], scaled):
                 raise _lost(version, f"{name} multiplies by another A or B than was published")
 
     def present(self) -> set[int]:

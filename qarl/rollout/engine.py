@@ -133,7 +133,7 @@ class RolloutEngine:
 
     def rebuild(self) -> None:
         """Close vLLM and start a new one with dummy weights. This is the only remedy after `ReloadFailed`. Raise
-        EngineFailed if the new engine does not start."""
+        EngineFailed if the new engine does not start, or UserError if the error of vLLM says why."""
         self.close()
         try:
             self._start()

@@ -52,8 +52,9 @@ class TBPOConfig:
             value, bounds = getattr(self, key.name), key.metadata
             if key.name in _NAMES and value not in get_args(_NAMES[key.name]):
                 raise ValueError(f"{key.name} must be one of {', '.join(get_args(_NAMES[key.name]))}; got {value!r}")
-            if bounds and not isinstance(value, int | float):
-                raise ValueError(f"{key.name} must be a number; got {value!r}")
+            kinds = int if isinstance(key.default, int) else int | float
+            if bounds and (isinstance(value, bool) or not isinstance(value, kinds)):
+                raise ValueError(f"{key.name} must be a number, like {key.default}; got {value!r}")
             if bounds and not (bounds.get("gt", -1) < value <= bounds["le"] and value >= bounds.get("ge", 0)):
                 least = f"above {bounds['gt']}" if "gt" in bounds else f"at least {bounds['ge']}"
                 raise ValueError(f"{key.name} must be {least} and at most {bounds['le']:g}; got {value!r}")

@@ -10,7 +10,7 @@ from qarl.rollout.engine_config import explain
 
 PROFILING = "Error in memory profiling. Initial free memory 92.07 GiB, current free memory 131.4 GiB. This happens when"
 NO_BLOCKS = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing. See"
-TOO_LONG = "To serve at least one request with the models's max seq len (4096), (2.0 GiB KV cache is needed, which is"
+TOO_LONG = "To serve at least one request with the model's max seq len (4096), (2.0 GiB KV cache is needed, which is"
 SHARE = "raise rollout.gpu_memory_utilization"
 
 

@@ -119,7 +119,7 @@ def kv_cache_tensors(kv_caches: Any) -> list[torch.Tensor]:
 
 def release_engine_memory(live: Sequence[torch.nn.Module] = ()) -> None:
     """Free what vLLM still holds of closed engines. Call this when none of their tensors is left elsewhere. `live`: the
-    models of engines in this process that go on.
+    models of the engines that are still open in this process; what serves them stays.
 
     - The table of layerwise reloads refers to a layer weakly, but its entry holds copies of the layer's parameters,
       whose loaders are methods of the layer. So vLLM 0.24 and 0.29 never free a quantized layer.

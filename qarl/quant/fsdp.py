@@ -233,9 +233,7 @@ def sharded_wire_tensors(
     entries = model.state_dict()
     quantize_shards(model, device)
     layers: Mapping[str, nn.Module] = dict(model.named_modules())
-    selected: Mapping[str, nn.Module] = {name: m for name, m in layers.items() if isinstance(m, _Sharded)}
-    if not selected and scheme.quantized:
-        selected = convert.owners(convert.select_linears(model, scheme, ignore)[0])
+    selected = convert.owners(convert.select_linears(model, scheme, ignore)[0]) if scheme.quantized else {}
     tied = convert.tied_names(model)
     for name, entry in entries.items():
         if name in tied:

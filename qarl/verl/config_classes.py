@@ -129,8 +129,8 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
     except ValueError as error:
         key = str(error).split()[0]
         where = f"{actor}.{key}" if key == "loss_agg_mode" else f"{actor}.policy_loss.{key}"
-        what = "the configuration of loss_mode=tbpo is not valid"
-        raise UserError(what, where=where, why=str(error), fix=f"set {where} as the reason says") from error
+        what, default = "the configuration of loss_mode=tbpo is not valid", getattr(TBPOConfig(), key)
+        raise UserError(what, where=where, why=str(error), fix=f"set, for example, {where}={default}") from error
 
 
 def actor_settings(actor: Any, loss_agg_mode: str) -> Settings:

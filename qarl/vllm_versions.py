@@ -32,6 +32,8 @@ FIRST_FP32_HEAD = (0, 29)
 vLLM 0.29 casts lm_head's operands in `LogitsProcessor._apply_head` if the model's config has `head_dtype`. On NVIDIA
 and AMD GPUs it instead accumulates the product of BF16 operands in FP32 and does not round it. vLLM 0.24 reads the key
 only for pooling models, so it would sample from BF16 logits without a word."""
+FIRST_PLAIN_NAMES = (0, 29)
+"""The first release that was read and whose wrappers of linears take the plain names of their tensors."""
 
 
 @cache  # the doctor asks for each of thousands of layers
@@ -96,14 +98,9 @@ def loaded_model(llm: Any) -> torch.nn.Module:
     return module
 
 
-FIRST_PLAIN_NAMES = (0, 29)
-"""The first release that was read and whose wrappers of linears take the plain names of their tensors."""
-
-
 def loaded_below(wrapper: str) -> str:
-    """Return what stands between the name of a linear that vLLM has wrapped with an adapter and that of its tensor in
-    `load_weights`. vLLM 0.24 looks up the wrapped linear's own name, `wrapper`; in 0.29 its wrapper takes the plain
-    name."""
+    """Return what to insert before the last part of a tensor's name in `load_weights` if vLLM has wrapped its linear
+    with an adapter: `wrapper` in 0.24, which looks up names of the wrapped model, and nothing in 0.29."""
     return "" if release_of(installed_version()) >= FIRST_PLAIN_NAMES else wrapper
 
 

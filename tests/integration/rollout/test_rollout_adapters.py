@@ -104,10 +104,8 @@ def test_layerwise_reload_writes_the_base_under_its_adapters(based, pristine_mod
         based.publish_adapter(adapter, version=version)
         return greedy(based)
 
-    directly, expected = (
-        based.receiver.plan,
-        [outputs(other, 1), outputs(packed_state_dict(load_model(pristine_model)), 2)],
-    )
+    directly = based.receiver.plan
+    expected = [outputs(other, 1), outputs(packed_state_dict(load_model(pristine_model)), 2)]
     based.receiver.plan = WritePlan(based.model(), directly.vllm_config, based.expected, direct=False)
     try:
         assert all(

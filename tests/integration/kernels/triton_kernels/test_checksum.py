@@ -7,9 +7,9 @@ import torch
 from triton_rig import DEVICE
 
 from qarl.kernels.triton.checksum import add_checksum
-from qarl.quant.quantize import FLOAT_BITS, has_nonfinite
+from qarl.quant.quantize import FLOAT_BITS
 from qarl.rollout.publish import checksum as module
-from qarl.rollout.publish.checksum import BLOCK, checksum, weights
+from qarl.rollout.publish.checksum import BLOCK, checksum, has_nonfinite, weights
 
 WORDS = [1, 2, 77, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 13]
 

@@ -70,9 +70,7 @@ def test_an_exception_in_the_middle_of_vllms_reload(pristine_model):
             engine.publish(tensors, version=7)
         engine.rebuild()
         with pytest.raises(ValueError, match="KV cache"):
-            RolloutEngine(
-                replace(config, kv_cache_gib=1e-4)
-            )  # what it leaves is freed, and nothing of the first engine
+            RolloutEngine(replace(config, kv_cache_gib=1e-4))  # this frees nothing of the first engine
         engine.publish(tensors, version=8)
         assert greedy(engine) == expected
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -115,7 +113,7 @@ class Watcher(TorchDispatchMode):
 
 
 def test_many_tensors_are_looked_at_with_one_wait_and_little_memory(monkeypatch):
-    monkeypatch.setattr(sys.modules["qarl.quant.quantize"], "_AT_ONCE", 1000)
+    monkeypatch.setattr(checksum, "_AT_ONCE", 1000)
     named = [(str(i), torch.zeros(70, 100, dtype=torch.bfloat16)) for i in range(12)]
     named[7][1][69, 99] = torch.inf
     named[3][1][0, 0] = torch.nan

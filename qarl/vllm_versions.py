@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import importlib.util
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -112,6 +114,15 @@ def kv_cache_tensors(kv_caches: Any) -> list[torch.Tensor]:
     if isinstance(kv_caches, dict):
         kv_caches = list(kv_caches.values())
     return [tensor for item in kv_caches or () for tensor in kv_cache_tensors(item)]
+
+
+def import_flashinfer() -> None:
+    """Import FlashInfer if it is installed; call this before an engine starts on a GPU. vLLM 0.24 imports it while it
+    loads a model. Then a table that FlashInfer makes once is allocated in the memory pool of the engine's weights. It
+    stays there, and vLLM's sleep mode refuses a second engine in this process."""
+    if importlib.util.find_spec("flashinfer"):
+        with suppress(ImportError):  # vLLM does without it
+            importlib.import_module("flashinfer")
 
 
 def release_engine_memory(live: Sequence[torch.nn.Module] = ()) -> None:

@@ -103,7 +103,7 @@ class RolloutEngine:
         self._dynamo_was_disabled: bool | None = None
         self._asleep = False
         if torch.cuda.is_available():
-            engine_config.check_free_memory(self.config.gpu_memory_utilization)
+            engine_config.before_start(self.config.gpu_memory_utilization)
         elif eager(self.config.enforce_eager):
             # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True

@@ -35,7 +35,7 @@ from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
 from qarl.rollout.adapters import AdapterSpec
-from qarl.vllm_versions import FP32_HEAD, is_refusal
+from qarl.vllm_versions import FP32_HEAD, import_flashinfer, is_refusal
 
 REQUEST_KEY = "qarl_linears"
 """The entry of vLLM's `additional_config` that names QaRL's linear kernels. Every process of the engine gets it."""
@@ -309,6 +309,12 @@ def explain(error: BaseException, share: float) -> None:
     else:
         return
     raise UserError(what, where=f"rollout.gpu_memory_utilization={share:g}", why=why, fix=fix) from error
+
+
+def before_start(share: float) -> None:
+    """Prepare the process for an engine on a GPU. Raise UserError if vLLM's share of the GPU is not free."""
+    import_flashinfer()
+    check_free_memory(share)
 
 
 def check_free_memory(share: float) -> None:

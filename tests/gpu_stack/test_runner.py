@@ -173,3 +173,19 @@ def test_sampling_kernels_under_the_interpreter() -> None:
     masses = {name: mass for name, mass in figures.items() if name.startswith("kept_otherwise")}
     assert len(masses) == 4 and all(mass < 2e-4 for mass in masses.values()), masses
     assert [mass for name, mass in masses.items() if "0.999" not in name] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("first", "tables"), [("", 1), ("import_flashinfer()", 0)])
+def test_nothing_of_flashinfer_lies_in_the_engines_memory(first: str, tables: int) -> None:
+    """An import under PyTorch's default device, as while vLLM loads a model. If 1 fails, `import_flashinfer` can go."""
+    code = f"""
+import sys, torch
+from qarl.vllm_versions import import_flashinfer
+{first}
+with torch.device("meta"):
+    import flashinfer
+modules = [module for name, module in sys.modules.items() if name.startswith("flashinfer")]
+print(sum(isinstance(value, torch.Tensor) and value.is_meta for module in modules for value in vars(module).values()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-1:] == [str(tables)], done.stderr

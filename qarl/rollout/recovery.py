@@ -25,11 +25,6 @@ class EngineRecovery:
         self.engine, self.rebuild_on_failure = engine, rebuild_on_failure
         self.rebuilds = 0
 
-    def publish(self, tensors: Sequence[tuple[str, torch.Tensor]], *, version: int) -> PublishReport:
-        """Call `RolloutEngine.publish`. If the engine is lost, replace it once, unless a new engine would have the same
-        fault."""
-        return self._twice(lambda: self.engine.publish(tensors, version=version))
-
     def publish_adapter(
         self, base: Callable[[], Sequence[tuple[str, torch.Tensor]]], adapter: Adapter, *, version: int
     ) -> PublishReport:
@@ -45,16 +40,18 @@ class EngineRecovery:
             seconds = {name: sent.seconds.get(name, 0.0) + value for name, value in report.seconds.items()}
             return replace(sent, bytes=sent.bytes + report.bytes, seconds=sent.seconds | seconds)
 
-        return self._twice(send)
+        return self.twice(send)
 
-    def _twice(self, send: Callable[[], PublishReport]) -> PublishReport:
+    def twice(self, publish: Callable[[], PublishReport]) -> PublishReport:
+        """Call `publish`. If the engine is lost, replace it and call once more, unless a new one would have the same
+        fault."""
         try:
-            return send()
+            return publish()
         except TensorsMoved:
             raise
         except ReloadFailed as error:
             self._rebuild(error)
-        return send()
+        return publish()
 
     def generate(
         self,

@@ -245,7 +245,7 @@ class LocalTrainer:
         with self.timer.phase("quantize"):
             tensors = list(packed_state_dict(policy.model, scheme=policy.scheme, ignore=policy.ignore, stacks=True))
         with self.timer.phase("publish"):
-            return self.recovery.publish(tensors, version=self.step)
+            return self.recovery.twice(lambda: self.engine.publish(tensors, version=self.step))
 
     def generate(
         self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None

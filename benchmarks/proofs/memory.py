@@ -131,13 +131,13 @@ def measure_rank(folder: str) -> dict[str, int]:
     from verl.workers.utils.losses import ppo_loss
     from vllm import _custom_ops  # noqa: F401  the engine's kernels are vLLM's
 
-    from qarl.verl.config_classes import TBPOPolicyLossConfig
+    from qarl.verl.config_classes import QaRLPolicyLossConfig
 
     settings = engine_settings(folder, run_config())
     wide: Row = {"seq_clip_ratio_high": 10.0, "neg_seq_clip_ratio_low": 1.0, "neg_seq_clip_ratio_high": 10.0}
     actor = FSDPActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode="seq-mean-token-mean",
-        policy_loss=TBPOPolicyLossConfig(**wide), fsdp_config=settings["engine_config"],
+        policy_loss=QaRLPolicyLossConfig(**wide), fsdp_config=settings["engine_config"],
     )  # fmt: skip
     torch.distributed.barrier()
     phases = Phases()

@@ -54,7 +54,7 @@ def train(settings: dict[str, Any]) -> Row:
 
     def trained() -> Any:
         adapters = trainer.policy.adapters
-        return adapters.tensors().items() if adapters else trainer.policy.quantize()
+        return adapters.tensors().items() if adapters else trainer.policy.published_tensors()
 
     class Recorder(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -79,7 +79,7 @@ def train(settings: dict[str, Any]) -> Row:
     row["evaluations"] = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     if save:
         trainer.save_quantized(save)
-        row["published"] = tensors_digest(trainer.policy.quantize())
+        row["published"] = tensors_digest(trainer.policy.published_tensors())
     return row | {"process": trainer.accelerator.process_index}
 
 

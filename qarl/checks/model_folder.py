@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from qarl.config import Config
-from qarl.config.read_yaml import DEMO_HINT
+from qarl.config.demos import DEMO_HINT
 from qarl.data.prompts import check_data_file
 from qarl.errors import UserError
 

@@ -162,7 +162,7 @@ def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
 
 
 def wire_bytes(scheme: str, group_size: int, shape: Shape) -> int:
-    """Return the bytes of one published [N, K] weight, which is sent as `Scheme.wire_tensors`."""
+    """Return the bytes of one published [N, K] weight, which is sent as `Scheme.wire_specs`."""
     n, k = shape
     if scheme == "bf16":
         return 2 * n * k

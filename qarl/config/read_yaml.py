@@ -4,8 +4,6 @@ PyYAML follows YAML 1.1, which reads `1e-4` as text, `off` and `no` as false, `0
 scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), except that numbers are always
 decimal. Reading and writing use the same rules, so a written config reads back equal. The line number of every key is
 recorded. Bad input does not raise here. All problems are collected, so that a single error can list them.
-
-`DEMOS` are the shipped configs whose model and data `qarl demo` makes.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from yaml.constructor import ConstructorError
@@ -219,46 +217,3 @@ def _apply_override(key: str, text: str, raw: RawConfig) -> None:
         node = node[section]
     node[leaf] = value
     raw.sources[key] = COMMAND_LINE
-
-
-class Demo(NamedTuple):
-    """A shipped config that runs on a CPU. `task`, `experts`: which model and data (`qarl.demo.tiny_model`).
-
-    `arms`: the overrides of each run; one run without any by default."""
-
-    config: str
-    task: str = "column_addition"
-    experts: int = 0
-    arms: tuple[tuple[str, ...], ...] = ((),)
-
-
-MISMATCH = (
-    "actor.loss=grpo",
-    "actor.old_log_probs=rollout",
-    "seed=77",
-    "trainer.total_training_steps=45",
-    "trainer.test_freq=15",
-    "trainer.val_max_prompts=128",
-)
-"""Overrides of addition_chain in which the ratio of the loss contains the mismatch, which ruins the run in minutes."""
-
-DEFAULT = "quickstart"
-DEMOS = {
-    DEFAULT: Demo("quickstart.yaml"),
-    "moe": Demo("quickstart_moe.yaml", experts=8),
-    "verl": Demo("quickstart_verl.yaml"),
-    "addition_chain": Demo("addition_chain.yaml", "addition_chain"),
-    "letter_sorting": Demo("letter_sorting.yaml", "letter_sorting"),
-    "mismatch": Demo(
-        "addition_chain.yaml",
-        "addition_chain",
-        arms=(
-            (*MISMATCH, "name=mismatch_off", "quant.align=off"),
-            (*MISMATCH, "name=mismatch_aligned", "quant.align=model"),
-        ),
-    ),
-}
-"""Name of a demo -> what it runs."""
-
-
-DEMO_HINT = "`qarl demo --help` says how to make the models and data of the shipped configs"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from qarl.config import Config
-from qarl.config.read_yaml import DEMO_HINT
+from qarl.config.demos import DEMO_HINT
 from qarl.errors import UserError
 
 if TYPE_CHECKING:

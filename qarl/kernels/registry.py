@@ -19,7 +19,7 @@ import torch
 from qarl.errors import UserError
 from qarl.kernels import reference
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, LinearKernel
-from qarl.kernels.cpu.torch_linears import CpuW4A8Linear, DequantizedW4A16Linear, TorchInt8Linear, VllmCpuFP8Linear
+from qarl.kernels.cpu.torch_linears import CpuW4A8Linear, DequantizedW4A16Linear, TorchFP8Linear, TorchInt8Linear
 from qarl.kernels.cpu.vllm_linears import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
 from qarl.kernels.cuda.vllm_linears import (
     VllmCutlassFP8Linear,
@@ -30,8 +30,8 @@ from qarl.kernels.cuda.vllm_linears import (
 from qarl.kernels.experts import ReferenceExperts, TritonExperts
 from qarl.kernels.triton import linears as triton
 from qarl.kernels.vllm_experts import (
+    CpuExperts,
     VllmCpuBf16Experts,
-    VllmCpuExperts,
     VllmCutlassExperts,
     VllmMarlinExperts,
     VllmTritonExperts,
@@ -56,7 +56,7 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
         reference.ReferenceW8A8Linear,
     ),
     "fp8": (
-        VllmCpuFP8Linear,
+        TorchFP8Linear,
         VllmCutlassFP8Linear,
         triton.TritonFP8Linear,
         triton.TritonInvariantFP8Linear,
@@ -67,9 +67,9 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
 """The kernels of each scheme, in order of preference."""
 
 EXPERTS_KERNELS: dict[str, tuple[type[ExpertsKernel], ...]] = {
-    "w4a16": (VllmCpuExperts, VllmMarlinExperts, TritonExperts, ReferenceExperts),
-    "w8a8": (VllmCpuExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
-    "fp8": (VllmCpuExperts, VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
+    "w4a16": (CpuExperts, VllmMarlinExperts, TritonExperts, ReferenceExperts),
+    "w8a8": (CpuExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
+    "fp8": (CpuExperts, VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
 }
 """The same for layers of experts."""
 BF16_KERNELS: tuple[type[ExpertsKernel], ...] = (VllmCpuBf16Experts, ReferenceExperts)

@@ -9,7 +9,7 @@
 
 vLLM 0.29 has no low-bit experts on CPUs without AMX. With AMX, its W4A16 experts would use int8 activations, and FP8
 experts with a scale per channel are missing. So in the engine, QaRL's plugin for vLLM (`qarl.rollout.vllm_plugin`)
-calls `VllmCpuExperts`. It rounds a row to BF16 after each product, after silu(gate), and after silu(gate) * up. A
+calls `CpuExperts`. It rounds a row to BF16 after each product, after silu(gate), and after silu(gate) * up. A
 token's experts are weighted and summed in FP32, in the router's order, and rounded once. BF16 experts round only after
 silu(gate) * up and at the end. A token's result does not depend on other tokens.
 
@@ -40,7 +40,7 @@ import torch.nn.functional as F
 
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors
 from qarl.kernels.cpu import vllm_linears
-from qarl.kernels.cpu.torch_linears import VllmCpuFP8Linear
+from qarl.kernels.cpu.torch_linears import TorchFP8Linear
 from qarl.kernels.cuda.vllm_linears import MOE, silu, uint4b8, why_not_experts
 from qarl.kernels.experts import route, scheme_of, sizes_of
 from qarl.kernels.int4 import CODES, MARLIN, SCALES, to_marlin
@@ -50,7 +50,7 @@ from qarl.vllm_versions import moe_sum
 _LINEARS: dict[str, tuple[Any, ...]] = {
     "w4a16": (vllm_linears.VllmCpuWNA16Linear,),
     "w8a8": (vllm_linears.VllmCpuInt8TilesLinear, vllm_linears.VllmCpuInt8Linear),
-    "fp8": (VllmCpuFP8Linear,),
+    "fp8": (TorchFP8Linear,),
 }
 """For each scheme, the kernels of vLLM's dense layers on CPUs in order of preference."""
 _BF16_ALIGNMENT = 32  # channels that vLLM's operator for BF16 experts takes at a time
@@ -82,7 +82,7 @@ class PreparedExperts(NamedTuple):
     down: PreparedProduct
 
 
-class VllmCpuExperts(ExpertsKernel):
+class CpuExperts(ExpertsKernel):
     """Low-bit experts, computed one after another with vLLM's dense CPU kernels."""
 
     name = "vllm_cpu"

@@ -31,8 +31,8 @@ from qarl.quant.experts import STACKS, QuantExperts, QuantizedStack
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import QuantizedTensor, phase
 from qarl.quant.scheme import Scheme
-from qarl.quant.state_dict import named_tensors
-from qarl.quant.weight_shard import GatheredWeight, WeightShard, wire_tensors
+from qarl.quant.state_dict import unquantized_tensors
+from qarl.quant.weight_shard import GatheredWeight, WeightShard, from_layout
 
 
 class _Sharded(nn.Module):
@@ -81,7 +81,7 @@ class ShardedQuantLinear(_Sharded, QuantLinear):
     def quantized(self) -> QuantizedTensor:
         """Return the gathered low-bit tensors. This works only during a forward or a backward."""
         with phase("prepare"):
-            tensors = dict(wire_tensors(_gathered(self, "weight"), self.kernel.layout))
+            tensors = dict(from_layout(_gathered(self, "weight"), self.kernel.layout))
         return QuantizedTensor(self.scheme, (self.out_features, self.in_features), tensors)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -128,12 +128,12 @@ class GatheredExperts(NamedTuple):
     @property
     def gate_up(self) -> Mapping[str, torch.Tensor]:
         with phase("prepare"):
-            return wire_tensors(self.gathered_gate_up, self.kernel.layout)
+            return from_layout(self.gathered_gate_up, self.kernel.layout)
 
     @property
     def down(self) -> Mapping[str, torch.Tensor]:
         with phase("prepare"):
-            return wire_tensors(self.gathered_down, self.kernel.layout)
+            return from_layout(self.gathered_down, self.kernel.layout)
 
 
 def _shard(layer: QuantLinear | QuantExperts, leaf: str) -> WeightShard:
@@ -240,7 +240,7 @@ def sharded_wire_tensors(
             continue
         owner, _, leaf = name.rpartition(".")
         if owner not in selected or leaf not in ("weight", *STACKS):
-            yield from named_tensors(name, gather(entry), stacks=True)
+            yield from unquantized_tensors(name, gather(entry), stacks=True)
             continue
         layer = layers[owner]
         shard = layer.shards[leaf] if isinstance(layer, _Sharded) else _shard_of(name, entry, scheme, device)

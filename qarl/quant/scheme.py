@@ -94,7 +94,7 @@ class Scheme:
         shape = f"{name} has shape [{out_features}, {in_features}]"
         return f"{shape}: {in_features} input features are not a multiple of group_size {group}"
 
-    def wire_tensors(self, out_features: int, in_features: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def wire_specs(self, out_features: int, in_features: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each wire tensor that represents a BF16 [out_features, in_features] weight."""
         if self.weights is None:
             return {"weight": (torch.bfloat16, (out_features, in_features))}

@@ -51,7 +51,7 @@ def packed_state_dict(
         if name in tied:
             continue
         if layer is None or leaf not in ("weight", *STACKS):
-            yield from named_tensors(name, tensor, stacks=stacks)
+            yield from unquantized_tensors(name, tensor, stacks=stacks)
         elif isinstance(layer, QuantLinear):
             yield from layer.quantized().named(owner)
         elif isinstance(layer, QuantExperts):
@@ -62,7 +62,7 @@ def packed_state_dict(
             yield from packed_tensor(name, tensor, scheme, stacks=stacks)
 
 
-def named_tensors(name: str, tensor: torch.Tensor, *, stacks: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def unquantized_tensors(name: str, tensor: torch.Tensor, *, stacks: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield an unquantized tensor of a state dict as `packed_state_dict` does."""
     if stacks and is_stack(name, tensor.shape):
         yield f"{name}.weight", tensor

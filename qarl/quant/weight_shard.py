@@ -90,7 +90,8 @@ class _Slot(NamedTuple):
 class WeightShard:
     """This rank's part of the weight `name` [N, K], or of a stack [E, N, K], quantized with `scheme`.
 
-    `generation`: how many times it was quantized. `layout`: that of the layer's kernel for int4 weights, if it has one.
+    `generation`: how many times it was quantized. `layout`: that of the layer's kernel for int4 weights, if it has one,
+    as `TILES` of `qarl.kernels.cpu.vllm_linears`; `gather` undoes it.
     """
 
     def __init__(self, name: str, scheme: Scheme, shape: tuple[int, ...], *, layout: Layout | None = None) -> None:
@@ -223,10 +224,10 @@ class WeightShard:
         for slot in self._slots:
             part = DTensor.from_local(slot.of(self._buffer).view(torch.uint8), mesh, placements, run_check=False)
             tensors[slot.name] = self._cut(part.full_tensor().view(slot.dtype))
-        return wire_tensors(tensors, self._layout)
+        return from_layout(tensors, self._layout)
 
 
-def wire_tensors(tensors: Tensors, layout: Layout | None) -> Tensors:
+def from_layout(tensors: Tensors, layout: Layout | None) -> Tensors:
     """Return gathered `tensors`, in `layout` if the shards fit it, as wire tensors without `weight_shape`."""
     return layout.restore(tensors) if layout is not None and layout.codes in tensors else tensors
 

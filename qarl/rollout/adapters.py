@@ -30,7 +30,7 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.lora.adapter import PREFIX, A, Adapter, B, write_adapter
 from qarl.rollout.publish import wire
-from qarl.rollout.publish.checksum import check_unit
+from qarl.rollout.publish.checksum import unit_checksums
 from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_complete, unit_of
 from qarl.rollout.publish.receive import WeightReceiver, check_digest
 
@@ -219,7 +219,7 @@ class AdapterReceiver:
             names = [member for member, _ in self._unit]
             if len(tensor) != len(names):
                 raise wire.not_as_sent(unit_of(names[0]) if names else "a unit", names, [])
-            computed = check_unit([member for _, member in self._unit])[0]
+            computed = unit_checksums([member for _, member in self._unit])[0]
             for member, mine, theirs in zip(names, computed.tolist(), tensor.tolist(), strict=True):
                 check_digest(member, mine, theirs)
             self._tensors |= dict(self._unit)

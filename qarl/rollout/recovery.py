@@ -40,9 +40,9 @@ class EngineRecovery:
             seconds = {name: sent.seconds.get(name, 0.0) + value for name, value in report.seconds.items()}
             return replace(sent, bytes=sent.bytes + report.bytes, seconds=sent.seconds | seconds)
 
-        return self.twice(send)
+        return self.rebuilding_if_lost(send)
 
-    def twice(self, publish: Callable[[], PublishReport]) -> PublishReport:
+    def rebuilding_if_lost(self, publish: Callable[[], PublishReport]) -> PublishReport:
         """Call `publish`. If the engine is lost, replace it and call once more, unless a new one would have the same
         fault."""
         try:

@@ -110,12 +110,11 @@ class LocalTrainer:
         if self.reference is not None:
             with self.timer.phase("reference"):
                 # Without other_experts, because the reference's routers are not the policy's.
-                apart = replace(batch, other_experts=None)
-                batch.reference_log_probs = self.reference.batch_log_probs(apart, config)
+                batch.reference_log_probs = self.reference.batch_log_probs(replace(batch, other_experts=None), config)
         with measure_phases() as quantizing:
             with self.timer.phase("update"):
                 self.updated = True
-                metrics |= self.update(batch, old_log_probs, self.source.confirm)
+                metrics |= self.update(batch, old_log_probs, self.source.confirm_or_recompute)
             self.step += 1
             report = self.publish()
         metrics |= self.source.mismatch(batch) | self.source.metrics() | report.metrics(quantizing)
@@ -126,9 +125,8 @@ class LocalTrainer:
         return metrics | watched
 
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
-        """Sample and score responses. Return the batch of this step, and metrics.
-
-        `top_tokens`: also store the engine's likeliest token at each position in the batch."""
+        """Sample and score responses. Return the batch of this step, and metrics. `top_tokens`: also store the engine's
+        likeliest token at each position in the batch."""
         config = self.config
         prompts = [self.parts.train_prompts[i] for i in next(self.parts.sampler) for _ in range(config.rollout.n)]
         seeds = [request_seed(config.seed, self.step, i) for i in range(len(prompts))]
@@ -143,8 +141,7 @@ class LocalTrainer:
         lengths = [len(response) for response in responses.response_token_ids]
         advantages = step_advantages(config, rewards, lengths)
         batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(self.policy.device)
-        reasons, vocabulary = responses.finish_reasons, len(self.tokenizer)
-        metrics = response_metrics(rewards, lengths, reasons)
+        metrics, vocabulary = response_metrics(rewards, lengths, responses.finish_reasons), len(self.tokenizer)
         text = text_statistics(
             batch.responses, batch.rollout_log_probs, batch.advantages, batch.response_mask, vocabulary=vocabulary
         )
@@ -173,8 +170,7 @@ class LocalTrainer:
         size = actor.ppo_mini_batch_size * self.config.rollout.n
         correction = self.objective.correction
         batch.weights = correction_weights(old_log_probs, batch.rollout_log_probs, batch.response_mask, correction)
-        mini_batches: list[list[Statistics]] = []
-        norms: list[float] = []
+        mini_batches, norms = list[list[Statistics]](), list[float]()
         for _ in range(actor.ppo_epochs):
             for rows in batch.micro_batches(size):
                 statistics, log_probs = self.backward(batch, old_log_probs, rows.start, rows.stop)
@@ -241,11 +237,12 @@ class LocalTrainer:
         policy = self.policy
         if policy.adapters is not None:
             with self.timer.phase("publish"):
-                return self.recovery.publish_adapter(policy.quantize, policy.adapters.adapter(), version=self.step)
+                base, adapter = policy.published_tensors, policy.adapters.adapter()
+                return self.recovery.publish_adapter(base, adapter, version=self.step)
         with self.timer.phase("quantize"):
             tensors = list(packed_state_dict(policy.model, scheme=policy.scheme, ignore=policy.ignore, stacks=True))
         with self.timer.phase("publish"):
-            return self.recovery.twice(lambda: self.engine.publish(tensors, version=self.step))
+            return self.recovery.rebuilding_if_lost(lambda: self.engine.publish(tensors, version=self.step))
 
     def generate(
         self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None

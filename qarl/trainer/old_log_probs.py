@@ -89,7 +89,8 @@ class Measured:
 
 
 class OldLogProbs:
-    """The old log-probs of a local run. In each step, call `begin` before the update and `confirm` within it.
+    """The old log-probs of a local run. In each step, call `begin` before the update and `confirm_or_recompute` within
+    it.
 
     measured  the trainer's log-probs of this step
     messages  the log lines of this step
@@ -122,7 +123,7 @@ class OldLogProbs:
             return self._fall_back(batch)
         return rollout
 
-    def confirm(self, batch: Batch, old_log_probs: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    def confirm_or_recompute(self, batch: Batch, old_log_probs: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
         """Return the old log-probs of this step: `old_log_probs`, or recomputed ones if a check of `auto` failed.
 
         `log_probs`: those of the first mini-batch in the update, FP32 [rows, R], before any weight has changed."""

@@ -272,7 +272,7 @@ class Policy:
         """Whether the logits are lm_head's unchanged output."""
         return has_plain_head(self.model)
 
-    def quantize(self) -> list[tuple[str, torch.Tensor]]:
+    def published_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors to publish. The forward of quantized layers uses these tensors."""
         return list(self.packed_state_dict(stacks=True))
 

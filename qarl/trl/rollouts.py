@@ -68,7 +68,7 @@ class Rollouts:
             return
         base: PublishReport | None = None
         if self.policy.adapters is None or not self.engine.has_weights:
-            base = self.report = self.engine.publish(self.policy.quantize(), version=step)
+            base = self.report = self.engine.publish(self.policy.published_tensors(), version=step)
         if self.policy.adapters is not None:
             report = self.engine.publish_adapter(self.policy.adapters.adapter(), version=step)
             self.report = replace(report, bytes=report.bytes + (base.bytes if base else 0))

@@ -75,10 +75,10 @@ class ActorAdapters(Adapters):
     def publication(self, version: int, *, with_base: bool) -> Publication:
         """Return the publish of the adapter, after its base if `with_base`. All ranks must read it together."""
         settings = {"r": self.rank, "alpha": self.alpha, "targets": self.targets, "base": self.base}
-        rounded = ((name, whole(tensor).bfloat16()) for name, tensor in self.tensors().items())
+        rounded = ((name, gathered(tensor).bfloat16()) for name, tensor in self.tensors().items())
         streams = [encode_publish(rounded, version=version, run=run_identity(), adapter=settings)]
         if with_base:
-            base = ((name, whole(tensor)) for name, tensor in self._base(stacks=True))
+            base = ((name, gathered(tensor)) for name, tensor in self._base(stacks=True))
             streams.insert(0, encode_publish(base, version=version, run=run_identity()))
         self.tally = Tally()
         return Publication(numbered(self.tally.count(chain(*streams))))
@@ -131,6 +131,6 @@ class ActorAdapters(Adapters):
             ours[name].copy_(tensor)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor that FSDP2 may have sharded. All ranks must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

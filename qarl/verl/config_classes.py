@@ -2,7 +2,7 @@
 
 verl's own dataclasses refuse unknown keys, so a config with QaRL's keys must set:
 
-actor_rollout_ref.actor.policy_loss._target_=qarl.verl.config_classes.TBPOPolicyLossConfig
+actor_rollout_ref.actor.policy_loss._target_=qarl.verl.config_classes.QaRLPolicyLossConfig
 actor_rollout_ref.actor.fsdp_config._target_=qarl.verl.config_classes.QuantFSDPEngineConfig
 """
 
@@ -27,7 +27,7 @@ from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
 from qarl.tbpo.config import KEYS, TBPOConfig
 from qarl.verl.checks import NO_GPU, as_dict, check_composed, refuse
-from qarl.verl.keys import engine_fields
+from qarl.verl.keys import fsdp_engine_fields
 
 _LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
 _LossKeys: Any = make_dataclass(
@@ -36,7 +36,7 @@ _LossKeys: Any = make_dataclass(
 
 
 @dataclass
-class TBPOPolicyLossConfig(_LossKeys):
+class QaRLPolicyLossConfig(_LossKeys):
     """verl's policy-loss keys, with QaRL's keys added.
 
     loss_mode     `tbpo`, or `qarl` for any other objective
@@ -63,7 +63,7 @@ class TBPOPolicyLossConfig(_LossKeys):
         refuse([unknown, (ignored, *key, "tbpo, or loss_mode to qarl", late)])
 
 
-_QuantKeys: Any = create_model("_QuantKeys", __base__=Section, **engine_fields())
+_QuantKeys: Any = create_model("_QuantKeys", __base__=Section, **fsdp_engine_fields())
 
 
 class QuantSettings(_QuantKeys):

@@ -48,7 +48,7 @@ from qarl.quant.meta_model import check_buffers, restore_buffers
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.wire import DeltaSender
 from qarl.verl import forward, step_measurements
-from qarl.verl.adapters import ActorAdapters, quantize_whole, whole
+from qarl.verl.adapters import ActorAdapters, gathered, quantize_whole
 from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base
 from qarl.verl.checkpoint import check_files, check_record, save_record
 from qarl.verl.config_classes import QuantFSDPEngineConfig, check_engine_config
@@ -344,7 +344,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 entry = entry.detach().to(get_device_id(), non_blocking=True)
                 if entry.is_floating_point():
                     entry = entry.to(torch.bfloat16)
-                return whole(entry)
+                return gathered(entry)
 
         here = torch.device(get_device_name())
         return sharded_wire_tensors(self.module, gather, scheme=self.scheme, ignore=self.ignore, device=here)

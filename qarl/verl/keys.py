@@ -43,7 +43,7 @@ _ENGINE = {
 """The settings that verl's actor worker needs, each with the section of QaRL's config."""
 
 
-def engine_fields() -> Keys:
+def fsdp_engine_fields() -> Keys:
     """Return the type and the default of each setting of `_ENGINE`, as `pydantic.create_model` takes them."""
     known = {name: sections()[section].model_fields[name] for name, section in _ENGINE.items()}
     fields: Keys = {name: (info.annotation, info) for name, info in known.items()}
@@ -51,7 +51,7 @@ def engine_fields() -> Keys:
     return fields | {"enforce_eager": (bool, False)}  # null is resolved before it gets there
 
 
-def engine_settings(config: Config) -> Keys:
+def fsdp_engine_settings(config: Config) -> Keys:
     """Return the settings of `_ENGINE`, for `actor_rollout_ref.actor.fsdp_config.quant`."""
     values = config.model_dump()
     settings = {name: values[section][name] for name, section in _ENGINE.items()}
@@ -139,18 +139,18 @@ def actor_keys(config: Config) -> Keys:
         f"{root}.fsdp_config.model_dtype": "bf16" if config.lora.r else config.optim.master_dtype,
         f"{root}.fsdp_config.seed": config.seed,
         f"{root}.data_loader_seed": config.seed,
-        **{f"+{root}.fsdp_config.quant.{name}": value for name, value in engine_settings(config).items()},
+        **{f"+{root}.fsdp_config.quant.{name}": value for name, value in fsdp_engine_settings(config).items()},
     }
 
 
 def objective_keys(config: Config) -> Keys:
-    """Return the keys of the loss: `loss_mode`, verl's other keys, and those of `TBPOPolicyLossConfig`."""
+    """Return the keys of the loss: `loss_mode`, verl's other keys, and those of `QaRLPolicyLossConfig`."""
     settings, root = objective_settings(config), "actor_rollout_ref.actor"
     ours = {name: getattr(config.actor, name) for name in (*KEYS, "mis_imp_ratio_cap")}
     ours |= {"objective": settings.loss, "correction": config.rollout_correction.model_dump()}
     keys = {
         f"{root}.loss_agg_mode": settings.loss_agg_mode,
-        f"{root}.policy_loss._target_": f"{PLUGIN}.config_classes.TBPOPolicyLossConfig",
+        f"{root}.policy_loss._target_": f"{PLUGIN}.config_classes.QaRLPolicyLossConfig",
         f"{root}.policy_loss.loss_mode": "tbpo" if settings.loss == "tbpo" else "qarl",
         **{f"+{root}.policy_loss.{name}": value for name, value in ours.items()},
         # Used only if the section verl sets use_kl_loss. `+` selects k2's gradient, KL's own; k3's is biased.
@@ -244,7 +244,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def routing_keys(config: Config, on_cpu: bool) -> Keys:
-    """Return the key of router replay in the servers. `engine_settings` has that of the actor. Servers return the
+    """Return the key of router replay in the servers. `fsdp_engine_settings` has that of the actor. Servers return the
     routing only if the actor replays it, because it is large: two bytes per token, layer and chosen expert."""
     hf_config = hf_config_of(config)
     has_experts = hf_config is not None and bool(experts_of(hf_config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qarl.rollout.publish.checksum import _has_kernel, check_unit, checksums
+from qarl.rollout.publish.checksum import _has_kernel, checksums, unit_checksums
 from qarl.rollout.publish.manifest import not_finite
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,9 @@ def test_a_unit_is_checked_by_the_kernel_as_on_a_cpu(device: torch.device) -> No
     ]
     tensors[0][5, 7, 9], tensors[2][3, 3] = torch.nan, torch.inf
     assert _has_kernel(device)
-    ours, wanted = (check_unit([t.to(where) for t in tensors], finite=True) for where in (device, torch.device("cpu")))
+    ours, wanted = (
+        unit_checksums([t.to(where) for t in tensors], finite=True) for where in (device, torch.device("cpu"))
+    )
     assert torch.equal(ours[0].cpu(), wanted[0])
     for checked in (ours, wanted):
         assert checked[1].nonzero().flatten().tolist() == [0, 2]

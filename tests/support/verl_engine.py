@@ -40,7 +40,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from qarl.errors import UserError
 from qarl.rollout.publish.wire import BEGIN, read_record
-from qarl.verl.config_classes import QuantFSDPEngineConfig, TBPOPolicyLossConfig
+from qarl.verl.config_classes import QaRLPolicyLossConfig, QuantFSDPEngineConfig
 
 
 def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:
@@ -53,7 +53,7 @@ def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
         loss_agg_mode="seq-mean-token-mean",
-        policy_loss=verls or TBPOPolicyLossConfig(**job.get("bands", {})),
+        policy_loss=verls or QaRLPolicyLossConfig(**job.get("bands", {})),
         fsdp_config=engine_config,
     )
     parts = ["model", "optimizer", "extra"]

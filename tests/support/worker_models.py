@@ -58,7 +58,7 @@ def worker_model(checkpoint: Path, rank: int, workers: int, **options: Any) -> t
 def multiplied(model: nn.Module) -> dict[str, torch.Tensor]:
     """The products of all layers of `model` with fixed inputs, and its plain parameters, by name. Some kernels keep
     their weights out of Python's reach, so products stand for them."""
-    from qarl.kernels.vllm_experts import VllmCpuExperts
+    from qarl.kernels.vllm_experts import CpuExperts
 
     outputs: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -72,7 +72,7 @@ def multiplied(model: nn.Module) -> dict[str, torch.Tensor]:
             count = len(experts.prepared.gate_up.experts)
             ids = torch.arange(2 * count).reshape(count, 2).remainder(count)
             weights = torch.full(ids.shape, 0.5)
-            outputs[name] = VllmCpuExperts.forward(_inputs(count, layer.hidden_size), weights, ids, experts.prepared)
+            outputs[name] = CpuExperts.forward(_inputs(count, layer.hidden_size), weights, ids, experts.prepared)
         elif hasattr(layer, "input_size"):
             inputs = getattr(layer, "input_size_per_partition", layer.input_size)
             outputs[name] = method.apply(layer, _inputs(5, inputs), layer.bias)

@@ -17,8 +17,8 @@ from checkout import ROOT
 
 from qarl.__main__ import COMMANDS, main
 from qarl.config import describe_keys, load_config
+from qarl.config.demos import DEMOS
 from qarl.config.help import key_table
-from qarl.config.read_yaml import DEMOS
 from qarl.config.schema import sections
 from qarl.console import run_command, summary_text
 from qarl.errors import UserError

@@ -107,7 +107,7 @@ class TorchInt8Linear(LinearKernel):
         return int8_linear(int_mm(prepared), quantize_int8(x), prepared.weight.shape[1], bias)
 
 
-class VllmCpuFP8Linear(LinearKernel):
+class TorchFP8Linear(LinearKernel):
     """FP8 with the bits of vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel, by an FP32 matmul or by `_scaled_mm`.
 
     The matmul is used if it gives vLLM's bits on this machine.

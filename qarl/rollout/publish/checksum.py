@@ -13,8 +13,8 @@ Each step is one-to-one, so damage within one word is always found. Damage to se
 of about 2**-32. (Without the mixing, flips of the top bits of two words would cancel.) The checksum detects accidents,
 not attacks. `tensor_digest` of `qarl.checkpoint.resumable` (SHA-256, computed on the CPU) also detects attacks.
 
-`check_unit` does not wait for the device: the caller reads the results of all units together. It has three ways, which
-give the same bits:
+`unit_checksums` does not wait for the device: the caller reads the results of all units together. It has three ways,
+which give the same bits:
 
     kernel   on a GPU: one launch reads a large tensor where it lies, another all small ones, which are copied into rows
              as below (`qarl.kernels.triton.checksum`)
@@ -158,7 +158,7 @@ def _zeros(device: torch.device) -> torch.Tensor:
     return torch.zeros(_ROW, dtype=torch.uint8, device=device)
 
 
-def check_unit(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> torch.Tensor:
+def unit_checksums(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> torch.Tensor:
     """Return int64 [2, tensors]: the checksums, and if `finite`, a number other than 0 for each tensor that contains
     NaN or Inf. It is on the device of most tensors."""
     groups: dict[tuple[torch.device, str], list[int]] = {}

@@ -126,11 +126,11 @@ def expected_manifest(
         if is_stack(name, tensor.shape):
             matrix = next(matrices(name, tuple(tensor.shape))).name
             plain = {"weight": (tensor.dtype, tuple(tensor.shape[1:]))}
-            wire = scheme.wire_tensors(*tensor.shape[1:]) if matrix in linears else plain
+            wire = scheme.wire_specs(*tensor.shape[1:]) if matrix in linears else plain
             specs = {leaf: TensorSpec(dtype, (len(tensor), *shape)) for leaf, (dtype, shape) in wire.items()}
             manifest |= {f"{name}.{leaf}": spec for leaf, spec in specs.items() if leaf != "weight_shape"}
         elif owner in linears and leaf == "weight":
-            for suffix, (dtype, shape) in scheme.wire_tensors(*tensor.shape).items():
+            for suffix, (dtype, shape) in scheme.wire_specs(*tensor.shape).items():
                 manifest[f"{owner}.{suffix}"] = TensorSpec(dtype, shape)
         else:
             manifest[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from qarl.rollout.publish import graph_addresses, wire
-from qarl.rollout.publish.checksum import check_unit
+from qarl.rollout.publish.checksum import unit_checksums
 from qarl.rollout.publish.delta import PublishedCache
 from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_specs, unit_of
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
@@ -208,7 +208,7 @@ class WeightReceiver:
         if not names or digests.dtype != torch.int64 or digests.shape != (len(names),):
             unit = unit_of(names[0]) if names else "a unit"
             raise wire.not_as_sent(unit, names, self._units.get(unit, []))
-        computed = check_unit([tensor for _, tensor in self._unit])[0]
+        computed = unit_checksums([tensor for _, tensor in self._unit])[0]
         self._compare.append((names, torch.stack((computed, digests.to(computed.device, non_blocking=True)))))
         self._check_new(self._unit)
         self._write(dict(self._unit))
@@ -225,7 +225,7 @@ class WeightReceiver:
         device = next(self.model.parameters()).device
         whole = [(name, self.cache.tensors[name].to(device, non_blocking=True)) for name in members]
         self._check_new(whole)
-        computed = check_unit([tensor for _, tensor in whole])[0].tolist() if whole else []
+        computed = unit_checksums([tensor for _, tensor in whole])[0].tolist() if whole else []
         for (name, _), digest in zip(whole, computed, strict=True):
             check_digest(name, digest, self.cache.digests[name])
         self._write(dict(whole))

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
-from qarl.rollout.publish.checksum import check_unit
+from qarl.rollout.publish.checksum import unit_checksums
 from qarl.rollout.publish.delta import PublishedCache, Tally, find_changes
 from qarl.rollout.publish.manifest import NamedTensor, unit_of
 
@@ -74,7 +74,7 @@ def record(name: str, content: Mapping[str, Any]) -> NamedTensor:
 
 
 def refuse_nonfinite(names: Sequence[str], flags: Sequence[int]) -> None:
-    """Raise UserError if a flag of `qarl.rollout.publish.checksum.check_unit` says NaN or Inf."""
+    """Raise UserError if a flag of `qarl.rollout.publish.checksum.unit_checksums` says NaN or Inf."""
     bad = [name for name, flag in zip(names, flags, strict=False) if flag]
     if not bad:
         return
@@ -133,7 +133,7 @@ def encode_publish(
     yield record(BEGIN, begin)
     for unit, group in groupby(tensors, key=lambda item: unit_of(item[0])):
         members = list(group)
-        results = check_unit([tensor for _, tensor in members], finite=True)
+        results = unit_checksums([tensor for _, tensor in members], finite=True)
         units.append(([name for name, _ in members], results))
         if cache is not None and is_delta:
             yield from send_changes(unit, members, results, cache, tally)
@@ -161,7 +161,7 @@ def send_changes(
 ) -> Iterator[NamedTensor]:
     """Yield the changed tensors of a unit, and its record, which `receive_changes` takes at the other end.
 
-    `results`: those of `check_unit` for `members`. Other arguments are as in `encode_publish`."""
+    `results`: those of `unit_checksums` for `members`. Other arguments are as in `encode_publish`."""
     compared = [cache.compare(name, tensor) for name, tensor in members]
     none = results.new_zeros(())
     counts = [none if pair is None else pair.count.to(results.device, non_blocking=True) for pair in compared]

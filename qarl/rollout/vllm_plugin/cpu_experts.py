@@ -58,7 +58,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
-from qarl.kernels.vllm_experts import PreparedExperts, VllmCpuExperts
+from qarl.kernels.vllm_experts import CpuExperts, PreparedExperts
 from qarl.quant.scheme import QuantArgs, Scheme, get_scheme
 from qarl.rollout.publish.experts import STORED
 
@@ -108,7 +108,7 @@ class LowBitFusedExperts(_ShowsRouting):
         names = ("num_expert_group", "topk_group", "e_score_correction_bias", "routed_scaling_factor")
         weights, ids = self._select_experts(hidden_states, router_logits, *(settings[name] for name in names))
         assert self.prepared is not None
-        return VllmCpuExperts.forward(hidden_states, weights, ids, self.prepared)
+        return CpuExperts.forward(hidden_states, weights, ids, self.prepared)
 
 
 class LowBitExpertsMethod(FusedMoEMethodBase):
@@ -138,7 +138,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         sizes = ((2 * shape.intermediate, hidden_size), (hidden_size, shape.intermediate))
         kind = "group" if self.group_size else "channel"
         for stack, (rows, columns) in zip(STORED.values(), sizes, strict=True):
-            wire = self.scheme.wire_tensors(rows, columns)
+            wire = self.scheme.wire_specs(rows, columns)
             for name in self.names:
                 dtype, size = wire[name]
                 parameter = nn.Parameter(torch.empty(num_experts, *size, dtype=dtype), requires_grad=False)
@@ -151,7 +151,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
                 set_weight_attrs(unused, {"weight_loader": _ignore_weight})
 
     def _check(self, layer: Any, shape: ExpertsShape) -> None:
-        why_not = VllmCpuExperts.unavailable(self.scheme.name, torch.device("cpu"), shape, self.group_size)
+        why_not = CpuExperts.unavailable(self.scheme.name, torch.device("cpu"), shape, self.group_size)
         if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or self.moe.has_bias:
             why_not = (
                 "the kernel supports only SiLU experts without biases and without router weights on the input; "
@@ -181,7 +181,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
 
     def write(self, layer: Any, gate_up: Tensors, down: Tensors) -> None:
         """Replace the weights by published tensors, stacked over experts: gate_up [E, 2I, ...], down [E, H, ...]."""
-        prepared = VllmCpuExperts.prepare(gate_up, down)
+        prepared = CpuExperts.prepare(gate_up, down)
         if self.moe_kernel is None:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
             prepare_finalize = maybe_make_prepare_finalize(

@@ -197,7 +197,7 @@ class QaRLTrainerInitInfo(TrainerInitInfo):
 
 
 class PackedSource(WeightSource):
-    """The tensors to publish, made by `tensors()` for each publish, for example `policy.quantize`."""
+    """The tensors to publish, made by `tensors()` for each publish, for example `policy.published_tensors`."""
 
     def __init__(self, tensors: Any) -> None:
         self._tensors = tensors

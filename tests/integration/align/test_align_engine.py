@@ -66,7 +66,7 @@ def sample(folder: Path, scheme_name: str, prompts: list[list[int]], max_tokens:
     scheme = get_scheme(scheme_name, group_size=32)
     length = max(map(len, prompts)) + max_tokens
     with RolloutEngine(EngineConfig(str(folder), scheme, ("lm_head",), length, kv_cache_gib=0.25, **options)) as engine:
-        engine.publish(load_policy(folder, scheme, "linears").quantize(), version=1)
+        engine.publish(load_policy(folder, scheme, "linears").published_tensors(), version=1)
         rollout = engine.generate(prompts, SamplingConfig(max_tokens), seeds=list(range(len(prompts))))
     zeros = torch.zeros(len(prompts))
     return Rollout(folder, scheme, make_batch(rollout, zeros, zeros, pad_token_id=2))

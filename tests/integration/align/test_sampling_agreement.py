@@ -162,7 +162,7 @@ def test_preemptions_are_counted(trainer, pristine_model):
     policy = Policy(AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16), scheme, ())
     prompts = [list(range(3, 60)) for _ in range(6)]
     with RolloutEngine(EngineConfig(str(pristine_model), scheme, (), 420, kv_cache_gib=8 * 2**-14)) as engine:
-        engine.publish(policy.quantize(), version=1)
+        engine.publish(policy.published_tensors(), version=1)
         few = engine.generate(prompts[:1], SamplingConfig(300, ignore_eos=True), seeds=[0])
         many = engine.generate(prompts, SamplingConfig(300, ignore_eos=True), seeds=list(range(6)))
         again = engine.generate(prompts[:1], SamplingConfig(300, ignore_eos=True), seeds=[0])

@@ -29,9 +29,9 @@ def test_variants_take_a_step_and_change_the_weights(tmp_path, overrides):
     trainer = LocalTrainer(settings, prepare_run(settings))
     with trainer.engine:
         trainer.publish()
-        before = {name: tensor.clone() for name, tensor in trainer.policy.quantize()}
+        before = {name: tensor.clone() for name, tensor in trainer.policy.published_tensors()}
         metrics = trainer.train_step()
-        after = dict(trainer.policy.quantize())
+        after = dict(trainer.policy.published_tensors())
     assert metrics["actor/grad_norm"] > 0
     assert metrics["mismatch/k3"] < (0.05 if "quant.align=off" in overrides else 1e-3)
     assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -15,7 +15,7 @@ from expert_cases import exact, exact_bf16, exact_weight, off
 from fresh_vllm import greedy_in_a_fresh_vllm
 from random_moe import EXPERTS, IGNORE, LAYERS, TOP_K, save_checkpoint, save_random_moe, wire_tensors
 
-from qarl.kernels.vllm_experts import VllmCpuBf16Experts, VllmCpuExperts
+from qarl.kernels.vllm_experts import CpuExperts, VllmCpuBf16Experts
 from qarl.quant import Scheme, get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, _make_receiver
 
@@ -126,7 +126,7 @@ def test_experts_are_the_trainers_function_and_float64(running: Running, calls: 
     greedy(running.engine, max_tokens=4)
     running.engine.generate(PROMPTS[:1], SamplingConfig(3, temperature=0.0))
     assert {call.layer for call in calls} == set(range(LAYERS)) and {len(call.x) for call in calls} >= {1, 16, 64}
-    kernel: Any = VllmCpuExperts if running.scheme.quantized else VllmCpuBf16Experts
+    kernel: Any = CpuExperts if running.scheme.quantized else VllmCpuBf16Experts
     for layer in range(LAYERS):
         wire = running.stacks(layer, running.first)
         prepared = kernel.prepare(*wire)

@@ -101,7 +101,7 @@ def test_the_engine_samples_from_fp32_logits(folder):
                 str(folder), get_scheme("bf16"), ("lm_head",), max_model_len=32, kv_cache_gib=0.1, head_dtype=name
             )
         ) as engine:
-            engine.publish(made.quantize(), version=0)
+            engine.publish(made.published_tensors(), version=0)
             rollout = engine.generate([[5, 6, 7 + i] for i in range(6)], SamplingConfig(12), list(range(6)))
         responses = make_batch(rollout, torch.zeros(6), torch.zeros(6), pad_token_id=0)
         for other in ("fp32", "model"):

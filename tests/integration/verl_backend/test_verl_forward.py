@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from verl_runs import quickstart
 
 from qarl.kernels import log_probs
-from qarl.verl.keys import engine_settings, routing_keys
+from qarl.verl.keys import fsdp_engine_settings, routing_keys
 
 pytest.importorskip("verl")
 
@@ -159,4 +159,4 @@ def test_servers_return_the_routing_that_is_replayed(tmp_path, family, align, as
     config = quickstart(**{"model.path": path, "quant.align": align, "rollout.router_replay": asked})
     keys = routing_keys(config, on_cpu)
     assert keys[REPLAY] is expected
-    assert engine_settings(config)["router_replay"] == asked
+    assert fsdp_engine_settings(config)["router_replay"] == asked

@@ -30,7 +30,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
 
 from qarl.verl import step_measurements as plugin
-from qarl.verl.config_classes import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
+from qarl.verl.config_classes import QaRLPolicyLossConfig, QuantFSDPEngineConfig, tbpo_config
 from qarl.verl.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.step_measurements import StepStatistics
 
@@ -43,7 +43,7 @@ ROWS = random_rows()
 def call(part, weights=None, **changes):
     """The registered loss on some rows, as verl's ppo_loss calls it. Returns its statistics."""
     micro_batch = MicroBatch(ROWS["rollout_log_prob"][part], int(ROWS["response_mask"].any(1).sum()))
-    actor = SimpleNamespace(policy_loss=TBPOPolicyLossConfig(**BANDS), global_batch_info={})
+    actor = SimpleNamespace(policy_loss=QaRLPolicyLossConfig(**BANDS), global_batch_info={})
     through_loss(actor, part, micro_batch, weights, **changes)
     return micro_batch.statistics
 
@@ -70,7 +70,7 @@ def through_loss(actor, part, micro_batch, weights=None, loss_agg_mode="seq-mean
 
 
 def test_errors_name_the_key_to_set():
-    some, actor = slice(0, 3), SimpleNamespace(policy_loss=TBPOPolicyLossConfig(), global_batch_info={})
+    some, actor = slice(0, 3), SimpleNamespace(policy_loss=QaRLPolicyLossConfig(), global_batch_info={})
     with pytest.raises(UserError, match=r"rollout_correction\.rollout_is"):
         call(some, weights=torch.ones(3, 1))
     with pytest.raises(UserError, match="loss_agg_mode=seq-mean-token-mean"):
@@ -82,11 +82,11 @@ def test_errors_name_the_key_to_set():
 
 def test_verls_plain_config_gives_the_papers_bands():
     assert tbpo_config(PolicyLossConfig(loss_mode="tbpo"), "seq-mean-token-mean") == TBPOConfig()
-    ours = TBPOPolicyLossConfig(**BANDS, positive_band="two_sided", seq_tis_imp_ratio_cap=3.0)
+    ours = QaRLPolicyLossConfig(**BANDS, positive_band="two_sided", seq_tis_imp_ratio_cap=3.0)
     expected = TBPOConfig(**BANDS, positive_band="two_sided", seq_tis_imp_ratio_cap=3.0)
     assert tbpo_config(ours, "seq-mean-token-mean") == expected
     with pytest.raises(UserError, match="seq_clip_ratio_high"):
-        tbpo_config(TBPOPolicyLossConfig(seq_clip_ratio_high=-1.0), "seq-mean-token-mean")
+        tbpo_config(QaRLPolicyLossConfig(seq_clip_ratio_high=-1.0), "seq-mean-token-mean")
 
 
 def test_quant_settings_refuse_what_they_do_not_know():

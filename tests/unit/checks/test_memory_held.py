@@ -27,8 +27,8 @@ from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_b
 from qarl.kernels.cpu.torch_linears import (
     CpuW4A8Linear,
     DequantizedW4A16Linear,
+    TorchFP8Linear,
     TorchInt8Linear,
-    VllmCpuFP8Linear,
     _fp32_matmul_equals_scaled_mm,
 )
 from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
@@ -79,7 +79,7 @@ def test_public_models_are_counted_as_transformers_counts_them(path: Path) -> No
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bytes_on_the_wire_are_the_schemes(scheme: str) -> None:
     for n, k in ((64, 96), (40, 128)):
-        tensors = get_scheme(scheme, group_size=32).wire_tensors(n, k)
+        tensors = get_scheme(scheme, group_size=32).wire_specs(n, k)
         real = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in tensors.values())
         assert wire_bytes(scheme, 32, (n, k)) == real
 
@@ -92,7 +92,7 @@ def test_bytes_on_the_wire_are_the_schemes(scheme: str) -> None:
         ("w4a16", DequantizedW4A16Linear),
         ("w4a8", CpuW4A8Linear),
         ("w8a8", TorchInt8Linear),
-        ("fp8", VllmCpuFP8Linear),
+        ("fp8", TorchFP8Linear),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -101,7 +101,7 @@ def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
     prepared = kernel.prepare(quantize(weight, get_scheme(scheme, group_size=32), name="w").tensors)
     tensors = [prepared] if isinstance(prepared, torch.Tensor) else list(prepared)
     size = sum(t.nbytes for t in tensors)
-    if kernel is VllmCpuFP8Linear and not _fp32_matmul_equals_scaled_mm(weight.shape[1]):
+    if kernel is TorchFP8Linear and not _fp32_matmul_equals_scaled_mm(weight.shape[1]):
         size += 3 * weight.numel()  # kept as e4m3 where FP32 sums have other bits: less than is counted
     assert prepared_bytes(scheme, kernel.name, 32, (96, 128)) == size
 

@@ -17,7 +17,7 @@ from expert_cases import make, stacked
 from qarl.kernels import vllm_experts
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cpu.vllm_linears import cpu_ops_missing
-from qarl.kernels.vllm_experts import VllmCpuBf16Experts, VllmCpuExperts
+from qarl.kernels.vllm_experts import CpuExperts, VllmCpuBf16Experts
 from qarl.process import allow_matrix_tiles
 
 pytestmark = [needs_w4a16_cpu, needs_vllm_cpu]
@@ -35,7 +35,7 @@ def tiles() -> None:
 
 
 def kernel_of(scheme: str) -> Any:
-    return VllmCpuBf16Experts if scheme == "bf16" else VllmCpuExperts
+    return VllmCpuBf16Experts if scheme == "bf16" else CpuExperts
 
 
 def wire(scheme: str, *stacks: torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -66,7 +66,7 @@ def test_each_expert_is_the_dense_kernel_of_its_scheme(scheme: str) -> None:
 
     x, _, ids, gate_up, down = make(SHAPE._replace(top_k=1), 40)
     stacks = wire(scheme, gate_up, down)
-    y = VllmCpuExperts.forward(x, torch.ones(40, 1), torch.full_like(ids, 3), VllmCpuExperts.prepare(*stacks))
+    y = CpuExperts.forward(x, torch.ones(40, 1), torch.full_like(ids, 3), CpuExperts.prepare(*stacks))
 
     def dense(rows: torch.Tensor, part: dict[str, torch.Tensor]) -> torch.Tensor:
         tensors = {name: tensor[3] for name, tensor in part.items()}

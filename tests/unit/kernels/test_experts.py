@@ -11,7 +11,7 @@ from qarl.errors import UserError
 from qarl.kernels import experts
 from qarl.kernels.experts import LowBitExperts, ReferenceExperts, fused_experts
 from qarl.kernels.registry import EXPERTS_KERNELS, choose_experts_kernel
-from qarl.kernels.vllm_experts import VllmCpuExperts
+from qarl.kernels.vllm_experts import CpuExperts
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_choice_on_cpu(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(VllmCpuExperts, "unavailable", lambda *arguments: "vllm is not installed")
+    monkeypatch.setattr(CpuExperts, "unavailable", lambda *arguments: "vllm is not installed")
     choice = choose_experts_kernel(scheme, CPU, SHAPE, group_size=32)
     assert choice.kernel is ReferenceExperts and len(choice.passed_over) == len(EXPERTS_KERNELS[scheme]) - 1
     with pytest.raises(UserError, match="runs on GPUs"):

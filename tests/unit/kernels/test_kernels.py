@@ -184,13 +184,13 @@ def test_fp8_by_scaled_mm_has_the_same_bits(monkeypatch):
     assert cpu._fp32_matmul_equals_scaled_mm(320)
     tensors = make_weight("fp8", (96, 320)).tensors
     x, bias = make_input(40, 320), torch.randn(96).bfloat16()
-    upcast = cpu.VllmCpuFP8Linear.prepare(tensors)
+    upcast = cpu.TorchFP8Linear.prepare(tensors)
     monkeypatch.setattr(cpu, "_fp32_matmul_equals_scaled_mm", lambda features: False)
-    scaled = cpu.VllmCpuFP8Linear.prepare(tensors)
+    scaled = cpu.TorchFP8Linear.prepare(tensors)
     assert (upcast.weight.dtype, scaled.weight.dtype) == (torch.float32, torch.float8_e4m3fn)
     for rows in (1, 40):
-        expected = cpu.VllmCpuFP8Linear.linear(x[:rows], upcast, bias)
-        assert torch.equal(cpu.VllmCpuFP8Linear.linear(x[:rows], scaled, bias), expected)
+        expected = cpu.TorchFP8Linear.linear(x[:rows], upcast, bias)
+        assert torch.equal(cpu.TorchFP8Linear.linear(x[:rows], scaled, bias), expected)
 
 
 @needs_w4a16_cpu

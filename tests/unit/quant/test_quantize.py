@@ -176,7 +176,7 @@ def test_wire_names_dtypes_and_shapes(name: str) -> None:
             "weight_shape": (torch.int64, (2,)),
         }
         assert quantized.tensors["weight_shape"].tolist() == [17, 256]
-    assert formats == scheme.wire_tensors(17, 256)
+    assert formats == scheme.wire_specs(17, 256)
     assert [full for full, _ in quantized.named("layers.0.up_proj")] == [f"layers.0.up_proj.{leaf}" for leaf in formats]
     assert all(tensor.is_contiguous() for tensor in quantized.tensors.values())
 

@@ -78,7 +78,7 @@ class FakeEngine:
 
 
 def publish(recovery: EngineRecovery) -> object:
-    return recovery.twice(lambda: recovery.engine.publish(TENSORS, version=7))
+    return recovery.rebuilding_if_lost(lambda: recovery.engine.publish(TENSORS, version=7))
 
 
 @pytest.mark.parametrize(

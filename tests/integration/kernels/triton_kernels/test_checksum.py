@@ -59,13 +59,13 @@ def test_a_unit_by_the_kernel_is_a_unit_by_pytorch(finite: bool, small: int, mon
     tensors += [infinite, torch.ones(6), torch.ones(6).double(), torch.ones(3)]
     tensors = [tensor.to(DEVICE) for tensor in tensors]
     monkeypatch.setattr(module, "_has_kernel", lambda device: False)
-    wanted = module.check_unit(tensors, finite=finite)
+    wanted = module.unit_checksums(tensors, finite=finite)
     flags = module.nonfinite(tensors[4:6]).tolist()
     monkeypatch.setattr(module, "_has_kernel", lambda device: True)
     monkeypatch.setattr(module, "_SMALL", small)
     monkeypatch.setattr(module, "is_gpu", lambda device: True)
     assert [module._way(tensor) for tensor in tensors].count("kernel") == 5
-    checked = module.check_unit(tensors, finite=finite)
+    checked = module.unit_checksums(tensors, finite=finite)
     assert torch.equal(checked[0], wanted[0])
     assert bad(checked) == bad(wanted) == ({4} if finite else set())
     assert module.nonfinite(tensors[4:6]).tolist() == flags == [True, False]

@@ -91,7 +91,7 @@ def test_prepared_fp8_stacks_are_not_the_senders_memory(monkeypatch: pytest.Monk
     """A transport writes the next layer into its buffer, while the engine computes with this one."""
     monkeypatch.setattr(torch_linears, "_fp32_matmul_equals_scaled_mm", lambda columns: same_bits)
     tensors = {"weight": torch.randn(2, 16, 8).to(torch.float8_e4m3fn), "weight_scale": torch.rand(2, 16, 1)}
-    prepared = torch_linears.VllmCpuFP8Linear.prepare_stack(tensors)
+    prepared = torch_linears.TorchFP8Linear.prepare_stack(tensors)
     before = [(matrix.weight.clone(), matrix.scale.clone()) for matrix in prepared]
     for tensor in tensors.values():
         tensor.zero_()

@@ -117,11 +117,11 @@ def kv_cache_tensors(kv_caches: Any) -> list[torch.Tensor]:
 
 
 def import_flashinfer() -> None:
-    """Import FlashInfer if it is installed; call this before an engine starts on a GPU. vLLM 0.24 imports it while it
-    loads a model. Then a table that FlashInfer makes once is allocated in the memory pool of the engine's weights. It
-    stays there, and vLLM's sleep mode refuses a second engine in this process."""
+    """Import FlashInfer if it is installed. Call this before an engine starts on a GPU. Otherwise vLLM 0.24 imports it
+    while it loads a model, when PyTorch allocates in the memory pool of the engine's weights. A constant tensor of
+    FlashInfer's then stays in the pool, and vLLM's sleep mode refuses a second engine in this process."""
     if importlib.util.find_spec("flashinfer"):
-        with suppress(ImportError):  # vLLM does without it
+        with suppress(ImportError, RuntimeError):  # if vLLM needs it, vLLM reports the error
             importlib.import_module("flashinfer")
 
 

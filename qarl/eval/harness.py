@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from qarl.config.errors import nearest
 from qarl.console import say
 from qarl.errors import UserError
@@ -24,7 +26,7 @@ from qarl.lora.adapter import FOLDER
 from qarl.process import answer_for_vllm, configure_vllm_process
 from qarl.quant.meta_model import default_dtype_kept
 from qarl.rollout.adapters import servable
-from qarl.rollout.engine_config import EngineConfig, kernel_request, llm_arguments, own_kernels
+from qarl.rollout.engine_config import EngineConfig, before_start, kernel_request, llm_arguments, own_kernels
 from qarl.vllm_versions import release_engine_memory
 
 Results = Mapping[str, Any]
@@ -86,6 +88,8 @@ def _vllm(folder: Path, config: EngineConfig, request: EvalRequest) -> Iterator[
     if request.max_response_length:
         arguments["max_gen_toks"] = request.max_response_length
     kernels = own_kernels(kernel_request(config.kernels, config.scheme.name))
+    if torch.cuda.is_available():
+        before_start(config.gpu_memory_utilization)
     with default_dtype_kept(), kernels, servable(config.adapters, config.scheme.name):
         model = VLLM(**arguments)
     try:

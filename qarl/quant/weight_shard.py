@@ -90,8 +90,8 @@ class _Slot(NamedTuple):
 class WeightShard:
     """This rank's part of the weight `name` [N, K], or of a stack [E, N, K], quantized with `scheme`.
 
-    `generation`: how many times it was quantized. `layout`: that of the layer's kernel for int4 weights, if it has one,
-    as `TILES` of `qarl.kernels.cpu.vllm_linears`; `gather` undoes it.
+    `generation`: how many times it was quantized. `layout`: how the layer's kernel stores int4 weights, if it has
+    its own layout (for example `TILES` of `qarl.kernels.cpu.vllm_linears`). `gather` converts back to wire tensors.
     """
 
     def __init__(self, name: str, scheme: Scheme, shape: tuple[int, ...], *, layout: Layout | None = None) -> None:

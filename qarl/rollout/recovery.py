@@ -43,8 +43,8 @@ class EngineRecovery:
         return self.rebuilding_if_lost(send)
 
     def rebuilding_if_lost(self, publish: Callable[[], PublishReport]) -> PublishReport:
-        """Call `publish`. If the engine is lost, replace it and call once more, unless a new one would have the same
-        fault."""
+        """Return the report of `publish()`. If the engine is lost and may be replaced, start a new engine and call it
+        again, unless the new engine would have the same fault."""
         try:
             return publish()
         except TensorsMoved:

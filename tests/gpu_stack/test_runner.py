@@ -176,8 +176,9 @@ def test_sampling_kernels_under_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize(("first", "tables"), [("", 1), ("import_flashinfer()", 0)])
-def test_nothing_of_flashinfer_lies_in_the_engines_memory(first: str, tables: int) -> None:
-    """An import under PyTorch's default device, as while vLLM loads a model. If 1 fails, `import_flashinfer` can go."""
+def test_flashinfers_table_is_on_the_default_device_unless_imported_first(first: str, tables: int) -> None:
+    """The default device stands for the engine's memory while vLLM loads a model. If the first case finds no table,
+    `import_flashinfer` is no longer needed."""
     code = f"""
 import sys, torch
 from qarl.vllm_versions import import_flashinfer
@@ -187,5 +188,5 @@ with torch.device("meta"):
 modules = [module for name, module in sys.modules.items() if name.startswith("flashinfer")]
 print(sum(isinstance(value, torch.Tensor) and value.is_meta for module in modules for value in vars(module).values()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.stdout.split()[-1:] == [str(tables)], done.stderr

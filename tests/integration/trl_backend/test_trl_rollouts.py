@@ -15,7 +15,7 @@ from qarl.trl.rollouts import Rollouts
 
 def rollouts() -> tuple[Rollouts, torch.nn.Linear, list[int]]:
     model, published = torch.nn.Linear(2, 2), []
-    policy: Any = SimpleNamespace(model=model, adapters=None, quantize=lambda: [])
+    policy: Any = SimpleNamespace(model=model, adapters=None, published_tensors=lambda: [])
     engine: Any = SimpleNamespace(stale=False, publish=lambda tensors, version: published.append(version))
     return Rollouts(policy, engine), model, published
 

@@ -115,7 +115,10 @@ _OPERATORS = (
 )
 _PROFILE = "scripts/profile_step.py --trace {output}/profile.json "
 _EXPERTS = training("w4a16", "linears", False, model="experts", config="quickstart_moe.yaml")
-_LORA = training("w4a16", "model", False, config="quickstart_lora.yaml")
+_LORA = {
+    scheme: training(scheme, "model", False, config="quickstart_lora.yaml")
+    for scheme in ("w4a16", "w8a8", "fp8", "bf16")
+}
 _ON_TWO = {"backend": "verl", "trainer__n_gpus_per_node": 2}
 FIRST = (
     Part("environment", 45, "scripts/gpu_facts.py", "scripts/gpu_facts.py --cpu"),
@@ -127,7 +130,7 @@ FIRST = (
       for scheme in ("w4a16", "w8a8", "fp8")),
     Part("profile", 110, f"{_PROFILE}{small(3, 'w4a16')}", None, _TRAINED),
     Part("experts_local", 110, _EXPERTS, None, _TRAINED),
-    Part("lora", 110, _LORA, None, _TRAINED),
+    Part("lora", 110, _LORA["w4a16"], None, _TRAINED),
     Part("experts_verl", 170, f"{_EXPERTS} backend=verl", None, _VERL),
     Part("operators", 170, f"{_PYTEST} {_OPERATORS}", f"{_PYTEST} tests/gpu/test_first_cuda.py", _TESTED),
 )  # fmt: skip
@@ -153,6 +156,7 @@ SECOND = (
                             ("w4a16", "off"), ("bf16", "off"), ("bf16", "model"))),
     *(trained(f"{scheme}_qarl", scheme, "model", eager=False, seconds=110, kernels="qarl")
       for scheme in ("w4a16", "fp8", "w8a8")),
+    *(Part(f"lora_{scheme}", 110, _LORA[scheme], None, _TRAINED) for scheme in ("w8a8", "fp8", "bf16")),
     Part("verl", 170, f"{training('w4a16', 'linears', False)} backend=verl", None, _VERL),
     Part("triton", 170, f"{_PYTEST} tests/integration/kernels/triton_kernels",
          f"{_PYTEST} tests/integration/kernels/triton_kernels/test_compat.py", _TESTED),

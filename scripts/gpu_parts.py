@@ -24,6 +24,7 @@ class Part(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
+SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
 _PYTEST = "-m pytest -v -rPsfE --tb=short -p no:cacheprovider -o addopts= "
 _TESTED = ("compressed_tensors", "pydantic", "pytest", "yaml")
 _TRAINED = ("compressed_tensors", "pydantic", "transformers", "vllm", "yaml")
@@ -115,10 +116,7 @@ _OPERATORS = (
 )
 _PROFILE = "scripts/profile_step.py --trace {output}/profile.json "
 _EXPERTS = training("w4a16", "linears", False, model="experts", config="quickstart_moe.yaml")
-_LORA = {
-    scheme: training(scheme, "model", False, config="quickstart_lora.yaml")
-    for scheme in ("w4a16", "w8a8", "fp8", "bf16")
-}
+_LORA = {scheme: training(scheme, "model", False, config="quickstart_lora.yaml") for scheme in SCHEMES}
 _ON_TWO = {"backend": "verl", "trainer__n_gpus_per_node": 2}
 FIRST = (
     Part("environment", 45, "scripts/gpu_facts.py", "scripts/gpu_facts.py --cpu"),
@@ -156,7 +154,7 @@ SECOND = (
                             ("w4a16", "off"), ("bf16", "off"), ("bf16", "model"))),
     *(trained(f"{scheme}_qarl", scheme, "model", eager=False, seconds=110, kernels="qarl")
       for scheme in ("w4a16", "fp8", "w8a8")),
-    *(Part(f"lora_{scheme}", 110, _LORA[scheme], None, _TRAINED) for scheme in ("w8a8", "fp8", "bf16")),
+    *(Part(f"lora_{scheme}", 110, _LORA[scheme], None, _TRAINED) for scheme in SCHEMES[1:]),
     Part("verl", 170, f"{training('w4a16', 'linears', False)} backend=verl", None, _VERL),
     Part("triton", 170, f"{_PYTEST} tests/integration/kernels/triton_kernels",
          f"{_PYTEST} tests/integration/kernels/triton_kernels/test_compat.py", _TESTED),

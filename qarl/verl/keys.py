@@ -225,6 +225,9 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
+    if not on_cpu and rollout.tensor_model_parallel_size == 1:
+        # vLLM's own default. verl's is a process for the worker, which starts only after the engine's has.
+        keys[f"+{root}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     if not on_cpu and not rollout.enforce_eager:
         # At the levels above `linears` the trainer can follow only engines with these arguments.

@@ -194,6 +194,8 @@ def test_the_engines_config_is_accepted(start: str, resolved: Any, engine: Any) 
     rollout, quant = resolved.actor_rollout_ref.rollout, quant_of(resolved)
     assert engine.model_config.quantization == (None if quant.scheme == "bf16" else "compressed-tensors")
     assert engine.parallel_config.tensor_parallel_size == rollout.tensor_model_parallel_size
+    workers = "mp" if rollout.tensor_model_parallel_size > 1 else "uni"  # verl's for one worker is mp, too
+    assert engine.parallel_config.distributed_executor_backend == workers
     assert engine.parallel_config.worker_extension_cls.startswith("qarl.")
     compilation = engine.compilation_config
     follows = quant.align in (None, "model")  # null in a group is the default

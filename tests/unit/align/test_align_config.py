@@ -126,6 +126,23 @@ def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family
     assert (aligned - plain).norm() < 0.05 * plain.norm()
 
 
+@pytest.mark.parametrize(
+    ("keys", "arguments", "split", "reason"),
+    [
+        ({"hidden_act": "gelu"}, {}, "0", "hidden_act silu"),
+        ({}, {"dtype": torch.float16}, "0", "BF16 weights"),
+        ({}, {"device_type": "mps"}, "0", "cpu and cuda"),
+        ({}, {"kernels": {"reference"}}, "0", "reference kernel"),
+        ({}, {}, "1", "depends on the batch"),
+    ],
+)
+def test_a_lower_level_says_why(keys, arguments, split, reason, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", split)
+    where = {"device_type": "cpu", "kernels": set()} | arguments
+    level, reasons = resolve_level(make("llama", **keys), "exact", **where)
+    assert level != "exact" and any(reason in line for line in reasons), reasons
+
+
 @needs_vllm_cpu
 def test_an_embedding_with_another_bit_is_near_and_not_equal(monkeypatch):
     def other_bit(*arguments: Any) -> torch.Tensor:

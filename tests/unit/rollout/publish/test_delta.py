@@ -98,3 +98,22 @@ def test_views_and_shapes(offset):
     copy = base.clone()
     apply_changes(copy, moved)
     assert raw(copy) == raw(now)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda payload: payload[:8], "has no header"),
+        (lambda payload: payload.int(), "has no header"),
+        (lambda payload: torch.cat((torch.full_like(payload[:8], 99), payload[8:])), "header says coding"),
+        (lambda payload: payload[:-8], "payload"),
+    ],
+    ids=["short", "other dtype", "other coding", "cut off"],
+)
+def test_a_damaged_payload_changes_nothing(damage, message):
+    base = random_bits(1_000, torch.bfloat16)
+    payload = changes(base, with_other_words(base, [0, 1, 500, 959]))[1]
+    copy = base.clone()
+    with pytest.raises(ValueError, match=message):
+        apply_changes(copy, damage(payload))
+    assert raw(copy) == raw(base)

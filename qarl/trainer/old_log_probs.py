@@ -89,8 +89,7 @@ class Measured:
 
 
 class OldLogProbs:
-    """The old log-probs of a local run. In each step, call `begin` before the update and `confirm_or_recompute` within
-    it.
+    """The old log-probs of a local run. In each step, call `begin` before the update, `confirm_or_recompute` within it.
 
     measured  the trainer's log-probs of this step
     messages  the log lines of this step

@@ -226,7 +226,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
     if not on_cpu and rollout.tensor_model_parallel_size == 1:
-        # vLLM's own default. verl's is a process of the worker's own, which starts only after the engine's.
+        # vLLM's default. verl's default is a separate worker process, which starts only after the engine's.
         keys[f"+{root}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     if not on_cpu and not rollout.enforce_eager:

@@ -1,5 +1,5 @@
-"""A publish through verl's sockets: the trainer's side, and what both sides share. It reaches only engines of its own
-run, and ends if either side dies.
+"""A publish through verl's sockets: the trainer's side, and the code that trainer and engine share. A publish reaches
+only engines of the same run. If either side dies, it ends.
 
 verl names its socket by Ray's job id, replica and rank (verl/workers/rollout/vllm_rollout/vllm_rollout.py). The job id
 is `01000000` in every Ray that a run starts itself. So two runs on one host bind the same path, each removes the

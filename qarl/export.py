@@ -36,7 +36,7 @@ from qarl.console import entry
 
 def _main(argv: list[str]) -> int:
     from qarl.checkpoint.export import ExportRequest, export
-    from qarl.config.arguments import read_request
+    from qarl.config.command_arguments import read_request
 
     print(export(read_request(ExportRequest, argv, example="qarl export run=runs/NAME output=DIR")))
     return 0

@@ -42,7 +42,7 @@ def _main(argv: list[str]) -> int:
     if config.dry_run:
         dry_run(config)
         return 0
-    if config.backend == "local":  # verl trains in other processes, see qarl.verl.keys
+    if config.backend == "local":  # verl trains in other processes, see qarl.verl.config
         limit_threads(config.trainer.num_threads)
     return run(config, argv)
 

@@ -32,7 +32,7 @@ from qarl.process import limit_threads
 
 def _main(argv: list[str]) -> int:
     limit_threads(1)  # a model this small is no faster on two
-    from qarl.config.arguments import read_request
+    from qarl.config.command_arguments import read_request
     from qarl.demo.own_task import WarmStart, make_own
 
     words = [word if "=" in word else f"file={word}" for word in argv]

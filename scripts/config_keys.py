@@ -2,7 +2,7 @@
 
 The sources of both packages as installed are parsed, not run: every `config.key`, `getattr(config, "key")` and
 `hasattr(config, "key")`, and for `rope_parameters` every subscript, `get` and member test.
-`qarl/align/config_verdicts.py` says for each key what comes of it; a test fails on a key without a verdict.
+`qarl/align/model_config.py` says for each key what comes of it; a test fails on a key without a verdict.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qarl.align.config_verdicts import TABLE
 from qarl.align.families import FAMILIES, SHOWN
+from qarl.align.model_config import TABLE
 from qarl.process import package_versions
 
 SHARED = {

@@ -68,6 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kind, *folders = item.path.relative_to(ROOT / "tests").parts
         if mark := FOLDER_MARKS.get(folders[0] if kind in KINDS else kind):
             item.add_marker(mark)
+        if kind == "nightly":
+            item.add_marker("slow")
         if torch.cuda.is_available():
             continue
         if item.get_closest_marker("gpu"):  # keywords contain the names of folders, too

@@ -26,9 +26,9 @@ import yaml
 from pyarrow import parquet
 
 from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, TINY, Record, Row, arguments, delta, rows_of
-from qarl.align.config_verdicts import REFUSED, UNREAD, read_keys
-from qarl.align.config_verdicts import SIZES as SIZE_KEYS
 from qarl.align.families import FAMILIES, PADDED, SHOWN
+from qarl.align.model_config import REFUSED, UNREAD, read_keys
+from qarl.align.model_config import SIZES as SIZE_KEYS
 from qarl.checks.layers import meta_model
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import load_hf_config

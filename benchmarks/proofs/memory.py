@@ -172,8 +172,8 @@ def engine_settings(folder: str, config: Config) -> dict[str, Any]:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 
+    from qarl.verl.config import optim_keys
     from qarl.verl.config_classes import QuantFSDPEngineConfig
-    from qarl.verl.keys import optim_keys
 
     optim_settings = {key.rpartition(".")[2]: value for key, value in optim_keys(config).items()}
     quant = {name: getattr(config.quant, name) for name in ("scheme", "group_size", "align")}

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.proofs.harness import QUIET, TINY, Record, Row, batch_of, in_process, log_probs, run_config
-from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors, save_model
 from qarl.checkpoint.export import ExportRequest, export
+from qarl.checkpoint.model_files import ModelFiles, read_tensors, save_model
 from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config

@@ -12,7 +12,7 @@ from typing import Any
 from qarl.errors import UserError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Families with levels `model` and `exact`. `qarl.align.config_verdicts` has a verdict on each key of their configs."""
+"""Families with levels `model` and `exact`. `qarl.align.model_config` has a verdict on each key of their configs."""
 
 LARGEST_SHARE = 0.1
 """Trainer and engine agree on a family if its mean |δ| (`qarl.metrics.step_metrics`) at level `linears` is at most this

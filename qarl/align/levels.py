@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.align.config_verdicts import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.cpu import AlignedAttention, AlignedDecoderLayer, AlignedLinear, AlignedRMSNorm, align_module
 from qarl.align.cpu_attention import ENGINE_ATTENTION, FP32_ATTENTION, engine_attention, fp32_attention
 from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
+from qarl.align.model_config import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.packed_attention import register_attention, use_rows_attention
 from qarl.align.rotary import EngineRotaryEmbedding, head_size_of, is_plain, match_rotary
 from qarl.align.router import AlignedRouter, routers

@@ -25,7 +25,7 @@ from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from qarl.bench.report import markdown_table
-from qarl.config.arguments import read_request
+from qarl.config.command_arguments import read_request
 from qarl.errors import UserError
 
 PHASES = {"rollout": "rollout", "old_log_probs": "old_log_prob"}

@@ -1,4 +1,4 @@
-"""What the arguments of several benchmarks have in common (`qarl.config.arguments` reads them)."""
+"""What the arguments of several benchmarks have in common (`qarl.config.command_arguments` reads them)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from qarl.config.arguments import Commas
+from qarl.config.command_arguments import Commas
 from qarl.config.errors import nearest
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError

@@ -31,7 +31,7 @@ from qarl.bench import report
 from qarl.bench.arguments import Device, as_json, check_device, device_of
 from qarl.bench.model import LINEARS, find_model, linear_shapes
 from qarl.checkpoint.storage import write_json
-from qarl.config.arguments import Commas, read_request
+from qarl.config.command_arguments import Commas, read_request
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 

@@ -22,7 +22,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from qarl.bench.arguments import Schemes
 from qarl.checks.model_size import ModelSize, wire_bytes
-from qarl.config.arguments import Commas, read_request
+from qarl.config.command_arguments import Commas, read_request
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 

@@ -28,7 +28,7 @@ from qarl.bench import report
 from qarl.bench.arguments import Device, Schemes, as_json, check_device, check_divides, device_of
 from qarl.bench.model import Source, default_group_size, find_model, write_model
 from qarl.checkpoint.storage import write_json
-from qarl.config.arguments import Commas, read_request
+from qarl.config.command_arguments import Commas, read_request
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 

@@ -44,8 +44,8 @@ def export(request: ExportRequest) -> str:
     """
     import torch
 
-    from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, weight_files, write_model
     from qarl.checkpoint.export_adapter import export_adapter, open_trained
+    from qarl.checkpoint.model_files import ModelFiles, linears_of, packed, weight_files, write_model
     from qarl.checkpoint.read_weights import find_checkpoint, open_source, read_all, reading
     from qarl.checkpoint.storage import recover, whole_folder
     from qarl.quant.scheme import get_scheme

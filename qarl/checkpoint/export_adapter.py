@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, read_tensors, save_model
+from qarl.checkpoint.model_files import ModelFiles, linears_of, packed, read_tensors, save_model
 from qarl.checkpoint.read_weights import BASE_FILE, open_source
 from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
 from qarl.errors import UserError

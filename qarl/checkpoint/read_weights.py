@@ -27,7 +27,7 @@ import yaml
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, Shard
 
-from qarl.checkpoint.compressed_tensors import model_of, read_tensors
+from qarl.checkpoint.model_files import model_of, read_tensors
 from qarl.checkpoint.resumable import Checkpoint, list_checkpoints, load_dict, open_checkpoint
 from qarl.console import note
 from qarl.errors import UserError

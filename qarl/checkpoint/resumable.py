@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_leaves
 
-from qarl.checkpoint.compressed_tensors import ModelFiles, write_model
+from qarl.checkpoint.model_files import ModelFiles, write_model
 from qarl.checkpoint.storage import file_sha256, json_safe, remove_folder, whole_folder
 from qarl.errors import UserError
 from qarl.lora.adapter import Adapter, write_adapter

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from qarl.align.config_verdicts import check_config_keys
 from qarl.align.cpu import AlignedLinear
 from qarl.align.families import shown_mismatch
 from qarl.align.levels import resolve_level, unconfirmed
+from qarl.align.model_config import check_config_keys
 from qarl.checks.layers import meta_model
 from qarl.config import Config
 from qarl.errors import UserError

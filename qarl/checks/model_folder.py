@@ -178,7 +178,7 @@ def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
     If more than half of the model's tensor names are missing, compare nothing and return None. Otherwise, raise
     UserError if a tensor is missing or has a different shape.
     """
-    from qarl.checkpoint.compressed_tensors import header_shapes
+    from qarl.checkpoint.model_files import header_shapes
     from qarl.quant.convert import tied_names
     from qarl.quant.experts import unstacked_shapes
 
@@ -205,7 +205,7 @@ def check_tied(weight_files: Sequence[Path], model: nn.Module) -> None:
     import torch
     from safetensors import safe_open
 
-    from qarl.checkpoint.compressed_tensors import header_shapes
+    from qarl.checkpoint.model_files import header_shapes
     from qarl.quant.convert import tied_names
 
     embedding = cast("PreTrainedModel", model).get_input_embeddings().weight

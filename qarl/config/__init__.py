@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from qarl.config.actor import ActorConfig as ActorConfig
-from qarl.config.actor import OptimConfig as OptimConfig
 from qarl.config.errors import ConfigError, Problem, from_pydantic, key_of
-from qarl.config.read_yaml import read_arguments, with_home
+from qarl.config.optim import OptimConfig as OptimConfig
+from qarl.config.read_config import read_arguments, with_home
 from qarl.config.schema import Config, check_together, default_values, flat_values, sections
 from qarl.config.unused_keys import dropped
 from qarl.errors import UserError

@@ -1,4 +1,4 @@
-"""The sections `actor`, `rollout_correction` and `optim`: the objective, its corrections for the mismatch, the update.
+"""The sections `actor` and `rollout_correction`: the objective, the update, and corrections for the mismatch.
 
 `ObjectiveKeys` contains keys of the section `actor`. `RolloutCorrectionConfig` is the section `rollout_correction`. A
 key that verl has too (`actor.clip_ratio_low`, `algorithm.rollout_correction.rollout_is`) has verl's name. There are
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from qarl.config.types import Above, Below, Fraction, Sane, Section, Unit, as_list
+from qarl.config.types import Above, Below, Sane, Section, Unit, as_list
 from qarl.tbpo.config import BandScaling, MismatchOutsideCap, PositiveBand, TBPOConfig
 
 LossName = Literal["tbpo", "grpo", "dual_clip", "gspo", "mis_gspo", "positive_only", "sapo", "reinforce"]
@@ -242,42 +242,3 @@ class ActorConfig(ObjectiveKeys):
     band_reference_length: Annotated[int, Unit("tokens")] = _tbpo("band_reference_length")
     """Response length for which the bands are given, if band_scaling is length. The default is the paper's longest
     response, to which its bands belong."""
-
-
-class OptimConfig(Section):
-    """The optimizer and its schedule."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
-
-    lr: Annotated[float, Sane(1e-9, 1e-2)] = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The default is the value that the paper gives for Muon (docs/paper_runs.md)."""
-
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False)
-    """AdamW's decay rates of the first and second moment."""
-
-    eps: Annotated[float, Sane(1e-20, 1e-2)] = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
-
-    weight_decay: Annotated[float, Sane(0.0, 10.0)] = Field(default=0.01, ge=0)
-    """Decoupled weight decay. In each step it is multiplied by the learning rate. The default is the paper's."""
-
-    lr_warmup_steps: Annotated[int, Unit("steps")] = Field(default=0, ge=0)
-    """Number of training steps in which the learning rate rises linearly from 0 to its peak."""
-
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: `constant`, or `cosine` down to min_lr_ratio at the last training step."""
-
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end of the cosine schedule, as a fraction of the peak."""
-
-    muon_lr: Annotated[float, Sane(1e-8, 1.0)] = Field(default=0.02, ge=0)
-    """Muon's peak learning rate. One update changes an element of a matrix by about muon_lr / sqrt(input width). The
-    default is that of the muon-optimizer package, for pre-training. Fine-tuning needs less."""
-
-    muon_momentum: Annotated[Fraction, Sane(0.0, 0.999)] = 0.95
-    """Muon's momentum."""
-
-    master_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the weights that the optimizer updates. With bf16, updates are rounded stochastically, because rounding
-    to nearest would lose updates of relative size 1e-6."""

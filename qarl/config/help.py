@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qarl.config.errors import nearest_key, show
-from qarl.config.read_yaml import available_configs, find_config
+from qarl.config.read_config import available_configs, find_config
 from qarl.config.schema import Config, sections
 from qarl.config.types import Section, Unit
 from qarl.errors import UserError

@@ -21,12 +21,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from qarl.config.actor import ActorConfig, AdvEstimator, OptimConfig, RolloutCorrectionConfig
+from qarl.config.actor import ActorConfig, AdvEstimator, RolloutCorrectionConfig
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError, Problem
 from qarl.config.lora import LoraConfig
+from qarl.config.optim import OptimConfig
 from qarl.config.quant import QuantConfig
-from qarl.config.read_yaml import dump
+from qarl.config.read_config import dump
 from qarl.config.types import Dotted, PathList, PathText, RewardName, Sane, Section, Text, Unit, as_list
 from qarl.config.unused_keys import problems as unread_problems
 

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from qarl.config.actor import LOSSES, Level
 from qarl.config.errors import Problem, show
-from qarl.config.read_yaml import COMMAND_LINE
+from qarl.config.read_config import COMMAND_LINE
 from qarl.tbpo.config import KEYS as TBPO_KEYS
 
 _IS, _RS = "rollout_correction.rollout_is", "rollout_correction.rollout_rs"

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from qarl.config import load_config
 from qarl.config.demos import DEFAULT, DEMOS
-from qarl.config.read_yaml import shipped_folder
+from qarl.config.read_config import shipped_folder
 from qarl.console import entry
 from qarl.errors import UserError
 from qarl.process import limit_threads

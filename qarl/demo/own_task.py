@@ -23,7 +23,7 @@ import yaml
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from qarl.config.read_yaml import dump, find_config
+from qarl.config.read_config import dump, find_config
 from qarl.data.rewards import load_module
 from qarl.demo.tasks import Task
 from qarl.demo.tiny_model import POSITIONS, Recipe, make_missing

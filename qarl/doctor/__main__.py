@@ -39,7 +39,7 @@ def _main(argv: list[str]) -> int:
     limit_threads(config.trainer.num_threads)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from qarl.checks.machine import DoctorOptions, find_machine
-    from qarl.config.arguments import read_request
+    from qarl.config.command_arguments import read_request
     from qarl.doctor.examination import run_checks
     from qarl.metrics.tracker import write_json
 

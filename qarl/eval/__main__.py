@@ -46,7 +46,7 @@ from qarl.process import limit_threads
 
 
 def _main(argv: list[str]) -> int:
-    from qarl.config.arguments import read_request
+    from qarl.config.command_arguments import read_request
     from qarl.eval.arguments import EvalRequest, settings_of
 
     words = [word if "=" in word else f"model={word}" for word in argv]

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.export import ExportRequest, export
+from qarl.checkpoint.model_files import read_tensors
 from qarl.checkpoint.storage import EXPORT, write_json
 from qarl.console import say, stage
 from qarl.data.prompts import Prompt, load_prompts, prompt_options

@@ -6,7 +6,7 @@ over the tokens of a batch. Each alignment level has a limit for this mean. A la
 compute different models, for example because a weight is not published. No loss can correct such a mistake.
 
 These limits must suit every model, so they are wide. Before training, a second limit suits the model at hand:
-`check_noise` compares |δ| with the model's own noise (`qarl.align.levels`), on the same tokens.
+`check_noise` compares |δ| with the model's own noise (`qarl.align.rounding_noise`), on the same tokens.
 
 docs/alignment.md lists the values of healthy runs, which are below the limits, and of mistakes, which are above.
 `python -m benchmarks.proofs mismatch_guard` measures both. This module imports neither torch nor vLLM.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from qarl.checkpoint.compressed_tensors import ModelFiles, header_shapes, read_tensors, weight_files
+from qarl.checkpoint.model_files import ModelFiles, header_shapes, read_tensors, weight_files
 from qarl.checkpoint.resumable import (
     Checkpoint,
     damaged,

@@ -287,7 +287,7 @@ class Policy:
     def save(self, folder: Path, tokenizer: Any) -> Path:
         """Write the model, in compressed-tensors format unless the scheme is bf16, with its config and tokenizer. An
         adapter is beside it, in the folder `adapter`."""
-        from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
+        from qarl.checkpoint.model_files import ModelFiles, save_model
 
         files = ModelFiles.of(self.model, tokenizer)
         adapter = self.adapters.adapter() if self.adapters else None

@@ -20,7 +20,7 @@ from qarl.config import Config
 from qarl.config.schema import MIN_TEMPERATURE
 from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
-from qarl.verl.keys import CORRECTION, PLUGIN
+from qarl.verl.config import CORRECTION, PLUGIN
 
 if TYPE_CHECKING:
     from qarl.verl.config_classes import QuantSettings

@@ -27,7 +27,7 @@ from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
 from qarl.tbpo.config import KEYS, TBPOConfig
 from qarl.verl.checks import NO_GPU, as_dict, check_composed, refuse
-from qarl.verl.keys import fsdp_engine_fields
+from qarl.verl.config import fsdp_engine_fields
 
 _LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
 _LossKeys: Any = make_dataclass(
@@ -67,7 +67,7 @@ _QuantKeys: Any = create_model("_QuantKeys", __base__=Section, **fsdp_engine_fie
 
 
 class QuantSettings(_QuantKeys):
-    """The keys of QaRL's config that the actor needs (`qarl.verl.keys`), and a key of verl's own command line.
+    """The keys of QaRL's config that the actor needs (`qarl.verl.config`), and a key of verl's own command line.
 
     `old_log_probs*` require `trainer.v1.trainer_mode=qarl_sync`. The engine's `hf_overrides` must have the same value
     of `head_dtype`."""

@@ -42,7 +42,7 @@ from qarl.trainer.finish import finish_run
 from qarl.verl import checks
 from qarl.verl.ask_servers import KILLED, RESUME
 from qarl.verl.checkpoint import open_verl_run
-from qarl.verl.keys import hf_config_of, set_environment, verl_keys
+from qarl.verl.config import hf_config_of, set_environment, verl_keys
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 """Memory that an 80 GB GPU reports. Estimates on a machine without a GPU use it."""

@@ -9,12 +9,12 @@ verl generates only inside a training step, so the mismatch cannot be checked be
 the first mini-batch, before the first update. If the run is refused, one generation is lost, but nothing was trained.
 
 - The mean |δ| of the mini-batch must be below the limit of `qarl.metrics.mismatch_limit`.
-- `check_first` compares |δ| with the actor's own rounding noise (`qarl.align.levels`). It takes three forwards without
-  gradients of each rank's first micro-batch, once per start. As in `qarl.trainer.mismatch_watch` the forward multiplies
-  by the published tensors and, on a CPU, has the arithmetic of level `model` where that exists, also at `linears` and
-  `off`. It does not for experts that are not quantized, because their replacements are made before FSDP2 shards them,
-  and if an engine has several workers (`qarl.align.levels.split_unavailable`). An actor without the section `quant` is
-  not compared: its engine may be quantized by other means, and that mismatch is what TBPO weighs.
+- `check_first` compares |δ| with the actor's own rounding noise (`qarl.align.rounding_noise`). It takes three forwards
+  without gradients of each rank's first micro-batch, once per start. As in `qarl.trainer.mismatch_watch` the forward
+  multiplies by the published tensors and, on a CPU, has the arithmetic of level `model` where that exists, also at
+  `linears` and `off`. It does not for experts that are not quantized, because their replacements are made before FSDP2
+  shards them, and if an engine has several workers (`qarl.align.levels.split_unavailable`). An actor without the
+  section `quant` is not compared: its engine may be quantized by other means, and that mismatch is what TBPO weighs.
 
 `TrainingStep` checks whether a step may use the rollout's log-probs as old log-probs (`actor.old_log_probs`). QaRL's
 trainer sets `RELIES` in a batch if its `old_log_probs` are the rollout's. The forwards of the first mini-batch use the

@@ -118,7 +118,7 @@ def ours(start: str, folder: Path, tmp_path: Path) -> Any:
 def resolved(start: str, folder: Path, ours: Any) -> Any:
     """verl's config of a start on GPUs."""
     if start in VERL_CONFIGS:
-        from qarl.verl.keys import set_environment
+        from qarl.verl.config import set_environment
         from qarl.verl.run import verl_config
 
         set_environment(ours, False)

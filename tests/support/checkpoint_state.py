@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl.checkpoint.compressed_tensors import ModelFiles
+from qarl.checkpoint.model_files import ModelFiles
 from qarl.checkpoint.resumable import STATE_FILE, _digest, save_checkpoint
 from qarl.checkpoint.storage import file_sha256
 from qarl.config import Config, OptimConfig

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from checkout import ROOT
+from ranks import RAYS, run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
@@ -133,23 +129,7 @@ def assert_same_gradients(gradients: dict[str, torch.Tensor], expected: dict[str
 def run_engine(
     folder: Path, world: int, model: str, rows: dict[str, torch.Tensor], jobs: list[dict], *, timeout: float = 300
 ) -> list[dict]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     inputs, output = folder / f"jobs{world}.pt", folder / f"output{world}.pt"
     torch.save({"model": model, "rows": rows, "jobs": jobs}, inputs)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "verl_engine.py")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(port), str(inputs), str(output)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), outputs[0][-4000:]
+    run_ranks("verl_engine.py", world, inputs, output, timeout=timeout, **RAYS)
     return torch.load(output, weights_only=False)

@@ -1,6 +1,6 @@
 """One of four gloo ranks that update sharded parameters with `MuonAdamW`: run by tests/unit/optim/test_shards.py.
 
-    python optim_ranks.py RANK PORT OUTPUT_FILE
+    python optim_ranks.py OUTPUT_FILE
 
 Every case of `CASES` runs on meshes of 1, 2, 3, 4 and 2 x 2 ranks (the last as verl's hybrid sharding: two copies of
 two shards). Rank 0 writes, for each case and mesh, the whole parameters and states after `STEPS` updates.
@@ -8,7 +8,6 @@ two shards). Rank 0 writes, for each case and mesh, the whole parameters and sta
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -87,20 +86,19 @@ def meshes() -> Iterator[tuple[str, DeviceMesh]]:
     yield "2 x 2", DeviceMesh("cpu", torch.arange(4).view(2, 2))
 
 
-def main(rank: int, port: str, output: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    dist.init_process_group("cpu:gloo", rank=rank, world_size=RANKS)
+def main(output: str) -> None:
+    dist.init_process_group("cpu:gloo")
     states = {}
     for name, mesh in meshes():
         if mesh.get_coordinate() is not None:
             for case, (dtype, settings) in CASES.items():
                 states[case, name] = train(dtype, settings, mesh, resume=name == "3")
         dist.barrier()
-    if rank == 0:
+    if dist.get_rank() == 0:
         torch.save(states, output)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(sys.argv[1])

@@ -1,28 +1,71 @@
-"""Starts the ranks of a program: one process each, as `python PROGRAM RANK PORT ARGUMENTS`."""
+"""Runs programs of this folder, each rank in a fork of one process that has imported torch, vLLM and verl.
+
+These imports take longer than most of the programs. The fork server is Python's own (`multiprocessing`). It ends with
+the process of the tests.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import socket
-import subprocess
 import sys
-from typing import Any
+import tempfile
+import time
+from functools import cache
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from unittest.mock import patch
 
 from checkout import ROOT
 
+IMPORTED = ["qarl.verl.engine", "verl.workers.engine_workers", "vllm"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
+RAYS = {"RAY_RAYLET_PID": "1", "RAY_JOB_ID": "01000000"}
+"""Variables that Ray sets in its workers."""
 
-def run_ranks(program: str, count: int, *arguments: str) -> None:
-    """Run tests/support/`program` on `count` ranks. What a rank says is shown if one fails."""
+
+def run_ranks(program: str, count: int, *arguments: object, timeout: float = 300, **variables: str) -> str:
+    """Run `program` on `count` ranks with `variables` and those of torch.distributed. Return what the first printed.
+    What all printed is shown if one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / program)]
-    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), str(port), *arguments], **options) for rank in range(count)]
-    try:
-        said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
+        port = str(free.getsockname()[1])
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "LOCAL_RANK": "0"}
+    words, until = list(map(str, arguments)), time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(rank)) for rank in range(count)]
+        start = _forking().Process
+        ranks = [start(target=_run, args=(program, words, variables | {"RANK": str(r)}, logs[r])) for r in range(count)]
         for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(text[-1500:] for text in said)
+            rank.start()
+        try:
+            while not any(rank.exitcode for rank in ranks) and any(rank.exitcode is None for rank in ranks):
+                left = until - time.monotonic()
+                assert left > 0, f"{program} has not ended after {timeout:.0f} s"
+                connection.wait([rank.sentinel for rank in ranks if rank.exitcode is None], left)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        printed = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
+    assert all(rank.exitcode == 0 for rank in ranks), "\n".join(text[-4000 // count :] for text in printed)
+    return printed[0]
+
+
+@cache
+def _forking() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with patch.dict(os.environ, ENVIRONMENT):
+        forkserver.ensure_running()
+    return context
+
+
+def _run(program: str, arguments: list[str], variables: dict[str, str], log: Path) -> None:
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= variables
+    sys.argv = [program, *arguments]
+    runpy.run_path(str(ROOT / "tests" / "support" / program), run_name="__main__")

@@ -1,6 +1,6 @@
 """Quantized layers under FSDP2 on 1 to 4 gloo ranks, without verl: one rank of test_sharded_layers.py.
 
-    python sharded_layers.py RANK PORT OUTPUT_FILE
+    python sharded_layers.py OUTPUT_FILE
 
 Four processes serve all cases. A case with fewer ranks uses a mesh of the first ones. The model has rows and experts
 that no number of ranks divides: 10 rows, 3 experts.
@@ -8,7 +8,6 @@ that no number of ranks divides: 10 rows, 3 experts.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -106,19 +105,18 @@ def loss_of(y: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def main() -> None:
-    rank, port, output = sys.argv[1:]
-    os.environ |= {"RANK": rank, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.distributed.init_process_group("cpu:gloo")
+    rank = torch.distributed.get_rank()
     results: dict[Any, Any] = {}
     for world in WORLDS:
         mesh = torch.distributed.device_mesh.DeviceMesh("cpu", list(range(world)))
-        if int(rank) < world:
+        if rank < world:
             for scheme in SCHEMES:
-                results[world, scheme] = run_case(mesh, scheme, int(rank))
+                results[world, scheme] = run_case(mesh, scheme, rank)
             plain, marlin = experts_kernels()
-            results[world, "marlin"] = with_kernel(mesh, plain, int(rank)), with_kernel(mesh, marlin, int(rank), True)
+            results[world, "marlin"] = with_kernel(mesh, plain, rank), with_kernel(mesh, marlin, rank, True)
         torch.distributed.barrier()
-    torch.save(results, f"{output}.{rank}")
+    torch.save(results, f"{sys.argv[1]}.{rank}")
     torch.distributed.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """One rank of verl's FSDP2 engine as QaRL registers it, without Ray: run by test_verl_engine.py.
 
-    python verl_engine.py RANK WORLD_SIZE PORT JOBS_FILE OUTPUT_FILE
+    python verl_engine.py JOBS_FILE OUTPUT_FILE
 
 The jobs file (torch.save) holds `model`, `rows` (padded tensors, as `make_rows` of the test makes them) and `jobs`, a
 list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass before, `lr`, `steps`, `quant`, `rows` and
@@ -11,9 +11,6 @@ optimizer keys. `quant` may be None, and `loss` a loss of verl's.
 first rank asks the rollout's servers, which answer late or are dead.
 """
 
-# The environment is set before torch and verl are imported: they read it then.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import os
@@ -23,10 +20,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-rank, world, port, jobs_file, output_file = sys.argv[1:]
-os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-os.environ |= {"VERL_PLATFORM": "cpu", "LOCAL_RANK": "0", "RAY_RAYLET_PID": port, "RAY_JOB_ID": "01000000"}
 
 import torch
 import verl  # noqa: F401  registers its platform
@@ -41,6 +34,8 @@ from verl.workers.utils.padding import response_from_nested
 from qarl.errors import UserError
 from qarl.rollout.publish.wire import BEGIN, read_record
 from qarl.verl.config_classes import QaRLPolicyLossConfig, QuantFSDPEngineConfig
+
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 
 def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:
@@ -322,7 +317,8 @@ def move_a_moment(state: dict[str, Any]) -> None:
     local.view(-1)[0] += 1
 
 
-torch.distributed.init_process_group("cpu:gloo", rank=int(rank), world_size=int(world))
+jobs_file, output_file = sys.argv[1:]
+torch.distributed.init_process_group("cpu:gloo")
 jobs = torch.load(jobs_file, weights_only=False)
 results = [run(jobs, job) for job in jobs["jobs"]]
 if rank == "0":

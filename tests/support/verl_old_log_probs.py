@@ -278,8 +278,7 @@ def counts(trainer: Any) -> tuple[Any, Any]:
 
 
 def main(folder: Path, output: str) -> None:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("cpu:gloo", rank=0, world_size=1, store=store)
+    torch.distributed.init_process_group("cpu:gloo")
     make_files(folder)
     os.chdir(folder)
     torch.save({name: shown(name) for name in SCENARIOS}, output)
@@ -287,6 +286,4 @@ def main(folder: Path, output: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ["VERL_PLATFORM"] = "cpu"
     main(Path(sys.argv[1]), sys.argv[2])

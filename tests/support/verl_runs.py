@@ -1,4 +1,4 @@
-"""Configs of runs on verl, what its replay buffer is made with, and programs of this folder in their own process."""
+"""Configs of runs on verl, and what its replay buffer is made with."""
 
 from __future__ import annotations
 
@@ -24,15 +24,6 @@ def quickstart(**changes: object) -> Config:
             for section, _, leaf in (key.partition(".") for key in rule.keys if key not in changes):
                 values.get(section, {}).pop(leaf, None)
     return build_config(values)
-
-
-def run_program(name: str, *arguments: object, **variables: str) -> str:
-    """Run a program of this folder on verl's platform `cpu`. Return its output."""
-    variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support" / name), *map(str, arguments)]
-    run = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=580)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return run.stdout
 
 
 # Differs between the answers of a random model.
@@ -69,8 +60,6 @@ def run_quickstart(output: Path, model: Path, data: Path, changes: dict[str, obj
     return output / "quickstart_verl"
 
 
-RAYS = {"RAY_RAYLET_PID": "1", "RAY_JOB_ID": "01000000"}
-"""Variables that Ray sets in its workers."""
 KWARGS = {
     "trainer_mode": "sync",
     "trainer_config": {},

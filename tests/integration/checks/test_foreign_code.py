@@ -13,7 +13,7 @@ import pytest
 from checkout import ROOT
 from engine_helpers import config as run_config
 
-from qarl.checkpoint.compressed_tensors import ModelFiles, model_of
+from qarl.checkpoint.model_files import ModelFiles, model_of
 from qarl.checks import model_folder
 from qarl.checks.model import refuse_hidden_code
 from qarl.errors import UserError

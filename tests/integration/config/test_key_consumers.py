@@ -20,7 +20,7 @@ from qarl.config import ConfigError
 from qarl.errors import UserError
 from qarl.trainer import local
 from qarl.verl.checks import refuse_unsupported
-from qarl.verl.keys import worker_environment
+from qarl.verl.config import worker_environment
 from qarl.verl.run import verl_keys
 
 pytestmark = [pytest.mark.long, pytest.mark.verl]
@@ -202,7 +202,7 @@ BESIDE_VERL = {
     "verl": "qarl/verl/run.py",
     "backend": "qarl/train.py",
     "dry_run": "qarl/train.py",
-    "trainer.num_threads": "qarl/verl/keys.py",
+    "trainer.num_threads": "qarl/verl/config.py",
     "trainer.logger": "qarl/verl/run.py",
     "trainer.plots": "qarl/verl/run.py",
     "trainer.report": "qarl/verl/run.py",

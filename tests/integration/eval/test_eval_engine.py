@@ -11,7 +11,7 @@ from fresh_vllm import greedy_in_a_fresh_vllm
 from transformers import AutoTokenizer
 
 from qarl.__main__ import main
-from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, read_tensors, write_model
+from qarl.checkpoint.model_files import ModelFiles, linears_of, packed, read_tensors, write_model
 from qarl.data.prompts import load_prompts
 from qarl.data.rewards import arithmetic
 from qarl.quant.scheme import get_scheme

@@ -17,7 +17,7 @@ from cpu_features import needs_w4a16_cpu
 from datasets import load_dataset
 
 from qarl.__main__ import main
-from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, read_tensors, write_model
+from qarl.checkpoint.model_files import ModelFiles, linears_of, packed, read_tensors, write_model
 from qarl.eval.harness import sets_of
 from qarl.quant.scheme import get_scheme
 

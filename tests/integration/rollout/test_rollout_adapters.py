@@ -15,7 +15,7 @@ from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, SCHEME, greedy, load_model
 from fresh_vllm import greedy_in_a_fresh_vllm
 
-from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
+from qarl.checkpoint.model_files import ModelFiles, save_model
 from qarl.config.lora import LoraConfig
 from qarl.errors import UserError
 from qarl.lora.adapter import FOLDER, Adapter

@@ -18,7 +18,7 @@ from engine_helpers import PROMPTS, greedy, load_model
 from fresh_vllm import greedy_in_a_fresh_vllm
 from random_models import save_random_model
 
-from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
+from qarl.checkpoint.model_files import ModelFiles, save_model
 from qarl.errors import UserError
 from qarl.quant import QuantLinear, Scheme, get_scheme, packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig

@@ -83,7 +83,7 @@ def on_verl(config: Any, rewards: torch.Tensor, lengths: list[int]) -> torch.Ten
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
-    from qarl.verl.keys import algorithm_keys
+    from qarl.verl.config import algorithm_keys
 
     keys = algorithm_keys(config)
     mask = (torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]).float()

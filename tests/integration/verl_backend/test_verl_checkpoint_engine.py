@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from publish_streams import weights
-from verl_runs import RAYS, run_program
+from ranks import RAYS, run_ranks
 
 from qarl.rollout.publish.sockets import PeerLost
 from qarl.rollout.publish.wire import COMMIT, DeltaSender
@@ -185,7 +185,7 @@ def test_the_topology_and_the_other_ranks():
 def test_the_actor_asks_no_server_that_waits_for_its_tensors(tmp_path: Path) -> None:
     """verl has both sides at work at once. The publishes take changes where they can, and one that fails in the engine
     is followed by a full one."""
-    output = run_program("verl_separate.py", tmp_path)
+    output = run_ranks("verl_separate.py", 1, tmp_path)
     publishes = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert len(publishes) == 5
     assert [entry["error"] == "" for entry in publishes] == [True, True, False, True, True], publishes

@@ -31,7 +31,7 @@ from qarl.config import describe_keys, load_config
 from qarl.errors import UserError
 from qarl.trainer.master_optimizer import lr_scale
 from qarl.verl.checks import OWN_KEYS, refuse_partial_batches
-from qarl.verl.keys import verl_keys, worker_environment
+from qarl.verl.config import verl_keys, worker_environment
 from qarl.verl.run import dry_run, verl_config
 
 pytestmark = pytest.mark.usefixtures("own_environment")

@@ -14,8 +14,8 @@ from fsdp_ranks import BANDS, QUANT, assert_same_gradients, local_update, make_r
 from random_models import save_random_model
 from same_bytes import same_bytes
 
-from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.export import ExportRequest, export
+from qarl.checkpoint.model_files import read_tensors
 from qarl.quant import get_scheme, packed_state_dict, quantize
 from qarl.quant.experts import matrices, stacked, unstacked
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from verl_runs import quickstart
 
 from qarl.kernels import log_probs
-from qarl.verl.keys import fsdp_engine_settings, routing_keys
+from qarl.verl.config import fsdp_engine_settings, routing_keys
 
 pytest.importorskip("verl")
 

@@ -23,8 +23,8 @@ from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.objectives.settings import objective_settings
 from qarl.quant.scheme import SCHEMES
 from qarl.tbpo import TBPOConfig
+from qarl.verl.config import verl_keys
 from qarl.verl.config_classes import CheckBeforeRay, actor_settings, tbpo_config
-from qarl.verl.keys import verl_keys
 from qarl.verl.run import verl_config
 
 pytestmark = pytest.mark.usefixtures("own_environment")

@@ -131,7 +131,7 @@ def on_verl(loss: str, correction: dict[str, Any], **more: Any) -> Config:
 
 def composed(config: Config) -> Any:
     """verl's config of a run. Hydra composes the rest only once."""
-    from qarl.verl.keys import algorithm_keys, objective_keys
+    from qarl.verl.config import algorithm_keys, objective_keys
 
     settings = base().copy()
     for key, value in (objective_keys(config) | algorithm_keys(config)).items():

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import RAYS, run_ranks
 from verl_old_log_probs import COUNT, SCENARIOS
-from verl_runs import RAYS, run_program
 
 pytestmark = pytest.mark.verl
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.verl
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each scenario shows, from one process."""
     folder = tmp_path_factory.mktemp("old_log_probs")
-    run_program("verl_old_log_probs.py", folder / "files", folder / "cases.pt", **RAYS)
+    run_ranks("verl_old_log_probs.py", 1, folder / "files", folder / "cases.pt", **RAYS)
     cases: dict[str, Any] = torch.load(folder / "cases.pt", weights_only=False)
     return cases
 

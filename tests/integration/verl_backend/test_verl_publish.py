@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 import zmq
-from verl_runs import RAYS, run_program
+from ranks import RAYS, run_ranks
 
 from qarl.errors import UserError
 from qarl.rollout.publish.wire import UNIT, TransferFailed, encode_publish
@@ -115,7 +115,7 @@ def test_a_time_limit_that_is_none_is_refused(monkeypatch, text):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     output = tmp_path_factory.mktemp("receive") / "results.json"
-    run_program("verl_receive.py", output, **RAYS)
+    run_ranks("verl_receive.py", 1, output, **RAYS)
     return json.loads(output.read_text())
 
 

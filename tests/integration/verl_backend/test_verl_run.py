@@ -17,7 +17,7 @@ from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from random_models import save_random_model
 from verl_runs import REWARD, run_quickstart, start
 
-from qarl.checkpoint.compressed_tensors import linears_of, packed, read_tensors
+from qarl.checkpoint.model_files import linears_of, packed, read_tensors
 from qarl.metrics.mismatch_limit import resolve_limit
 from qarl.metrics.tracker import read_metrics
 from qarl.quant import get_scheme

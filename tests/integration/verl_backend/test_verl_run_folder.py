@@ -19,7 +19,7 @@ from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
 from qarl.verl.checkpoint import engine_state
-from qarl.verl.keys import trainer_keys
+from qarl.verl.config import trainer_keys
 from qarl.verl.run import MetricsFollower, answered_interrupt, our_names
 
 pytest.importorskip("verl")

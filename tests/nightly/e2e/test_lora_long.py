@@ -9,7 +9,7 @@ from engine_helpers import config
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import prepare_run
 
-pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, pytest.mark.slow, needs_w4a16_cpu]
+pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
 MOE = ["model.path=models/tiny-qwen3-moe", 'quant.ignore=["lm_head","re:.*mlp[.]gate$"]']
 
 

@@ -73,10 +73,7 @@ def fail_once_in_step(monkeypatch, number: int) -> None:
     "overrides",
     [
         ["quant.scheme=w4a16"],
-        pytest.param(
-            ["quant.align=off", "optim.name=muon", "optim.muon_lr=1e-3", "optim.master_dtype=bf16"],
-            marks=pytest.mark.slow,
-        ),
+        ["quant.align=off", "optim.name=muon", "optim.muon_lr=1e-3", "optim.master_dtype=bf16"],
     ],
     ids=["adamw, fp32 masters", "muon, bf16 masters"],
 )
@@ -105,7 +102,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch, capfd,
     assert lines == [1, 2, 3, 3, 4]
 
 
-@pytest.mark.slow
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path, monkeypatch, capfd):
     """The operating system refuses the checkpoint of step 2 (file size limit); that of step 3 is written again."""
     reference = small(tmp_path, "reference")
@@ -131,7 +127,6 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path, monkeypatch, 
     assert final_state(refused) == final_state(reference)
 
 
-@pytest.mark.slow
 def test_a_run_that_ended_before_its_last_line_was_written_only_finishes(tmp_path):
     settings = small(tmp_path, "late", "trainer.total_training_steps=2")
     run(settings)

@@ -45,7 +45,6 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
-@pytest.mark.slow
 @needs_w4a16_cpu
 def test_a_reader_of_the_wheel(run: Run, tmp_path: Path) -> None:
     qarl, folder = ("-m", "qarl"), tmp_path / "work"

@@ -12,7 +12,7 @@ from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 from random_moe import save_random_moe
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_w4a16_cpu]
+pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 MODELS = {
     "dense": lambda folder: save_random_model(folder, initializer_range=0.08, intermediate_size=128),
     "experts": save_random_moe,

@@ -23,7 +23,7 @@ from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.sockets import PeerLost
 from qarl.rollout.publish.wire import TransferFailed
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_w4a16_cpu]
+pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
 
 class Remote:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from qarl.optim.muon_adamw import MuonAdamW
 
 pytest.importorskip("verl")
-pytestmark = [needs_w4a16_cpu, pytest.mark.verl, pytest.mark.slow]  # tests/unit/optim/test_shards.py is the short form
+pytestmark = needs_w4a16_cpu  # tests/unit/optim/test_shards.py is the short form
 
 LR = 1e-3
 KINDS = [("muon", "fp32"), ("muon", "bf16"), ("adamw", "bf16")]

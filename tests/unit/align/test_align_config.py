@@ -15,9 +15,9 @@ from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model, rotary
-from qarl.align.config_verdicts import TABLE, verdict
 from qarl.align.families import FAMILIES
 from qarl.align.levels import resolve_level, rotary_unavailable
+from qarl.align.model_config import TABLE, verdict
 from qarl.align.rotary import INTERLEAVED, PARTIAL, is_plain, match_rotary
 from qarl.checks.machine import this_machine
 from qarl.checks.model import check_architecture, check_served

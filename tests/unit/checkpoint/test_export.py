@@ -14,17 +14,17 @@ from checkpoint_state import whole_state
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl.checkpoint import compressed_tensors
-from qarl.checkpoint.compressed_tensors import (
+from qarl.checkpoint import model_files
+from qarl.checkpoint.export import ExportRequest, check_output, export
+from qarl.checkpoint.model_files import (
     ModelFiles,
     read_tensors,
     save_model,
     weight_files,
 )
-from qarl.checkpoint.export import ExportRequest, check_output, export
 from qarl.checkpoint.resumable import open_checkpoint, save_checkpoint, tensor_digest
 from qarl.config import OptimConfig
-from qarl.config.arguments import read_request
+from qarl.config.command_arguments import read_request
 from qarl.errors import UserError
 from qarl.export import main
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
@@ -123,7 +123,7 @@ def test_without_fp32_masters_the_error_names_the_way_out(tmp_path):
 def test_large_models_are_sharded(tmp_path, monkeypatch):
     run, _, _ = make_run(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(compressed_tensors, "MAX_SHARD_BYTES", 100_000)
+        patch.setattr(model_files, "MAX_SHARD_BYTES", 100_000)
         run_export(run, tmp_path / "out", "step=2")
     files = weight_files(tmp_path / "out")
     assert len(files) >= 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
@@ -147,7 +147,7 @@ def test_no_more_than_a_shard_is_in_memory(tmp_path, monkeypatch):
             yield f"t{number}", tensor
 
     source = save_random_model(tmp_path / "source")
-    monkeypatch.setattr(compressed_tensors, "MAX_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(model_files, "MAX_SHARD_BYTES", 20_000)
     save_model(tmp_path / "out", ModelFiles.from_folder(source), stream(), scheme=get_scheme("bf16"))
     assert dict(read_tensors(tmp_path / "out"))["t39"][0] == 39
     assert most <= 7, "five tensors of a shard, the one that opens the next, and the one being made"

@@ -10,7 +10,7 @@ from checkpoint_state import small_disk
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
+from qarl.checkpoint.model_files import ModelFiles, save_model
 from qarl.checkpoint.storage import StorageError
 from qarl.quant import get_scheme, packed_state_dict, quantize
 

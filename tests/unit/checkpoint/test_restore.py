@@ -15,7 +15,7 @@ from engine_helpers import config as run_config
 from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
-from qarl.checkpoint.compressed_tensors import ModelFiles
+from qarl.checkpoint.model_files import ModelFiles
 from qarl.checkpoint.resumable import CheckpointError, open_checkpoint, save_checkpoint
 from qarl.checks.model_folder import load_tokenizer
 from qarl.data.prompts import Prompt, PromptSampler

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.proofs.counting import counting
 from benchmarks.proofs.shard_costs import stack_shapes, wire
 from qarl.align import align_model
-from qarl.checkpoint.compressed_tensors import ModelFiles
+from qarl.checkpoint.model_files import ModelFiles
 from qarl.checkpoint.resumable import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate
 from qarl.checks.memory_terms import adapter_parameters

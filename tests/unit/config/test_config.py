@@ -9,8 +9,8 @@ import yaml
 from checkout import SHIPPED
 from config_problems import MINIMAL
 
-from qarl.config import Config, ConfigError, build_config, describe_keys, load_config, read_yaml, write_resolved
-from qarl.config.read_yaml import find_config, shipped_folder
+from qarl.config import Config, ConfigError, build_config, describe_keys, load_config, read_config, write_resolved
+from qarl.config.read_config import find_config, shipped_folder
 
 
 def test_defaults_file_and_overrides_in_that_order(folder: Path) -> None:
@@ -48,14 +48,14 @@ def test_defaults_are_the_papers_and_verls(folder: Path) -> None:
     ],
 )
 def test_yaml_values_follow_yaml_1_2(text: str, value: Any) -> None:
-    parsed = read_yaml.parse_value(text)
+    parsed = read_config.parse_value(text)
     assert parsed == value
     assert type(parsed) is type(value)
 
 
 @pytest.mark.parametrize("text", ["off", "1e-4", "true", "~", "", "2024-01-01", "- a", "a: b", "'", "x # y", "é", "1."])
 def test_text_survives_a_written_config(text: str) -> None:
-    assert read_yaml.parse_value(read_yaml.dump({"key": text})) == {"key": text}
+    assert read_config.parse_value(read_config.dump({"key": text})) == {"key": text}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

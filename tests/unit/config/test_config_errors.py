@@ -9,7 +9,7 @@ import pytest
 from config_problems import MINIMAL, file_problem, override_problem, problem_of, problems_of
 
 from qarl.config import describe_keys, load_config
-from qarl.config.read_yaml import available_configs
+from qarl.config.read_config import available_configs
 from qarl.errors import UserError
 
 

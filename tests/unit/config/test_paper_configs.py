@@ -21,7 +21,7 @@ from qarl.checks.memory_terms import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
 from qarl.doctor.model import TIGHT
-from qarl.verl.keys import verl_keys
+from qarl.verl.config import verl_keys
 
 MODELS = {
     "qwen2_5_math_1_5b_w4a16": "Qwen2.5-Math-1.5B",

@@ -13,7 +13,7 @@ from doctor_rig import examine, said
 
 from qarl.checks import model_folder as hub
 from qarl.config import load_config
-from qarl.config.read_yaml import available_configs
+from qarl.config.read_config import available_configs
 from qarl.train import main
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("startable_run")]

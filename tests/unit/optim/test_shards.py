@@ -19,7 +19,7 @@ MESHES = ["1", "2", "3", "4", "2 x 2"]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     output = tmp_path_factory.mktemp("ranks") / "states.pt"
-    run_ranks("optim_ranks.py", optim_ranks.RANKS, str(output))
+    run_ranks("optim_ranks.py", optim_ranks.RANKS, output)
     return torch.load(output, weights_only=False)
 
 

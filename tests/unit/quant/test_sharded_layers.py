@@ -23,7 +23,7 @@ Results = Callable[[int, str], list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     output = tmp_path_factory.mktemp("ranks") / "output"
-    run_ranks("sharded_layers.py", 4, str(output))
+    run_ranks("sharded_layers.py", 4, output)
     reports = [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(4)]
     return lambda world, scheme: [reports[rank][world, scheme] for rank in range(world)]
 

@@ -165,3 +165,8 @@ def test_every_run_of_a_suite_is_a_valid_config(name: str, tmp_path: Path, monke
     assert not any(isinstance(value, bool) for arm in suite.arms.values() for value in arm.values()), (
         "quote off in YAML"
     )
+
+
+def test_an_arm_begins_where_an_earlier_one_ended(tmp_path: Path) -> None:
+    arguments = ablate.load_suite("post_training").arguments(ablate.Run("bf16_then_w4a16", 3), tmp_path, [])
+    assert f"model.path={tmp_path}/bf16-s3/export" in arguments

@@ -11,7 +11,7 @@ from engine_helpers import config
 from random_models import save_random_model
 from updating_trainer import through_checkpoint, updating_trainer
 
-from qarl.checkpoint.compressed_tensors import read_tensors
+from qarl.checkpoint.model_files import read_tensors
 from qarl.checkpoint.resumable import tensor_digest
 from qarl.quant.experts import unstacked
 from qarl.quant.state_dict import low_bit_layers, requantize

@@ -323,7 +323,7 @@ def check_config_keys(config: Any) -> None:
     """Raise UserError if the config has a refused key with a value that has an effect.
 
     The error names the side that ignores the key. In a config of a family in `SHOWN`, every value that was never
-    compared is refused (`qarl.align.config_verdicts`). Configs of other families pass; `check_family` refuses them.
+    compared is refused (`qarl.align.model_config`). Configs of other families pass; `check_family` refuses them.
     """
     if config.model_type not in FAMILIES:
         check_compared_keys(config, UNREAD)

@@ -1,9 +1,10 @@
-"""Write the predicted tables of docs/benchmarks.md: `python scripts/plan_tables.py docs/benchmarks.md`.
+"""Write the predicted tables of docs/benchmarks.md and docs/lora.md: `python scripts/plan_tables.py docs/lora.md`.
 
 A table stands between `<!-- plan: NAME -->` and `<!-- /plan -->`.
 
     speed    time of a step by model, scheme and level relative to BF16, beside arXiv 2604.07853 (figures 9b and 11)
     phases   Qwen3-30B-A3B with long responses, by phase
+    fits     with adapters, the longest responses that one GPU has room for
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any
 
 from bench_table import main
 
+from qarl.bench.model import find_model, run_config
 from qarl.bench.predict import predict
 from qarl.bench.report import markdown_table
 from qarl.bench.roofline import PHASES, TERMS, Work, assumed_rates
+from qarl.checks.memory import estimate
+from qarl.checks.memory_terms import GIB
 from qarl.config.quant import ROLLOUT_SCHEMES
 
 GPU = "h100"
@@ -38,6 +42,13 @@ LONG: dict[str, Any] = {
     "prompts": 512, "n": 8, "prompt_length": 200, "response_length": (4000, 16384), "mini_batches": 8,
     "micro_tokens": 22528, "schemes": ("w4a16",), "optimizer": "muon",
 }  # fmt: skip
+
+ROOM = {16: 14.7, 24: 22.1, 48: 44.4, 80: 79.2}
+"""GiB that GPUs sold with so many GB have for programs, the least of several: T4, A10, A40 and A100."""
+ADAPTED = ("Qwen2.5-0.5B", "Qwen2.5-Math-1.5B", "Qwen3-8B", "Qwen3-30B-A3B")
+SEQUENCES, PROMPT = 16, 1024
+"""Responses of full length that the KV cache must have room for at a time, and tokens of their prompts."""
+SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 def speed() -> str:
@@ -75,7 +86,28 @@ def _seconds(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
-TABLES = {"speed": speed, "phases": phases}
+def fits() -> str:
+    """Return the longest responses, in tokens, with which a local run of `lora.r=32` fits one GPU, by model and GPU."""
+    heads = ["longest responses, W4A16, `lora.r=32`", *(f"{gigabytes} GB" for gigabytes in ROOM)]
+    return markdown_table(heads, [[name, *(_longest(name, room) for room in ROOM.values())] for name in ADAPTED])
+
+
+def _longest(name: str, room: float) -> str:
+    source = find_model(name)
+    positions = source.config["max_position_embeddings"]
+    for tokens in (2**power for power in range(15, 8, -1) if PROMPT + 2**power <= positions):
+        for share in SHARES:
+            work = Work(model=name, prompts=64, n=8, prompt_length=PROMPT, gpu_memory_utilization=share)
+            sizes = {f"{part}_micro_batch_size_per_gpu": 1 for part in ("ppo", "log_prob")}
+            more: dict[str, Any] = {"data": {"max_response_length": tokens}, "lora": {"r": 32}, "actor": sizes}
+            config = run_config(name, work, "w4a16", "linears", model={"gradient_checkpointing": True}, **more)
+            plan = estimate(source.size, config, device="cuda", gpu_memory_bytes=int(room * GIB))
+            if plan.peak[1] <= room * GIB and plan.kv_tokens >= SEQUENCES * (PROMPT + tokens):
+                return f"{tokens} ({share:.0%})"
+    return "none"
+
+
+TABLES = {"speed": speed, "phases": phases, "fits": fits}
 
 
 def table(name: str) -> str:

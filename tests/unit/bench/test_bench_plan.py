@@ -200,13 +200,13 @@ def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureF
     assert [name for name in TERMS if f"\n| {name} |" not in said] == []
 
 
-def test_the_page_shows_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/benchmarks.md: the tables that scripts/plan_tables.py makes, and the commands that it names."""
+def test_the_pages_show_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables that scripts/plan_tables.py makes, and the commands that docs/benchmarks.md names."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     tables, replace = importlib.import_module("plan_tables"), importlib.import_module("bench_table").replace_tables
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert replace(page, "plan", tables.table) == page
-    assert set(re.findall(r"<!-- plan: (\w+) -->", page)) == set(tables.TABLES)
+    page, adapters = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "lora.md"))
+    assert all(replace(text, "plan", tables.table) == text for text in (page, adapters))
+    assert re.findall(r"<!-- plan: (\w+) -->", page + adapters) == list(tables.TABLES)
     joined = page.replace("\n", " ")
     for command, settings in (("plan gpu=h100 gpus=8", tables.SPEED), ("plan model=Qwen3-30B-A3B", tables.LONG)):
         words = joined.partition(f"`{command}")[2].partition("`")[0].split()

@@ -96,12 +96,16 @@ def _longest(name: str, room: float) -> str:
     source = find_model(name)
     positions = source.config["max_position_embeddings"]
     for tokens in (2**power for power in range(15, 8, -1) if PROMPT + 2**power <= positions):
+        work = Work(model=name, prompts=64, n=8, prompt_length=PROMPT)
+        sizes = {f"{part}_micro_batch_size_per_gpu": 1 for part in ("ppo", "log_prob")}
+        more: dict[str, Any] = {"data": {"max_response_length": tokens}, "lora": {"r": 32}, "actor": sizes}
+        config = run_config(name, work, "w4a16", "linears", model={"gradient_checkpointing": True}, **more)
         for share in SHARES:
-            work = Work(model=name, prompts=64, n=8, prompt_length=PROMPT, gpu_memory_utilization=share)
-            sizes = {f"{part}_micro_batch_size_per_gpu": 1 for part in ("ppo", "log_prob")}
-            more: dict[str, Any] = {"data": {"max_response_length": tokens}, "lora": {"r": 32}, "actor": sizes}
-            config = run_config(name, work, "w4a16", "linears", model={"gradient_checkpointing": True}, **more)
-            plan = estimate(source.size, config, device="cuda", gpu_memory_bytes=int(room * GIB))
+            rollout = config.rollout.model_copy(update={"gpu_memory_utilization": share})
+            run = config.model_copy(update={"rollout": rollout})
+            plan = estimate(source.size, run, device="cuda", gpu_memory_bytes=int(room * GIB))
+            if plan.total("update") > room * GIB:  # whatever vLLM's share
+                break
             if plan.peak[1] <= room * GIB and plan.kv_tokens >= SEQUENCES * (PROMPT + tokens):
                 return f"{tokens} ({share:.0%})"
     return "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 Shape = tuple[int, int]
@@ -83,7 +84,8 @@ class ModelSize:
             linears |= _mlp(f"{prefix}mlp.experts.{expert}.", self.hidden, self.moe_intermediate)
         return linears
 
-    def linears(self) -> dict[str, Shape]:
+    @lru_cache(maxsize=8)  # noqa: B019  a frozen dataclass, of which a process has a few
+    def linears(self) -> Mapping[str, Shape]:
         """[N, K] of every linear in all blocks. lm_head is not included."""
         return {name: shape for layer in range(self.layers) for name, shape in self.block_linears(layer).items()}
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from functools import cache
 from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -33,13 +34,10 @@ def run_ranks(program: str, count: int, *arguments: object, timeout: float = 300
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "LOCAL_RANK": "0"}
-    words, until = list(map(str, arguments)), time.monotonic() + timeout
+    until = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, str(rank)) for rank in range(count)]
-        start = _forking().Process
-        ranks = [start(target=_run, args=(program, words, variables | {"RANK": str(r)}, logs[r])) for r in range(count)]
-        for rank in ranks:
-            rank.start()
+        ranks = [fork(program, log, *arguments, **variables, RANK=str(rank)) for rank, log in enumerate(logs)]
         try:
             while not any(rank.exitcode for rank in ranks) and any(rank.exitcode is None for rank in ranks):
                 left = until - time.monotonic()
@@ -53,8 +51,16 @@ def run_ranks(program: str, count: int, *arguments: object, timeout: float = 300
     return printed[0]
 
 
+def fork(program: str, log: Path, *arguments: object, **variables: str) -> ForkServerProcess:
+    """Start `program`, which prints to `log`."""
+    words = list(map(str, arguments))
+    process = _forking().Process(target=_run, args=(program, words, variables, log))
+    process.start()
+    return process
+
+
 @cache
-def _forking() -> multiprocessing.context.ForkServerContext:
+def _forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with patch.dict(os.environ, ENVIRONMENT):

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from checkout import ROOT
 from checkpoint_state import save, small_disk
+from ranks import fork
 
 from qarl.checkpoint.model_files import read_tensors
 from qarl.checkpoint.resumable import (
@@ -183,14 +184,10 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["disk", "model", "model", "new"]
 
 
-_SAVE_FOREVER = """
-import itertools, pathlib, sys
-sys.path.insert(0, sys.argv[3])
-from checkpoint_state import save
-for step in itertools.count(1):
-    save(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]) / f"step_{step % 3}", step=step % 3)
-    print(step, flush=True)
-"""
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.0005)
 
 
 @pytest.mark.long
@@ -198,29 +195,30 @@ def test_sigkill_while_saving_leaves_whole_checkpoints_only(pristine_model, tmp_
     """Checkpoints written over and over, some in place of an older one, and killed at three moments, two in a write."""
     chance = random.Random(0)
     left_over = 0
-    command = [sys.executable, "-c", _SAVE_FOREVER, str(pristine_model), str(tmp_path), str(ROOT / "tests/support")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    folder, log = tmp_path / "saved", tmp_path / "log"
+    folder.mkdir()
     for attempt in range(3):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            assert process.stdout is not None
-            for _ in range(3):
-                assert process.stdout.readline().strip().isdecimal()
-            time.sleep(chance.uniform(0, 0.2))
-            while attempt >= 1:
-                os.kill(process.pid, signal.SIGSTOP)
-                os.waitpid(process.pid, os.WUNTRACED)
-                if any(".partial-" in path.name for path in tmp_path.iterdir()):
-                    break
-                os.kill(process.pid, signal.SIGCONT)
-                time.sleep(0.001)
-            os.kill(process.pid, signal.SIGKILL)
-        before = {path.name for path in tmp_path.iterdir()}
-        recover(tmp_path)
-        after = {path.name for path in tmp_path.iterdir()}
+        process = fork("save_forever.py", log, pristine_model, folder)
+        while not log.exists() or sum(map(str.isdecimal, log.read_text().splitlines())) < 3:
+            assert process.is_alive(), log.read_text()
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.2))
+        while attempt >= 1:
+            stop(process.pid)
+            if any(".partial-" in path.name for path in folder.iterdir()):
+                break
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.001)
+        process.kill()
+        process.join()
+        log.unlink()
+        before = {path.name for path in folder.iterdir()}
+        recover(folder)
+        after = {path.name for path in folder.iterdir()}
         left_over += before != after
         assert after == {"step_0", "step_1", "step_2"}
-        for _, folder in list_checkpoints(tmp_path):
-            open_checkpoint(folder)
+        for _, checkpoint in list_checkpoints(folder):
+            open_checkpoint(checkpoint)
     assert left_over >= 2
 
 

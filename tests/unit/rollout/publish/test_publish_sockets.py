@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkout import ROOT
 from publish_streams import engine_model, receiver, weights
+from ranks import fork
 
 from qarl.errors import UserError
 from qarl.rollout.publish import sockets
@@ -47,10 +47,16 @@ def server():
     server.close()
 
 
-def start(server: WeightServer, publishes: int = 1, *die_at: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/remote_receiver.py")]
-    arguments = [*map(str, server.address), TOKEN, str(publishes), *die_at]
-    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def start(server, tmp_path):
+    """Start a receiver. What is returned waits for its end, and returns its exit code and what it printed."""
+
+    def begin(publishes: int = 1, *die_at: str) -> Any:
+        log = tmp_path / f"{publishes}{len(die_at)}"
+        process = fork("remote_receiver.py", log, *server.address, TOKEN, publishes, *die_at)
+        return lambda: (process.join(60), process.exitcode, log.read_text())[1:]
+
+    return begin
 
 
 def moved(tensors: list) -> list:
@@ -62,22 +68,22 @@ def stream_of(sender: DeltaSender, tensors: list, version: int, receivers: Any) 
 
 
 @pytest.mark.long
-def test_another_process_gets_the_same_tensors_and_then_changes(server):
+def test_another_process_gets_the_same_tensors_and_then_changes(server, start):
     sender, tensors = DeltaSender(), weights("llama")
-    process = start(server, 3)
+    ended = start(3)
     for version in (1, 2, 3):
         fingerprints = server.publish(partial(stream_of, sender, tensors, version))
         assert fingerprints == [sender.cache.fingerprint], "of the version and of the checksums of all tensors"
         assert sender.metrics()["publish/delta"] == (version > 1)
         tensors = moved(tensors)
-    out, err = process.communicate(timeout=60)
-    lines = out.splitlines()
-    assert process.returncode == 0 and [line.split()[:2] for line in lines] == [[str(v), "False"] for v in (1, 2, 3)]
-    assert lines[-1].split()[2] == sender.cache.fingerprint and "error" not in err
+    code, printed = ended()
+    lines = printed.splitlines()
+    assert code == 0 and [line.split()[:2] for line in lines] == [[str(v), "False"] for v in (1, 2, 3)]
+    assert lines[-1].split()[2] == sender.cache.fingerprint
 
 
 @pytest.mark.long
-def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(server):
+def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(server, start):
     """It is noticed at once. The next publish sends all tensors."""
     sender, tensors, begun = DeltaSender(), weights("llama"), []
 
@@ -85,14 +91,14 @@ def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(server):
         begun.append(time.monotonic())
         return sender.stream(tensors, version=1, receivers=receivers)
 
-    process = start(server, 1, LATE)
+    ended = start(1, LATE)
     with pytest.raises(PeerLost, match="the publish lost a receiver"):
         server.publish(stream)
     assert time.monotonic() - begun[0] < 10
-    process.communicate(timeout=60)
-    process = start(server)
+    assert ended()[0] == -signal.SIGKILL
+    ended = start()
     assert server.publish(stream) == [sender.cache.fingerprint] and not sender.tally.known
-    assert process.communicate(timeout=60)[0].split()[:2] == ["1", "False"]
+    assert ended()[1].split()[:2] == ["1", "False"]
 
 
 def publish_in_thread(server: WeightServer, make_stream: Any) -> tuple[threading.Thread, list[Any]]:

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from qarl.checks.model_size import ModelSize, Shape, prepared_bytes, wire_bytes
@@ -179,12 +178,9 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
 
 
 def quantized_linears(size: ModelSize, config: Config) -> Mapping[str, Shape]:
-    return {} if config.quant.scheme == "bf16" else _not_ignored(size, tuple(config.quant.ignore))
-
-
-@lru_cache(maxsize=8)  # Qwen3-30B-A3B has 18 thousand linears, and many terms ask for them
-def _not_ignored(size: ModelSize, ignore: tuple[str, ...]) -> Mapping[str, Shape]:
-    return {name: shape for name, shape in size.linears().items() if not is_ignored(name, ignore)}
+    if config.quant.scheme == "bf16":
+        return {}
+    return {name: shape for name, shape in size.linears().items() if not is_ignored(name, config.quant.ignore)}
 
 
 def published(size: ModelSize, config: Config) -> int:

@@ -75,7 +75,6 @@ PARTS = {
     "lacks": Part("lacks", 20, "", python("print(1)"), ("no_such_package",)),
     "wrong": Part("wrong", 20, "", python("print('wrong'); raise SystemExit(4)")),
     "slow": Part("slow", 60, "", python("print('half', flush=True); import time; time.sleep(50)")),
-    "pid": Part("pid", 60, "", python("import os, time; print(os.getpid(), flush=True); time.sleep(50)")),
     "after": Part("after", 20, "", python("print('after')")),
 }
 
@@ -148,32 +147,6 @@ def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(tmp_pa
     later = subprocess.run(driver(tmp_path, "one", "after"), capture_output=True, text=True, timeout=120)
     assert later.returncode == 0 and "== one: passed before" in later.stdout
     assert {name: part["status"] for name, part in parts_of(tmp_path).items()}["after"] == "passed"
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl and /proc")
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
-def test_a_part_does_not_outlive_the_script(tmp_path: Path, number: int) -> None:
-    process = subprocess.Popen(driver(tmp_path, "pid"), stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    pid = next(int(line) for line in process.stdout if line.strip().isdigit())
-    assert runs(pid)
-    process.stdout.close()  # as if the terminal were gone
-    process.send_signal(number)
-    process.wait(timeout=60)
-    deadline = time.monotonic() + 10
-    while (alive := runs(pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if alive:
-        os.kill(pid, signal.SIGKILL)
-    assert not alive
-    assert parts_of(tmp_path)["pid"]["output"] == ([str(pid)] if number == signal.SIGHUP else [])
 
 
 @pytest.mark.slow

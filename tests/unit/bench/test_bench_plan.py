@@ -200,6 +200,7 @@ def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureF
     assert [name for name in TERMS if f"\n| {name} |" not in said] == []
 
 
+@pytest.mark.long
 def test_the_pages_show_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables that scripts/plan_tables.py makes, and the commands that docs/benchmarks.md names."""
     monkeypatch.syspath_prepend(ROOT / "scripts")

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -279,16 +278,3 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     )
     (only,) = [sample for sample in log(20, True, known=(False, True)) if sample["step"] == 20]
     assert only["tokens"] == ["4"]  # nobody knows δ of the other response
-
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium opens the report")
-def test_a_browser_draws_it_without_a_message_on_the_console(run: Path, report: str, tmp_path: Path) -> None:
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--enable-logging=stderr")
-    command = [str(BROWSER), *flags, "--dump-dom", (run / "report.html").as_uri()]
-    drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "CONSOLE" not in drawn.stderr
-    assert "<title>made-up · QaRL report</title>" in drawn.stdout
-    assert drawn.stdout.count("<svg") == 10 and all(f'class="{name}"' in drawn.stdout for name in ("down s1", "up s4"))

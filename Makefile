@@ -65,7 +65,7 @@ test: lint model test-trl
 test-trl: $(VENV)/trl model
 	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -n $(CORES) -m "not slow" tests/integration/trl_backend
 
-# Long proofs, each beside a shorter test of the same promise in `make test`.
+# Long proofs: whole runs and exports, of whose parts `make test` has shorter tests.
 test-slow: model model-moe $(VENV)/trl
 	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m slow
 	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m slow tests/integration/trl_backend

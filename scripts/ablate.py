@@ -6,10 +6,10 @@
     python scripts/ablate.py schemes --save                also copies the results into benchmarks/results
 
 A suite names a config, overrides for all runs (`set`), seeds, and arms: each a mapping of config keys, whose texts may
-name {folder} (OUTPUT/SUITE) and {seed}: an arm can begin where an earlier one ended. Each run is `python -m qarl.train`
-in a separate process. Its folder is `OUTPUT/SUITE/ARM-sSEED`. A finished run with the same
-arguments is kept, so the same command continues a suite that was interrupted. A failed run is tried again. After every
-run `results.json` and `table.md` are written to `OUTPUT/SUITE`; they name command, commit and minutes.
+name {folder} (OUTPUT/SUITE) and {seed}: an arm can begin where an earlier one ended, and fails while that one has not.
+Each run is `python -m qarl.train` in a separate process. Its folder is `OUTPUT/SUITE/ARM-sSEED`. A finished run with
+the same arguments is kept, so the same command continues a suite that was interrupted. A failed run is tried again.
+After every run `results.json` and `table.md` are written to `OUTPUT/SUITE`; they name command, commit and minutes.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ class Suite:
         """Return the arguments of `python -m qarl.train` for a run. `more`: overrides that win."""
         fixed = [f"config={self.config}", f"name={run.name}", f"output_dir={folder}", f"seed={run.seed}"]
         overrides = {"trainer.save_final": False, **self.set, **self.arms[run.arm]}
-        names = {"folder": folder, "seed": run.seed}
-        settings = (f"{k}={v.format(**names) if isinstance(v, str) else json.dumps(v)}" for k, v in overrides.items())
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in overrides.items()}
+        settings = (
+            f"{k}={v}".replace("{folder}", str(folder)).replace("{seed}", str(run.seed)) for k, v in texts.items()
+        )
         return [*fixed, *settings, *more]
 
 

@@ -20,6 +20,7 @@ from qarl.bench.roofline import PHASES, TERMS, Work, assumed_rates
 from qarl.checks.memory import estimate
 from qarl.checks.memory_terms import GIB
 from qarl.config.quant import ROLLOUT_SCHEMES
+from qarl.doctor.model import TIGHT
 
 GPU = "h100"
 LOW_BIT = tuple(scheme for scheme in ROLLOUT_SCHEMES if scheme != "bf16")
@@ -43,8 +44,8 @@ LONG: dict[str, Any] = {
     "micro_tokens": 22528, "schemes": ("w4a16",), "optimizer": "muon",
 }  # fmt: skip
 
-ROOM = {16: 14.7, 24: 22.1, 48: 44.4, 80: 79.2}
-"""GiB that GPUs sold with so many GB have for programs, the least of several: T4, A10, A40 and A100."""
+ROOM = {16: 15.6, 24: 22.1, 48: 44.4, 80: 79.2}
+"""GiB that GPUs sold with so many GB have for programs, as drivers report: RTX 4080, A10, A40 and A100."""
 ADAPTED = ("Qwen2.5-0.5B", "Qwen2.5-Math-1.5B", "Qwen3-8B", "Qwen3-30B-A3B")
 SEQUENCES, PROMPT = 16, 1024
 """Responses of full length that the KV cache must have room for at a time, and tokens of their prompts."""
@@ -95,6 +96,7 @@ def fits() -> str:
 def _longest(name: str, room: float) -> str:
     source = find_model(name)
     positions = source.config["max_position_embeddings"]
+    kernels = dict.fromkeys(source.size.linears().values(), "vllm_marlin")  # which has a layout, so a copy, of its own
     for tokens in (2**power for power in range(15, 8, -1) if PROMPT + 2**power <= positions):
         work = Work(model=name, prompts=64, n=8, prompt_length=PROMPT)
         sizes = {f"{part}_micro_batch_size_per_gpu": 1 for part in ("ppo", "log_prob")}
@@ -103,10 +105,10 @@ def _longest(name: str, room: float) -> str:
         for share in SHARES:
             rollout = config.rollout.model_copy(update={"gpu_memory_utilization": share})
             run = config.model_copy(update={"rollout": rollout})
-            plan = estimate(source.size, run, device="cuda", gpu_memory_bytes=int(room * GIB))
-            if plan.total("update") > room * GIB:  # whatever vLLM's share
+            plan = estimate(source.size, run, device="cuda", gpu_memory_bytes=int(room * GIB), kernels=kernels)
+            if plan.total("update") > TIGHT * room * GIB:  # whatever vLLM's share
                 break
-            if plan.peak[1] <= room * GIB and plan.kv_tokens >= SEQUENCES * (PROMPT + tokens):
+            if plan.peak[1] <= TIGHT * room * GIB and plan.kv_tokens >= SEQUENCES * (PROMPT + tokens):
                 return f"{tokens} ({share:.0%})"
     return "none"
 

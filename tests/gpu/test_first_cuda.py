@@ -10,7 +10,6 @@ import torch
 
 from qarl.kernels import experts
 from qarl.kernels.int4 import dequantize_int4
-from qarl.kernels.reference import grouped_linear
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), *(["cpu"] if INTERPRETED else [])]
@@ -82,21 +81,6 @@ def test_tensor_maps(device: torch.device) -> None:
         expected = ((x.double() @ w.double().t()) * 2.0**-10).bfloat16()
         assert torch.equal(scaled_mm(x, scale[0], w, scale[1]), expected), (m, n, k)
     print(f"{used} of {len(sizes)} products by tensor maps")
-
-
-def test_experts_without_rows(device: torch.device) -> None:
-    """No row, one row, many: forward, input and weight gradient; no expert's zeros are left unwritten."""
-    n, k, counts = (256, 512, [0, 1, 0, 300, 40, 0, 7, 0]) if device.type == "cuda" else (32, 64, [0, 1, 0, 20])
-    packed, scale, x = w4a16(n * len(counts), k, sum(counts), device, group=32)
-    tensors = {"weight_packed": packed.view(len(counts), n, -1), "weight_scale": scale.view(len(counts), n, -1)}
-    ends = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
-    weight, grad = experts.dequantized(tensors).double(), torch.randn(sum(counts), n, device=device).bfloat16()
-    assert error(experts.product(x, None, tensors, ends), grouped_linear(x.double(), weight, ends)) <= 3e-3
-    assert error(experts.input_gradient(grad, tensors, ends), grouped_linear(grad.double(), weight.mT, ends)) <= 3e-3
-    made = experts.weight_gradient(grad, x, ends)
-    rows = [slice(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)]
-    assert error(made, torch.stack([grad[row].double().t() @ x[row].double() for row in rows])) <= 3e-3
-    assert not made[[i for i, count in enumerate(counts) if not count]].any()
 
 
 @pytest.mark.gpu

@@ -37,6 +37,24 @@ def test_vllms_kernels_serve_here() -> None:
     assert all(names.values())
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_machete_and_marlin_agree_to_a_rounding(bias: bool) -> None:
+    pytest.importorskip("vllm")
+    from qarl.kernels.cuda.vllm_linears import VllmMacheteLinear, VllmMarlinLinear
+    from qarl.quant import get_scheme, quantize
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Machete needs capability 9.0")
+    torch.manual_seed(0)
+    tensors = quantize(torch.randn(2048, 1024, device="cuda").bfloat16(), get_scheme("w4a16", 128)).tensors
+    x = torch.randn(65, 1024, device="cuda").bfloat16()
+    added = torch.randn(2048, device="cuda").bfloat16() if bias else None
+    machete, marlin = (
+        kernel.linear(x, kernel.prepare(tensors), added) for kernel in (VllmMacheteLinear, VllmMarlinLinear)
+    )
+    torch.testing.assert_close(machete, marlin, rtol=2**-6, atol=0.1)
+
+
 @pytest.mark.parametrize("rows", [64, 832])
 def test_log_probs_in_blocks(rows: int) -> None:
     """On a GPU the product of a block may round otherwise: log-probs to a BF16 step of the logits, weight gradients to

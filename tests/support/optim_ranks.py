@@ -1,6 +1,6 @@
 """One of four gloo ranks that update sharded parameters with `MuonAdamW`: run by tests/unit/optim/test_shards.py.
 
-    python optim_ranks.py OUTPUT_FILE
+    optim_ranks.py OUTPUT_FILE
 
 Every case of `CASES` runs on meshes of 1, 2, 3, 4 and 2 x 2 ranks (the last as verl's hybrid sharding: two copies of
 two shards). Rank 0 writes, for each case and mesh, the whole parameters and states after `STEPS` updates.

@@ -1,7 +1,7 @@
 """Runs programs of this folder, each rank in a fork of one process that has imported torch, vLLM and verl.
 
 These imports take longer than most of the programs. The fork server is Python's own (`multiprocessing`). It ends with
-the process of the tests.
+the process of the tests and its programs. A program finds vLLM and verl imported, whether it needs them or not.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+import warnings
 from functools import cache
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -21,13 +22,15 @@ from unittest.mock import patch
 
 from checkout import ROOT
 
-IMPORTED = ["qarl.verl.engine", "verl.workers.engine_workers", "vllm"]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
+from qarl.process import VLLM_ENVIRONMENT
+
+IMPORTED = ["qarl.verl.fsdp_engine", "verl.workers.engine", "verl.workers.engine_workers", "vllm"]
+ENVIRONMENT = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
 RAYS = {"RAY_RAYLET_PID": "1", "RAY_JOB_ID": "01000000"}
 """Variables that Ray sets in its workers."""
 
 
-def run_ranks(program: str, count: int, *arguments: object, timeout: float = 300, **variables: str) -> str:
+def run_ranks(program: str, count: int, *arguments: object, timeout: float = 580, **variables: str) -> str:
     """Run `program` on `count` ranks with `variables` and those of torch.distributed. Return what the first printed.
     What all printed is shown if one fails."""
     with socket.socket() as free:
@@ -37,12 +40,13 @@ def run_ranks(program: str, count: int, *arguments: object, timeout: float = 300
     until = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, str(rank)) for rank in range(count)]
-        ranks = [fork(program, log, *arguments, **variables, RANK=str(rank)) for rank, log in enumerate(logs)]
+        ranks: list[ForkServerProcess] = []
         try:
+            ranks += (fork(program, log, *arguments, **variables, RANK=str(rank)) for rank, log in enumerate(logs))
             while not any(rank.exitcode for rank in ranks) and any(rank.exitcode is None for rank in ranks):
-                left = until - time.monotonic()
-                assert left > 0, f"{program} has not ended after {timeout:.0f} s"
-                connection.wait([rank.sentinel for rank in ranks if rank.exitcode is None], left)
+                connection.wait([rank.sentinel for rank in ranks if rank.exitcode is None], timeout)
+                if time.monotonic() > until:
+                    break
         finally:
             for rank in ranks:
                 rank.kill()
@@ -52,9 +56,9 @@ def run_ranks(program: str, count: int, *arguments: object, timeout: float = 300
 
 
 def fork(program: str, log: Path, *arguments: object, **variables: str) -> ForkServerProcess:
-    """Start `program`, which prints to `log`."""
+    """Start `program`, which prints to `log`. It is ended at the latest with this process."""
     words = list(map(str, arguments))
-    process = _forking().Process(target=_run, args=(program, words, variables, log))
+    process = _forking().Process(target=_run, args=(program, words, ENVIRONMENT | variables, log), daemon=True)
     process.start()
     return process
 
@@ -72,6 +76,8 @@ def _run(program: str, arguments: list[str], variables: dict[str, str], log: Pat
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    assert sys.modules.keys() >= set(IMPORTED), "the fork server could not import what it should"
+    warnings.simplefilter("ignore")
     os.environ |= variables
     sys.argv = [program, *arguments]
     runpy.run_path(str(ROOT / "tests" / "support" / program), run_name="__main__")

@@ -1,6 +1,6 @@
-"""A receiver in a process without vLLM: run by test_publish_sockets.py.
+"""A receiver in another process, without an engine: run by test_publish_sockets.py.
 
-    python remote_receiver.py HOST PORT TOKEN PUBLISHES [DIE_AT]
+    remote_receiver.py HOST PORT TOKEN PUBLISHES [DIE_AT]
 
 After each publish it prints the version and whether the engine is stale. With DIE_AT it kills itself at that tensor.
 """

@@ -1,6 +1,6 @@
-"""Quantized layers under FSDP2 on 1 to 4 gloo ranks, without verl: one rank of test_sharded_layers.py.
+"""Quantized layers under FSDP2 on 1 to 4 gloo ranks, without verl's engine: one rank of test_sharded_layers.py.
 
-    python sharded_layers.py OUTPUT_FILE
+    sharded_layers.py OUTPUT_FILE
 
 Four processes serve all cases. A case with fewer ranks uses a mesh of the first ones. The model has rows and experts
 that no number of ranks divides: 10 rows, 3 experts.

@@ -1,6 +1,6 @@
 """One rank of verl's FSDP2 engine as QaRL registers it, without Ray: run by test_verl_engine.py.
 
-    python verl_engine.py JOBS_FILE OUTPUT_FILE
+    verl_engine.py JOBS_FILE OUTPUT_FILE
 
 The jobs file (torch.save) holds `model`, `rows` (padded tensors, as `make_rows` of the test makes them) and `jobs`, a
 list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass before, `lr`, `steps`, `quant`, `rows` and

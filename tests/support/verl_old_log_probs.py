@@ -1,6 +1,6 @@
-"""QaRL's trainer for verl with a real actor worker on one gloo rank, without Ray and vLLM.
+"""QaRL's trainer for verl with a real actor worker on one gloo rank, without Ray and an engine.
 
-    python verl_old_log_probs.py FOLDER OUTPUT
+    verl_old_log_probs.py FOLDER OUTPUT
 
 runs every scenario of `SCENARIOS` and saves what each shows. The rollout's log-probs are the actor's own, except for
 the rows that a scenario spoils.

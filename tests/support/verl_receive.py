@@ -1,6 +1,6 @@
 """QaRL's worker extension at the end of verl's own sender, on verl's platform `cpu`: run by test_verl_publish.py.
 
-    python verl_receive.py OUTPUT_FILE
+    verl_receive.py OUTPUT_FILE
 
 For each case: what the worker raised, the names that its receiver was fed, whether the sender came to its end.
 """

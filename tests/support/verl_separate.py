@@ -1,6 +1,6 @@
 """Publishes by verl's CheckpointEngineManager between Ray actors: run by test_verl_checkpoint_engine.py.
 
-    python verl_separate.py FOLDER
+    verl_separate.py FOLDER
 
 The manager, the actor's worker, the rollout's worker and its adapter of servers are verl's, and the weights pass
 through the checkpoint engine `qarl`, verl's buckets and QaRL's worker extension. Only the models are transformers', and

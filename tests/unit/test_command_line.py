@@ -20,7 +20,7 @@ from qarl.config import describe_keys, load_config
 from qarl.config.demos import DEMOS
 from qarl.config.help import key_table
 from qarl.config.schema import sections
-from qarl.console import run_command, summary_text
+from qarl.console import summary_text
 from qarl.errors import UserError
 
 WITH_CONFIG = ("train", "doctor", "diagnose")
@@ -240,15 +240,3 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
     run.press("here")
     run.press("again")
     assert run.end() == (130, "interrupted\n")
-
-
-def test_ctrl_c_for_a_caller_in_python(out: pytest.CaptureFixture[str]) -> None:
-    """A command that is called with arguments of a program leaves the program's own handling of signals alone."""
-
-    def interrupted(argv: list[str]) -> int:
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    assert run_command(interrupted, [], describe=lambda topics: "") == 130
-    assert out.readouterr().err == "interrupted\n"
-    assert signal.getsignal(signal.SIGINT) is before

@@ -106,18 +106,15 @@ REFUSED = [
     ("trainer.v1.trainer_mode", "separate_async"),
     ("trainer.use_v1", False),
     ("trainer.logger", ["console"]),
-    ("trainer.logger", None),
     ("trainer.max_actor_ckpt_to_keep", 1),
     (f"{CORRECTION}.bypass_mode", True),
     (f"{CORRECTION}.rollout_is", "token"),
-    (f"{CORRECTION}.rollout_rs", "token_k1"),
     (f"{ACTOR}.ulysses_sequence_parallel_size", 2),
     (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 2),
     (f"{ACTOR}.fsdp_config.offload_policy", True),
     (f"{ACTOR}.fsdp_config.qat.enable", True),
     ("actor_rollout_ref.model.lora_rank", 8),
     ("actor_rollout_ref.model.use_fused_kernels", True),
-    ("actor_rollout_ref.model.use_liger", True),
     ("actor_rollout_ref.model.enable_activation_offload", True),
 ]
 UNEXPORTED = [

@@ -199,18 +199,20 @@ def test_sigkill_while_saving_leaves_whole_checkpoints_only(pristine_model, tmp_
     folder.mkdir()
     for attempt in range(3):
         process = fork("save_forever.py", log, pristine_model, folder)
-        while not log.exists() or sum(map(str.isdecimal, log.read_text().splitlines())) < 3:
-            assert process.is_alive(), log.read_text()
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, 0.2))
-        while attempt >= 1:
-            stop(process.pid)
-            if any(".partial-" in path.name for path in folder.iterdir()):
-                break
-            os.kill(process.pid, signal.SIGCONT)
-            time.sleep(0.001)
-        process.kill()
-        process.join()
+        try:
+            while not log.exists() or sum(map(str.isdecimal, log.read_text().splitlines())) < 3:
+                assert process.is_alive(), log.read_text()
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0, 0.2))
+            while attempt >= 1:
+                stop(process.pid)
+                if any(".partial-" in path.name for path in folder.iterdir()):
+                    break
+                os.kill(process.pid, signal.SIGCONT)
+                time.sleep(0.001)
+        finally:
+            process.kill()
+            process.join()
         log.unlink()
         before = {path.name for path in folder.iterdir()}
         recover(folder)

@@ -110,16 +110,15 @@ def test_linears(kernel: Any, scheme: str, group_size: int, bias: bool) -> None:
 )
 def test_experts(monkeypatch: pytest.MonkeyPatch, kernel: Any, scheme: str, function: str) -> None:
     module, _, name = f"{vllm_linears.MOE}.{function}".rpartition(".")
-    theirs, given = importlib.import_module(module), dict[str, Any]()
+    theirs, passed = importlib.import_module(module), dict[str, Any]()
     signature = inspect.signature(getattr(theirs, name))
-    monkeypatch.setattr(theirs, name, lambda **words: given.update(signature.bind(**words).arguments) or words["w1"])
+    monkeypatch.setattr(theirs, name, lambda **words: passed.update(signature.bind(**words).arguments) or words["w1"])
     x, weights, ids, gate_up, down = make(ExpertsShape(experts=5, top_k=2, hidden=256, intermediate=64))
     stacks = [stacked(weight, scheme) for weight in (gate_up, down)]
     kernel.forward(x, weights, ids, kernel.prepare(*stacks))
-    assert given["topk_weights"] is weights and given["topk_ids"] is ids
-    assert len(given["w1"]) == len(given["w2"]) == 5
-    assert given.get("global_num_experts", 5) == 5 and given.get("out_dtype", x.dtype) == x.dtype
+    assert passed["topk_weights"] is weights and passed["topk_ids"] is ids and len(passed["w1"]) == 5
+    assert passed.get("global_num_experts", 5) == 5 and passed.get("out_dtype", x.dtype) == x.dtype
     if name == "run_cutlass_moe_fp8":
-        assert torch.equal(given["hidden_states"], quantize_fp8(x)[0])
-        strides = [given[f"{which}_strides{number}"] for which in ("ab", "c") for number in (1, 2)]
+        assert torch.equal(passed["hidden_states"], quantize_fp8(x)[0])
+        strides = [passed[f"{which}_strides{number}"] for which in ("ab", "c") for number in (1, 2)]
         assert [stride.tolist() for stride in strides] == [[size] * 5 for size in (256, 64, 128, 256)]

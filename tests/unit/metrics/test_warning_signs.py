@@ -123,10 +123,8 @@ def test_healthy_runs_give_no_warning(seed: int) -> None:
         ([0.31] * 5, "is 0.31 (median of 5 steps), at least 0.3"),
         ([0.31] * 4, None),
         ([0.29] * 40, None),
-        ([0.0] * 4 + [0.31] * 5, "is 0.31"),
         ([0.07] * 20 + [0.16] * 10, "grew from 0.07 (in the first 20 steps) to 0.16"),
         ([0.07] * 20 + [0.14] * 10, None),
-        ([0.09] * 20 + [0.16] * 10, None),
         ([0.07] * 20 + [0.16] * 5, None),
     ],
 )
@@ -142,11 +140,9 @@ def test_the_size_of_updates_by_hand(sizes: list[float], seen: str | None) -> No
         (0.0, 1e-2, 0.4, ["update_size"]),
         (1.0, 0.0, 0.4, ["update_size"]),
         (1.0, 3e-4, 0.4, ["update_size"]),
-        (1.0, None, 0.4, ["update_size"]),
         (1.0, 5e-4, 0.4, ["ratio_mismatch"]),
         (1.0, 5e-4, None, []),
         (0.0, 1e-2, 1.4, ["update_size", "ratio_mismatch"]),
-        (0.0, 3e-4, 1.4, ["update_size"]),
     ],
 )
 def test_a_mismatch_is_not_taken_for_an_update(

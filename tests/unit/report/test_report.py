@@ -1,4 +1,4 @@
-"""The report of a run: its contents against the run folder's files, its HTML against html.parser and a real browser."""
+"""The report of a run: its contents against the files of the run folder, its HTML against html.parser."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ $(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml | one-lock
 	  echo "  (\"Get started\" on pytorch.org shows its address for pip, Linux, CPU) and run make again." >&2; exit 2; }
 	$(BIN)/python -m pip install --no-deps --quiet -e .
 	@touch $@
+	@echo "$(VENV) is ready. For the command qarl in this shell: source $(VENV)/bin/activate"
 
 # verl 0.9.1 imports a class that TRL 1.16 no longer has, so TRL stays out of verl's environment: only its tests see it.
 $(VENV)/trl: requirements/trl.lock setup

@@ -31,7 +31,6 @@ from qarl.errors import UserError
 
 FUNCTIONS = ("draw", "prompt", "answer", "reward")
 TEMPLATE = "addition_chain.yaml"
-_PROBED = 500
 _Count = Annotated[int, Field(gt=0)]
 
 
@@ -83,10 +82,11 @@ def load_task(request: WarmStart) -> Task:
         problem = module.draw(random.Random(request.seed))
         hash(problem)
         texts = module.prompt(problem), module.answer(problem)
-        score = float(module.reward(task.name, texts[1], truth(problem), {}))
+        responses = (texts[1], "", "\N{REPLACEMENT CHARACTER}?")  # a model may write anything
+        score, *_ = [float(module.reward(task.name, response, truth(problem), {})) for response in responses]
     except Exception as error:  # the user's code runs and may raise anything
-        why = f"{type(error).__name__}: {error}"
-        raise UserError("the task fails on its first problem", where=str(request.file), why=why) from error
+        why, fix = f"{type(error).__name__}: {error}", "let reward also score an empty or a garbled response"
+        raise UserError("the task fails on its first problem", where=str(request.file), why=why, fix=fix) from error
     if not all(isinstance(text, str) and text for text in texts):
         raise UserError("prompt or answer is no text", where=str(request.file), why=f"{texts!r:.200}")
     if score <= 0:
@@ -99,7 +99,7 @@ def load_task(request: WarmStart) -> Task:
 def lengths(task: Task, seed: int) -> tuple[int, int]:
     """Return limits for prompt and response in tokens: a quarter above the longest of some hundred, by 32."""
     rng = random.Random(f"lengths-{seed}")
-    problems = [task.draw_one(rng) for _ in range(_PROBED)]
+    problems = [task.draw_one(rng) for _ in range(500)]
     longest = [
         max(len(text(problem).encode()) for problem in problems) + 3 for text in (task.prompt_text, task.response_text)
     ]

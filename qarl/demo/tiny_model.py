@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -190,7 +191,7 @@ def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, recipe: Recipe,
         from muon import SingleDeviceMuon
 
         optimizers.append((SingleDeviceMuon(stacks, lr=MUON_LR, weight_decay=0.0), MUON_LR))
-    slow, accuracy, started = 1.0, 0.0, time.monotonic()
+    slow, accuracy, started = 1.0, math.nan, time.monotonic()
     for step in range(1, recipe.steps + 1):
         for optimizer, lr in optimizers:
             optimizer.param_groups[0]["lr"] = lr * slow * min(1.0, step / WARMUP_STEPS)
@@ -208,7 +209,8 @@ def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, recipe: Recipe,
                 slow = SLOW_FACTOR
         if step % 10 == 0 or accuracy >= recipe.target:
             elapsed = time.monotonic() - started
-            print(f"step {step:4d}  loss {loss.item():.4f}  greedy {accuracy:6.1%}  {elapsed:5.1f} s", flush=True)
+            measured = "not yet measured" if math.isnan(accuracy) else f"{accuracy:.1%}"
+            print(f"step {step:4d}  loss {loss.item():.4f}  greedy {measured}  {elapsed:5.1f} s", flush=True)
         if accuracy >= recipe.target:
             return step
     return recipe.steps
@@ -249,13 +251,9 @@ def make(recipe: Recipe) -> None:
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )
     greedy = check_accuracy(model, make_batch(tokenizer, test, task))
-    print(f"greedy accuracy on {len(test)} test problems, BF16 weights: {greedy:.1%}")
-    record = {
-        "settings": recipe.settings(OF_MODEL),
-        "steps": steps,
-        "num_parameters": num_parameters,
-        "greedy_accuracy": greedy,
-    }
+    print(f"greedy answers right to the letter, of {len(test)} test problems, BF16 weights: {greedy:.1%}")
+    record = {"settings": recipe.settings(OF_MODEL), "steps": steps, "num_parameters": num_parameters}
+    record |= {"greedy_accuracy": greedy}
     for target in (recipe.output, recipe.data):
         with whole_folder(target) as new:
             if target is recipe.output:

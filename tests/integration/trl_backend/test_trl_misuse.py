@@ -61,9 +61,7 @@ def build(model: Any, folder: Path, data: Any = DATA, arguments: dict[str, Any] 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"bf16": True}, "bf16=True"),
-    ({"torch_compile": True}, "torch_compile=True"),
     ({"use_vllm": True}, "use_vllm=True"),
-    ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True"),
     ({"top_p": 0.9}, "top_p=0.9"),
     ({"generation_kwargs": {"stop": ["x"]}}, "generation_kwargs"),
     ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
@@ -75,7 +73,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_scheme": "int3"}, "quant_scheme"),
     ({"quant_scheme": "w4a8"}, "w4a8"),
     ({"quant_align": "bits"}, "quant_align"),
-    ({"quant_group_size": 48}, "48"),
     ({"quant_ignore": ["re:.*"]}, "no layer is left to quantize"),
     ({"seq_clip_ratio_high": -1.0}, "seq_clip_ratio_high"),
     ({"loss_type": "dapo", "seq_clip_ratio_high": 0.01}, "it has no effect with loss_type"),

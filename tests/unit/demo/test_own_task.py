@@ -65,6 +65,7 @@ def test_a_second_call_makes_nothing_and_leaves_the_config(folder: Path, capsys:
 WRONG = {
     "def answer": ("def reply", "the task has no function answer"),
     'return "".join(rng.choices': ("return list(rng.choices", "fails on its first problem"),
+    "right = sum": ("int(solution_str)\n    right = sum", "also score an empty or a garbled response"),
     "right / max(": ("0 * right / max(", "the task's own answer earns nothing"),
     "k=10": ("k=1", "too few different problems"),
 }

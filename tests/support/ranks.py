@@ -6,6 +6,7 @@ the process of the tests and its programs. A program finds vLLM and verl importe
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -76,6 +77,7 @@ def _run(program: str, arguments: list[str], variables: dict[str, str], log: Pat
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable()
     assert sys.modules.keys() >= set(IMPORTED), "the fork server could not import what it should"
     warnings.simplefilter("ignore")
     os.environ |= variables

@@ -9,6 +9,7 @@ from papers_losses import paper_loss, resolved_keys
 
 from qarl.config import ConfigError
 from qarl.config.actor import LOSSES
+from qarl.objectives.loss import accepted_tokens, correction_weights
 from qarl.objectives.metrics import reduce_metrics
 from qarl.objectives.settings import objective_settings
 
@@ -64,6 +65,13 @@ def test_dr_grpo_sums_the_tokens_and_divides_by_a_constant(rows):
     total, total_gradient, _ = call(rows, config, parts(5))
     assert total == pytest.approx(expected, rel=2e-5)
     torch.testing.assert_close(total_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
+
+
+def test_without_any_valid_token_nothing_is_weighted_or_rejected(rows):
+    correction = objective_settings(run_config("grpo", CORRECTIONS["weight_token_truncate"])).correction
+    old, rollout, empty = rows["old_log_prob"], rows["rollout_log_prob"], torch.zeros_like(rows["response_mask"])
+    assert not correction_weights(old, rollout, empty, correction).any()
+    assert not accepted_tokens(old, old, rollout, empty, correction).any()
 
 
 def test_the_share_that_is_rejected_is_reported(rows):

@@ -259,11 +259,10 @@ def test_the_local_backend_reads_them(prepared: Path, pristine_model: Path) -> N
 
 
 @pytest.mark.verl
-def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path, pristine_model: Path) -> None:
-    """verl's dataset, collation and batch give each prompt its own number; its metrics name set and number."""
+def test_verl_reads_them_and_samples_by_row(prepared: Path, pristine_model: Path) -> None:
+    """verl's dataset, collation and batch give each prompt its own number of responses."""
     from omegaconf import OmegaConf
     from transformers import AutoTokenizer
-    from verl.trainer.ppo.metric_utils import process_validation_metrics
     from verl.utils import tensordict_utils
     from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 
@@ -275,16 +274,6 @@ def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path, prist
     batch = collate_fn([dataset[i] for i in range(len(dataset))])
     sent = tensordict_utils.get_tensordict(batch)
     assert [sent[i]["__rollout_n__"] for i in range(len(dataset))] == [4, 4, 1, 1, 1]
-
-    sources, uids, scores = [], [], []
-    for i, (source, n) in enumerate(zip(batch["data_source"], batch["__rollout_n__"], strict=True)):
-        sources += [source] * n
-        uids += [str(i)] * n
-        scores += [float(j == 0) for j in range(n)]
-    metrics = process_validation_metrics(sources, uids, {"reward": scores, "acc": scores})
-    assert metrics["aime24"]["acc"]["mean@4"] == 0.25
-    assert "best@4/mean" in metrics["aime24"]["acc"]
-    assert metrics["math500"]["acc"] == {"mean@1": 1.0}
 
 
 def test_gsm8k_has_the_number_behind_the_marks(tmp_path: Path) -> None:

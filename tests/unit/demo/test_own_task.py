@@ -33,11 +33,12 @@ def commands() -> list[list[str]]:
 
 
 def test_the_page_from_the_task_to_a_run_that_may_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    warm_start, train, evaluate = commands()
+    warm_start, train, evaluate, *others, report = commands()
     assert main([*warm_start, *SMALL]) == 0
     assert "now: qarl train config=sort_digits.yaml" in capsys.readouterr().out
-    assert main([*train, "dry_run=true"]) == 0
+    assert all(main([*command, "dry_run=true"]) == 0 for command in (train, *others))
     config = load_config(train[1:])
+    assert report[1:3] == [str(load_config(command[1:]).run_dir) for command in others]
     assert evaluate[1] == str(config.run_dir) and evaluate[2] == "against=bf16"
     assert config.trainer.save_freq == config.trainer.total_training_steps, "or there is no BF16 to compare with"
     problem, answer = "9081726354", "0123456789"

@@ -10,9 +10,11 @@ import torch
 pytest.importorskip("vllm")
 
 from qarl.kernels.base import ExpertsShape
-from qarl.kernels.cpu import layer_ops
+from qarl.kernels.cpu import layer_ops, torch_linears
 from qarl.kernels.cpu import vllm_linears as on_cpu
+from qarl.kernels.cuda import layer_ops as gpu_ops
 from qarl.kernels.cuda import vllm_linears as on_gpu
+from qarl.kernels.triton import linears as triton
 from qarl.kernels.vllm_experts import CpuExperts, VllmCpuBf16Experts, VllmMarlinExperts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -31,6 +33,9 @@ REASONS: list[tuple[Callable[[], str | None], str]] = [
     (lambda: on_cpu.cpu_ops_missing.__wrapped__("no_operator"), "this vLLM build has no no_operator"),
     (lambda: layer_ops.attention_unavailable.__wrapped__("cuda", 64), "only on cpu"),
     (lambda: layer_ops.attention_unavailable.__wrapped__("cpu", 7), "no head size 7"),
+    (on_gpu._unusable_moe.__wrapped__, "no moe_wna16_marlin_gemm, moe_sum"),
+    (lambda: triton.unavailable("bf16", GPU), "no GPU in this machine"),
+    (lambda: torch_linears.int8_unavailable(CPU), "no AVX512 VNNI"),
 ]
 
 
@@ -38,4 +43,13 @@ REASONS: list[tuple[Callable[[], str | None], str]] = [
 def test_the_reason_is_said(ask: Callable[[], str | None], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARLIN, "int8")
     monkeypatch.setenv(FP8_MARLIN, "1")
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     assert words in (ask() or "")
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (layer_ops, on_cpu, gpu_ops, on_gpu):
+        monkeypatch.setattr(module, "vllm_missing", lambda: "there is no vLLM")
+    attention = [layer_ops.attention_unavailable.__wrapped__("cpu", 64), gpu_ops.attention_unavailable(None)]
+    linears = [on_cpu.cpu_ops_missing.__wrapped__("op"), on_gpu._unusable.__wrapped__("op")]
+    assert {*attention, *linears, gpu_ops.unavailable.__wrapped__()} == {"there is no vLLM"}

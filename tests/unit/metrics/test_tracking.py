@@ -65,16 +65,6 @@ def test_the_console_has_a_line_for_each_step(tmp_path: Path, capsys: pytest.Cap
     assert lines[2].endswith("reward 0.500  k3 4.2e-04  inside band 90%")
 
 
-def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with Tracker(tmp_path, ["tensorboard"], 3, {}) as tracker:
-        tracker.log({"mismatch/k3": 0.5}, step=1)
-        tracker.log({"mismatch/k3": 0.25}, step=2)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("mismatch/k3")
-    assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 0.25)]
-
-
 def test_wandb_resumes_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, object]] = []
     logged: list[tuple[dict[str, float], int]] = []

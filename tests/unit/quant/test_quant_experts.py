@@ -234,6 +234,9 @@ def test_routers_and_gates_of_shared_experts_are_never_quantized() -> None:
         model = transformers.AutoModelForCausalLM.from_config(config)
     selected, skipped = select_linears(model, get_scheme("w4a16", GROUP), ())
     assert skipped == {"model.layers.0.mlp.shared_expert_gate": "routes tokens"}
+    assert set(select_linears(model, get_scheme("bf16"), ())[1].values()) == {"scheme bf16"}
+    with pytest.raises(UserError, match="it is a list of names"):
+        quantize_model(model, ignore="lm_head")
     assert len(selected) == 4 + 3 * 4 + 3 + 1 and not any(name.endswith("gate") for name in selected)
     assert linear_shapes(model)["model.layers.0.mlp.experts.3.down_proj"] == (64, 32)
     with pytest.raises(UserError, match=r"experts\.0\.down_proj has shape \[64, 32\]"):

@@ -82,6 +82,8 @@ def test_bf16_is_not_quantized_and_what_no_scheme_has_is_refused() -> None:
         ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
         ({"format": "int-quantized"}, "int-quantized"),
         ({"config_groups": {}}, "0 config groups"),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "quantizes the KV cache"),
+        ({"config_groups": {"g": {"targets": ["Linear"], "output_activations": {}}}}, "must quantize weights"),
         ({"config_groups": {"W4A16_ASYM": ["Linear"]}}, "symmetric=False"),
         ({"config_groups": {"NVFP4A16": ["Linear"]}}, "scale_dtype"),
         ({"config_groups": {"W8A8": ["Linear"]}}, "num_bits=8.*pack-quantized"),

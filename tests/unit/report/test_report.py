@@ -163,16 +163,11 @@ def test_two_runs_on_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == f"{page}\n" and not (other / "report.html").exists()
     both = embedded(page.read_text(encoding="utf-8"))
     for folder in (run, other):
-        alone = contents(folder)
-        series = {
-            key.removesuffix(f" {folder.name}"): line
-            for key, line in both["series"].items()
-            if key.endswith(f" {folder.name}")
-        }
-        assert series == alone["series"]
-    largest = next(
-        chart for chart in both["charts"] if chart["title"] == "Mismatch: |δ| of the sampled tokens: largest"
-    )
+        name = f" {folder.name}"
+        series = {key.removesuffix(name): line for key, line in both["series"].items() if key.endswith(name)}
+        assert series == contents(folder)["series"]
+    title = "Mismatch: |δ| of the sampled tokens: largest"
+    largest = next(chart for chart in both["charts"] if chart["title"] == title)
     assert largest["lines"] == [[f"mismatch/abs_max {name}", name] for name in ("made-up", "other")]
     assert [warning["sign"] for warning in both["warnings"]] == ["entropy, made-up", "entropy, other"]
     again = shutil.copytree(other, tmp_path / "elsewhere" / "other")
@@ -270,11 +265,6 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     first, second = log(33, True)
     assert (first["prompt"], first["tokens"], first["delta"]) == ("7,8", ["1", "2", "3"], [0.0, -0.25, 0.0])
     assert (first["reward"], first["advantage"], first["finish_reason"], first["step"]) == (0.0, -1.0, "length", 33)
-    assert (second["prompt"], second["tokens"], second["delta"], second["finish_reason"]) == (
-        "9",
-        ["4"],
-        [0.25],
-        "stop",
-    )
+    assert [second[key] for key in ("prompt", "tokens", "delta", "finish_reason")] == ["9", ["4"], [0.25], "stop"]
     (only,) = [sample for sample in log(20, True, known=(False, True)) if sample["step"] == 20]
     assert only["tokens"] == ["4"]  # nobody knows δ of the other response

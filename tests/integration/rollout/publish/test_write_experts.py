@@ -294,3 +294,15 @@ def test_vllm_stores_what_it_has_loaded(name: str, backend: str) -> None:
         convert = getattr(int8, "convert_to_int8_moe_kernel_format", None)  # vLLM 0.24 converts nothing
         made = convert(int8.Int8MoeBackend[backend], *stacks) if convert else stacks
     assert [stack.data_ptr() for stack in made] == [stack.data_ptr() for stack in stacks]
+
+
+def test_without_a_known_cut_vllms_loader_gets_each_matrix() -> None:
+    def load(parameter: Any, matrix: torch.Tensor, name: str, shard: str, expert: int) -> None:
+        assert parameter is getattr(layer, name)
+        parameter[expert, WIDTH if shard == "w3" else 0 :][: len(matrix)] = matrix
+
+    layer: Any = RoutedExperts(None)
+    for parameter in layer.parameters():
+        parameter.weight_loader = load
+    experts.reload(layer, [{"weight": stack} for stack in stacks().values()], None)
+    assert all(torch.equal(*pair) for pair in zip(layer.parameters(), stacks().values(), strict=True))

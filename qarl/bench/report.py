@@ -165,7 +165,8 @@ def _ratio(base: Result | None, other: Result | None, phase: str) -> str:
     if base is None or other is None or phase not in base["phases"] or phase not in other["phases"]:
         return ""
     both = ratio(base["phases"][phase]["samples"], other["phases"][phase]["samples"])
-    return f"{both['median']:.2f} ({both['minimum']:.2f}-{both['maximum']:.2f})"
+    figures = f"{both['median']:.2f} ({both['minimum']:.2f}-{both['maximum']:.2f})"
+    return figures if both["median"] < 100 else "skipped"  # actor.old_log_probs=auto
 
 
 def _throughput(document: Document) -> str:

@@ -166,7 +166,7 @@ def _ratio(base: Result | None, other: Result | None, phase: str) -> str:
         return ""
     both = ratio(base["phases"][phase]["samples"], other["phases"][phase]["samples"])
     figures = f"{both['median']:.2f} ({both['minimum']:.2f}-{both['maximum']:.2f})"
-    return figures if both["median"] < 100 else "skipped"  # actor.old_log_probs=auto
+    return "skipped" if phase == "old_log_prob" and both["median"] > 100 else figures  # actor.old_log_probs=auto
 
 
 def _throughput(document: Document) -> str:

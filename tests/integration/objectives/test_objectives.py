@@ -68,7 +68,8 @@ def test_dr_grpo_sums_the_tokens_and_divides_by_a_constant(rows):
 
 
 def test_without_any_valid_token_nothing_is_weighted_or_rejected(rows):
-    correction = objective_settings(run_config("grpo", CORRECTIONS["weight_token_truncate"])).correction
+    both = CORRECTIONS["weight_token_truncate"] | CORRECTIONS["rs_seq_sum_k3"]
+    correction = objective_settings(run_config("grpo", both)).correction
     old, rollout, empty = rows["old_log_prob"], rows["rollout_log_prob"], torch.zeros_like(rows["response_mask"])
     assert not correction_weights(old, rollout, empty, correction).any()
     assert not accepted_tokens(old, old, rollout, empty, correction).any()

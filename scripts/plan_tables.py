@@ -45,7 +45,7 @@ LONG: dict[str, Any] = {
 }  # fmt: skip
 
 ROOM = {16: 15.6, 24: 22.1, 48: 44.4, 80: 79.2}
-"""GiB that GPUs sold with so many GB have for programs, as drivers report: RTX 4080, A10, A40 and A100."""
+"""GB that a GPU is sold with -> GiB that its driver reports: RTX 4080, A10, A40 and A100."""
 ADAPTED = ("Qwen2.5-0.5B", "Qwen2.5-Math-1.5B", "Qwen3-8B", "Qwen3-30B-A3B")
 SEQUENCES, PROMPT = 16, 1024
 """Responses of full length that the KV cache must have room for at a time, and tokens of their prompts."""
@@ -96,7 +96,7 @@ def fits() -> str:
 def _longest(name: str, room: float) -> str:
     source = find_model(name)
     positions = source.config["max_position_embeddings"]
-    kernels = dict.fromkeys(source.size.linears().values(), "vllm_marlin")  # which has a layout, so a copy, of its own
+    kernels = dict.fromkeys(source.size.linears().values(), "vllm_marlin")  # stores its own copy of the weights
     for tokens in (2**power for power in range(15, 8, -1) if PROMPT + 2**power <= positions):
         work = Work(model=name, prompts=64, n=8, prompt_length=PROMPT)
         sizes = {f"{part}_micro_batch_size_per_gpu": 1 for part in ("ppo", "log_prob")}

@@ -1,4 +1,4 @@
-"""The README: short; its three ways in work as printed; diagram and figures are those of code and results."""
+"""The README: short; its three ways in work as printed; figures are those of the results."""
 
 from __future__ import annotations
 

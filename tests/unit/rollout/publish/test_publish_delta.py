@@ -41,7 +41,7 @@ def test_deltas_end_where_full_publishes_end():
         assert report.metrics()["publish/changed_frac"] == count / sum(t.numel() for _, t in tensors)
     report = engine.publish(tensors, 8)
     assert report.known and report.metrics()["publish/changed_words"] == 0 and engine.receiver.version == 8
-    tensors = moved(tensors, seed=9, share=0.3)  # so many positions that they are sent as a mask
+    tensors = moved(tensors, seed=9, share=0.3)  # with many changes, their positions are sent as a mask
     assert 0.35 * whole < engine.publish(tensors, 9).bytes < 0.4 * whole and engine.has(tensors)
     everything = [(name, -tensor) for name, tensor in tensors]
     report = engine.publish(everything, 10)

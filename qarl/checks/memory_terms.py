@@ -13,7 +13,8 @@ full length, V the vocabulary and H the hidden size.
                   makes the next one. The scattered part takes 4 bytes divided by R.
     low_bit       The quantized weights that stay between steps (all locally, P / R with verl), their copies in a
                   kernel's layout, and the dequantized weights of the backward. With verl, W4A16 experts are gathered in
-                  their kernel's layout, and the backward has one layer's in the published layout too.
+                  their kernel's layout, and the backward has one layer's in the published layout too. With adapters
+                  there are the published tensors, and one layer's copy at a time.
     activations   Everything that autograd saves for each token in all blocks. With recomputation: H numbers of each
                   block, and everything of one block.
     expert_rows   The rows of the T k pairs of token and expert (H, and I or 2I numbers each) that the backward of one
@@ -21,7 +22,7 @@ full length, V the vocabulary and H the hidden size.
     logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (8 with verl, which also computes
                   entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
                   more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
-                  bytes for each weight of lm_head.
+                  bytes for each weight of lm_head, unless adapters leave it frozen.
     engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
     reference     With a KL term. Locally a second copy of the weights in the model's dtype and of what `low_bit` keeps
@@ -204,8 +205,8 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
     own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts]
     # The kernel "dequantized" already holds this weight.
     other = [2 * n * k for n, k in linears if kernels.get((n, k)) not in (*OWN_INPUT_GRADIENT, "dequantized")]
+    blocks = [quantized.keys() & size.block_linears(i).keys() for i in range(size.layers)]
     if config.backend == "verl" and not config.lora.r:
-        blocks = [quantized.keys() & size.block_linears(i).keys() for i in range(size.layers)]
         restored = max(sum(wire[name] for name in block if ".experts." in name) for block in blocks)
         gathered = max(sum(prepared[name] for name in block) for block in blocks)
         return [
@@ -214,12 +215,17 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
             Part("experts of one layer, restored", restored if scheme == "w4a16" else 0, ("update",)),
             Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
         ]
-    # A frozen layer dequantizes its weight in each backward, and does not keep it.
-    dequantized = max([*own, *other]) if config.lora.r else sum(other) + max(own)
+    if config.lora.r:  # a frozen layer converts its weight for each product, and keeps neither result
+        stacks = [sum(prepared[name] for name in block if ".experts." in name) for block in blocks]
+        return [
+            Part("low-bit tensors", sum(wire.values())),
+            Part("a layer in its kernel's layout", max([*prepared.values(), *stacks]), ("old_log_prob", "update")),
+            Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
+        ]
     return [
         Part("low-bit tensors", sum(wire.values())),
         Part("low-bit tensors in the kernels' layout", sum(prepared.values())),
-        Part("dequantized weights for the backward, BF16", dequantized, ("update",)),
+        Part("dequantized weights for the backward, BF16", sum(other) + max(own), ("update",)),
     ]
 
 
@@ -285,7 +291,7 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
     forward, backward = (count * size.vocab for count in tokens)
     update = 14 * backward
     if backward > LOGITS_AT_A_TIME:
-        update = 18 * LOGITS_AT_A_TIME + 4 * size.vocab * size.hidden
+        update = 18 * LOGITS_AT_A_TIME + (0 if config.lora.r else 4 * size.vocab * size.hidden)
     each = 8 if config.backend == "verl" else 10
     return [
         Part("logits, log-probs", each * min(forward, LOGITS_AT_A_TIME), ("old_log_prob",)),

@@ -59,6 +59,18 @@ class LowBitExperts(NamedTuple):
         return cls(kernel, gate_up, down, kernel.prepare(gate_up, down))
 
 
+class ExpertsPreparedOnUse(NamedTuple):
+    """The same without the copy: `prepared` is made for each forward."""
+
+    kernel: type[ExpertsKernel]
+    gate_up: Tensors
+    down: Tensors
+
+    @property
+    def prepared(self) -> Any:
+        return self.kernel.prepare_gathered(self.gate_up, self.down)
+
+
 def fused_experts(
     x: torch.Tensor,
     topk_weights: torch.Tensor,

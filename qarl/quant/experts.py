@@ -39,7 +39,7 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
-from qarl.kernels.experts import LowBitExperts, fused_experts
+from qarl.kernels.experts import ExpertsPreparedOnUse, LowBitExperts, fused_experts
 from qarl.kernels.registry import choose_experts_kernel
 from qarl.quant.linear import QuantLayer
 from qarl.quant.quantize import phase, quantize
@@ -190,7 +190,7 @@ class QuantExperts(QuantLayer):
     MADE = ("_quantized", "_low_bit")
     multiplies = "kernels of experts"
     _quantized: dict[str, QuantizedStack] | None
-    _low_bit: LowBitExperts | None
+    _low_bit: LowBitExperts | ExpertsPreparedOnUse | None
 
     def __init__(
         self,
@@ -239,6 +239,11 @@ class QuantExperts(QuantLayer):
 
     def make_ready(self) -> None:
         self.quantized()
+
+    def freeze(self) -> None:
+        super().freeze()
+        assert self._low_bit is not None
+        self._low_bit = ExpertsPreparedOnUse(*self._low_bit[:3])
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -63,7 +63,7 @@ class QuantLayer(nn.Module):
     qualified_name: str
     choice: Choice
     frozen: bool = False
-    """Whether the low-bit tensors are all that is left of the weights (`freeze`)."""
+    """Whether the published tensors are all that is left of the weights (`freeze`)."""
     _marks: tuple[Mark, ...]
 
     def _choose(self, scheme: Scheme, qualified_name: str, choice: Choice) -> None:
@@ -101,7 +101,9 @@ class QuantLayer(nn.Module):
         raise NotImplementedError
 
     def freeze(self) -> None:
-        """Quantize the weights for the last time, and free them: their parameters move to the meta device."""
+        """Quantize the weights for the last time, and free them: their parameters move to the meta device.
+
+        Only the published tensors stay. Each forward converts them to the kernel's layout, as FSDP2's do."""
         self.make_ready()
         for name in self.WEIGHTS:
             setattr(self, name, nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False))
@@ -213,9 +215,14 @@ class QuantLinear(QuantLayer, nn.Linear):
         """Quantize the weight for a forward, if it has changed."""
         self.quantized()
 
+    def freeze(self) -> None:
+        super().freeze()
+        self.prepared = self._dequantized = None
+
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return y [M, N] BF16 from x [M, K] BF16."""
-        return self.kernel.linear(x, self.prepared, bias)
+        prepared = self.kernel.prepare_gathered(self.quantized().tensors) if self.frozen else self.prepared
+        return self.kernel.linear(x, prepared, bias)
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. Some kernels compute it from the low-bit tensors."""
@@ -230,7 +237,7 @@ class QuantLinear(QuantLayer, nn.Linear):
         if self._dequantized is not None:
             return self._dequantized
         quantized = self.quantized()
-        weight = self.kernel.dequantized_weight(self.prepared)
+        weight = None if self.frozen else self.kernel.dequantized_weight(self.prepared)
         dequantized = quantized.dequantize(torch.bfloat16) if weight is None else weight
         if not self.frozen:
             self._dequantized = dequantized

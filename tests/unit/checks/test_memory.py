@@ -102,7 +102,7 @@ OPTIONS = [
     ({"lora__r": 8}, "BF16 gradients of a micro-batch", 2 * 14848),
     ({"lora__r": 8}, "weights, BF16", 2 * (74560 - 61440 + 14848)),
     ({"lora__r": 8, "quant__scheme": "bf16"}, "weights, BF16", 2 * (74560 + 14848)),
-    ({"lora__r": 8}, "dequantized weights for the backward, BF16", 2 * 96 * 64),  # one layer at a time
+    ({"lora__r": 8}, "dequantized weight of one layer, BF16", 2 * 96 * 64),
     ({"lora__r": 8}, "vLLM: weights", 34784 + 2 * 320 + 2 * 12800 + 2 * 14848),
     ({"lora__r": 8, "lora__target_modules": ["q_proj"]}, "FP32 masters", 4 * 2 * 8 * 128),
     ({}, "low-bit tensors in the kernels' layout", None),  # without a kernel: one that reads what is published

@@ -109,7 +109,7 @@ def test_the_quantized_base_is_freed_and_stays_what_it_was(pristine_model):
     after = dict(packed_state_dict(model))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
-    assert all(layer._dequantized is None for layer in quantized), "Ŵ of the base stays in memory"
+    assert all(layer._dequantized is layer.prepared is None for layer in quantized), "a copy of the base stays"
     with pytest.raises(RuntimeError, match="frozen"):
         quantized[0].invalidate()
     with pytest.raises(RuntimeError, match="frozen"):

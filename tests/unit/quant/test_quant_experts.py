@@ -106,6 +106,24 @@ def test_forward_and_all_gradients_against_a_float64_loop_over_experts(scheme: s
         assert stack.grad is not None and not stack.grad[idle].any()
 
 
+@pytest.mark.parametrize(("scheme", "kernel"), [case for case in KERNELS if case[0] != "bf16"])
+def test_frozen_experts_have_the_same_bits_from_the_published_tensors_alone(scheme: str, kernel: str) -> None:
+    try:
+        layer = make_layer(scheme, kernel=kernel)
+    except UserError as error:
+        pytest.skip(str(error))
+    inputs = torch.randn(7, HIDDEN).bfloat16().requires_grad_(), torch.rand(7, 2).bfloat16().requires_grad_()
+
+    def results() -> list[torch.Tensor]:
+        y = layer(inputs[0], torch.tensor(ROUTINGS["one has no token, one has one"]), inputs[1])
+        return [y, *torch.autograd.grad(y.float().square().sum(), inputs)]
+
+    before = results()
+    layer.freeze()
+    assert layer.low_bit()._fields == ("kernel", "gate_up", "down"), "a copy of the weights stays"
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results(), before, strict=True))
+
+
 @pytest.mark.parametrize("scheme", LOW_BIT)
 def test_bytes_are_those_of_each_matrix_compressed_alone_by_compressed_tensors(scheme: str) -> None:
     layer = make_layer(scheme)

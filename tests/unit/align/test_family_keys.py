@@ -64,6 +64,7 @@ def refusal(config: Any) -> str | None:
     return None
 
 
+@pytest.mark.long
 @needs_vllm_cpu
 @pytest.mark.parametrize("family", ALL)
 def test_every_row_is_accepted_or_refused_in_the_words_of_its_measurement(family: str) -> None:

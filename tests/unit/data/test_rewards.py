@@ -53,6 +53,7 @@ def test_math_verify(response: str, ground_truth: str, score: float) -> None:
     assert math_verify("math", response, ground_truth) == score
 
 
+@pytest.mark.long
 def test_math_verify_from_another_thread() -> None:
     """math-verify's time limit is a signal, which Python refuses outside the main thread."""
     scores: list[float] = []

@@ -100,6 +100,7 @@ def test_what_ends_in_time_is_left_alone(place: Callable[[Callable[[], Any]], An
     assert place(lambda: score_responses(lambda **_: 0.5, [PROMPT] * 3, ["x"] * 3, timeout_s=60)) == [0.5] * 3
 
 
+@pytest.mark.long
 def test_math_verifys_own_alarms_do_not_end_ours() -> None:
     """Each of its comparisons sets and clears the alarm."""
 

@@ -32,6 +32,7 @@ def displacement(name: str, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in moved])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 def test_only_stochastic_rounding_moves_as_far(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = displacement(name, torch.float32)

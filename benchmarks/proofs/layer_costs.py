@@ -24,7 +24,7 @@ from qarl.bench.roofline import dense_linears
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.experts import TritonExperts, fused_experts
 from qarl.kernels.vllm_experts import Experts
-from qarl.quant.fsdp import GatheredExperts
+from qarl.quant.experts import ExpertsInOneCopy
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import Scheme, get_scheme
 
@@ -83,7 +83,7 @@ def expert_phases(size: ModelSize, scheme_name: str, group_size: int, tokens: in
     def block(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         with counting() as counter:
             runs.append(counter)
-            experts = GatheredExperts(_engine(scheme_name, counter, size), *gathered)
+            experts = ExpertsInOneCopy(_engine(scheme_name, counter, size), *gathered)
             return fused_experts(x, weights, ids, gate_up, down, experts)
 
     y = block(x, weights)

@@ -14,7 +14,7 @@ full length, V the vocabulary and H the hidden size.
     low_bit       The quantized weights that stay between steps (all locally, P / R with verl), their copies in a
                   kernel's layout, and the dequantized weights of the backward. With verl, W4A16 experts are gathered in
                   their kernel's layout, and the backward has one layer's in the published layout too. With adapters
-                  there are the published tensors, and one layer's copy at a time.
+                  the weights are there once, and one layer's at a time in a second layout.
     activations   Everything that autograd saves for each token in all blocks. With recomputation: H numbers of each
                   block, and everything of one block.
     expert_rows   The rows of the T k pairs of token and expert (H, and I or 2I numbers each) that the backward of one
@@ -216,10 +216,10 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
             Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
         ]
     if config.lora.r:  # a frozen layer converts its weight for each product, and keeps neither result
-        stacks = [sum(prepared[name] for name in block if ".experts." in name) for block in blocks]
+        stacks = [sum(wire[name] for name in block if ".experts." in name) * (scheme == "w4a16") for block in blocks]
         return [
             Part("low-bit tensors", sum(wire.values())),
-            Part("a layer in its kernel's layout", max([*prepared.values(), *stacks]), ("old_log_prob", "update")),
+            Part("a layer in another layout", max([*prepared.values(), *stacks]), ("old_log_prob", "update")),
             Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
         ]
     return [

@@ -39,6 +39,18 @@ class Layout:
     restore: Callable[[Tensors], dict[str, torch.Tensor]]
 
 
+def to_layout(tensors: Tensors, layout: Layout | None, shape: tuple[int, ...]) -> Tensors:
+    """Return the wire tensors of a weight of `shape` in `layout`, if they are int4 and fit it, or unchanged."""
+    if layout is None or "weight_packed" not in tensors or not layout.fits(shape):
+        return tensors
+    return layout.convert(tensors)
+
+
+def from_layout(tensors: Tensors, layout: Layout | None) -> Tensors:
+    """Return `tensors`, which may be in `layout`, as wire tensors without `weight_shape`."""
+    return layout.restore(tensors) if layout is not None and layout.codes in tensors else tensors
+
+
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return values * scale, rounded to BF16 [M, K]. The backward uses this as the activations."""
     return values.float().mul_(scale).to(torch.bfloat16)
@@ -77,12 +89,14 @@ class LinearKernel(Kernel):
 
     @staticmethod
     def prepare(tensors: Tensors) -> Any:
-        """Convert the wire tensors of one weight to what `linear` reads. This runs once per optimizer step."""
+        """Convert the wire tensors of one weight to what `linear` reads. Trained weights are converted once per
+        optimizer step."""
         raise NotImplementedError
 
     @classmethod
     def prepare_gathered(cls, tensors: Tensors) -> Any:
-        """Do the same for a weight that FSDP2 gathers in every forward. Some kernels have a cheaper way."""
+        """Do the same for a weight that is converted in every forward, because FSDP2 gathers it or it is frozen. Some
+        kernels have a cheaper way."""
         return cls.prepare(tensors)
 
     @classmethod
@@ -125,12 +139,13 @@ class ExpertsKernel(Kernel):
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> Any:
-        """Convert the stacked wire tensors to what `forward` reads. This runs once per optimizer step."""
+        """Convert the stacked wire tensors to what `forward` reads. Trained weights are converted once per optimizer
+        step."""
         raise NotImplementedError
 
     @classmethod
     def prepare_gathered(cls, gate_up: Tensors, down: Tensors) -> Any:
-        """Do the same for stacks that FSDP2 gathers in every forward. Some kernels have a cheaper way."""
+        """Do the same for stacks that are converted in every forward. They may already be in `layout`."""
         return cls.prepare(gate_up, down)
 
     @classmethod

@@ -45,7 +45,7 @@ _EIGHT_BIT = ("w8a8", "fp8")
 class LowBitExperts(NamedTuple):
     """One layer's experts: the stacked wire tensors for the backward, and `prepared`, a copy in the kernel's layout.
 
-    Each attribute is read once per pass, so `qarl.quant.fsdp.GatheredExperts` computes it when it is read.
+    Each attribute is read once per pass, so `qarl.quant.experts.ExpertsInOneCopy` computes it when it is read.
     """
 
     kernel: type[ExpertsKernel]
@@ -57,18 +57,6 @@ class LowBitExperts(NamedTuple):
     def of(cls, kernel: type[ExpertsKernel], gate_up: Tensors, down: Tensors) -> LowBitExperts:
         """Prepare one layer's experts."""
         return cls(kernel, gate_up, down, kernel.prepare(gate_up, down))
-
-
-class ExpertsPreparedOnUse(NamedTuple):
-    """The same without the copy: `prepared` is made for each forward."""
-
-    kernel: type[ExpertsKernel]
-    gate_up: Tensors
-    down: Tensors
-
-    @property
-    def prepared(self) -> Any:
-        return self.kernel.prepare_gathered(self.gate_up, self.down)
 
 
 def fused_experts(

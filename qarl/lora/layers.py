@@ -170,20 +170,29 @@ class Adapters:
     `layers`: the linears with an adapter, by name."""
 
     def __init__(
-        self, model: nn.Module, config: LoraConfig, *, seed: int, base: str, dtype: torch.dtype = torch.bfloat16
+        self,
+        model: nn.Module,
+        config: LoraConfig,
+        *,
+        seed: int,
+        base: str,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | None = None,
     ) -> None:
-        """Freeze `model`, which is quantized and aligned, and give its linears adapters, in place.
+        """Freeze `model`, which is quantized and aligned, and give its linears adapters, in place. It is moved to
+        `device`, layer by layer, so that its BF16 weights are never there together.
 
         A is random as in peft: Kaiming-uniform with a = sqrt(5), from `seed` alone. B is zero. `base`: the name of the
         base model, for adapter_config.json. `dtype`: that of the parameters A and B. FP32 ones start at the same BF16
         numbers, and something else rounds them for the forward."""
         assert config.r
         self.rank, self.alpha, self.base = config.r, config.alpha or config.r, base
-        device = next(model.parameters()).device
+        device = device or next(model.parameters()).device
         model.requires_grad_(False)
         for module in model.modules():
             if isinstance(module, QuantLayer) and module.scheme.quantized:
-                module.freeze()
+                module.to(device).freeze()
+        model.to(device)
         generator = torch.Generator().manual_seed(seed)
         self.layers: dict[str, AdaptedLinear] = {}
         for name, (rows, columns) in target_linears(model, config.target_modules).items():

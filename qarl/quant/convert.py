@@ -136,11 +136,13 @@ def quantize_model(
     group_size: int = 128,
     ignore: Sequence[str] = DEFAULT_IGNORE,
     kernels: str = "engine",
+    device: torch.device | None = None,
 ) -> QuantReport:
     """Quantize `model` in place: replace linears with `QuantLinear` and experts with `QuantExperts`.
 
-    Parameters keep their names. `kernels`: a value of `quant.kernels`. Raises UserError if a weight is not BF16 or
-    no kernel supports a layer, and for the reasons given at `select_linears`.
+    Parameters keep their names. `kernels`: a value of `quant.kernels`. `device`: where the model will run, if not where
+    it is. Raises UserError if a weight is not BF16 or no kernel supports a layer, and for the reasons given at
+    `select_linears`.
     """
     if isinstance(ignore, str):
         raise UserError(f"ignore is the text {ignore!r}", why="it is a list of names", fix=f"write ignore=[{ignore!r}]")
@@ -156,7 +158,8 @@ def quantize_model(
                     fix="load the model with dtype=torch.bfloat16; FP32 masters live in the optimizer "
                     "(optim.master_dtype)",
                 )
-    return replace_selected(model, selected, skipped, scheme, ignore, QuantLinear, QuantExperts, kernels=kernels)
+    classes = QuantLinear, QuantExperts
+    return replace_selected(model, selected, skipped, scheme, ignore, *classes, kernels=kernels, device=device)
 
 
 def replace_selected(

@@ -29,8 +29,8 @@ It has no `weight_shape`, which is the same for every matrix and follows from th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -38,8 +38,8 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.base import ExpertsShape
-from qarl.kernels.experts import ExpertsPreparedOnUse, LowBitExperts, fused_experts
+from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors, from_layout, to_layout
+from qarl.kernels.experts import LowBitExperts, fused_experts
 from qarl.kernels.registry import choose_experts_kernel
 from qarl.quant.linear import QuantLayer
 from qarl.quant.quantize import phase, quantize
@@ -154,6 +154,10 @@ class QuantizedStack:
     shape: tuple[int, int, int]
     tensors: dict[str, torch.Tensor]
 
+    def changed(self, change: Callable[..., Tensors], *arguments: Any) -> QuantizedStack:
+        """Return the stack with the tensors `change(tensors, *arguments)`."""
+        return replace(self, tensors=dict(change(self.tensors, *arguments)))
+
     def stacked(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and the tensors of a publish."""
         for leaf, tensor in self.tensors.items():
@@ -183,6 +187,33 @@ def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> Quanti
     return QuantizedStack(name, scheme, (experts, rows, columns), tensors)
 
 
+class ExpertsInOneCopy(NamedTuple):
+    """The stacks of a layer as they are stored, on the wire or in the kernel's layout, without a second copy.
+
+    The other attributes are made at each access, because one layer's copy at a time is enough. FSDP2 fills the two
+    mappings for the forward and again for the backward.
+    """
+
+    kernel: type[ExpertsKernel]
+    stored_gate_up: Tensors
+    stored_down: Tensors
+
+    @property
+    def prepared(self) -> Any:
+        with phase("prepare"):
+            return self.kernel.prepare_gathered(self.stored_gate_up, self.stored_down)
+
+    @property
+    def gate_up(self) -> Tensors:
+        with phase("prepare"):
+            return from_layout(self.stored_gate_up, self.kernel.layout)
+
+    @property
+    def down(self) -> Tensors:
+        with phase("prepare"):
+            return from_layout(self.stored_down, self.kernel.layout)
+
+
 class QuantExperts(QuantLayer):
     """Experts with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I], both BF16. The activation function is SiLU."""
 
@@ -190,7 +221,7 @@ class QuantExperts(QuantLayer):
     MADE = ("_quantized", "_low_bit")
     multiplies = "kernels of experts"
     _quantized: dict[str, QuantizedStack] | None
-    _low_bit: LowBitExperts | ExpertsPreparedOnUse | None
+    _low_bit: LowBitExperts | ExpertsInOneCopy | None
 
     def __init__(
         self,
@@ -222,6 +253,8 @@ class QuantExperts(QuantLayer):
 
     def quantized(self) -> dict[str, QuantizedStack]:
         """Return both quantized stacks of the current weights by the names of their parameters."""
+        if self._quantized is not None and self.frozen:
+            return {leaf: stack.changed(from_layout, self.kernel.layout) for leaf, stack in self._quantized.items()}
         if self._quantized is None or self.stale:
             self.invalidate()
             with torch.no_grad():
@@ -238,12 +271,14 @@ class QuantExperts(QuantLayer):
         return self._quantized
 
     def make_ready(self) -> None:
-        self.quantized()
+        self.low_bit()
 
     def freeze(self) -> None:
+        """Do the same, but keep the stacks in the kernel's layout, if it has one."""
+        made, layout = self.quantized(), self.kernel.layout
         super().freeze()
-        assert self._low_bit is not None
-        self._low_bit = ExpertsPreparedOnUse(*self._low_bit[:3])
+        self._quantized = {leaf: stack.changed(to_layout, layout, stack.shape) for leaf, stack in made.items()}
+        self._low_bit = ExpertsInOneCopy(self.kernel, *(stack.tensors for stack in self._quantized.values()))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -259,7 +294,8 @@ class QuantExperts(QuantLayer):
 
     def low_bit(self) -> Any:
         """Return the weights for a forward and its backward."""
-        self.quantized()
+        if not self.frozen:
+            self.quantized()
         assert self._low_bit is not None
         return self._low_bit
 

@@ -5,7 +5,7 @@
     publish                   the same codes and scales are gathered, one layer at a time
 
 So no rank ever has a BF16 copy of a whole quantized weight, or the whole model in low bits. Three things differ from
-`qarl.quant.linear`:
+layers that one process trains (`qarl.quant.linear`):
 
 - If the kernel's layout cannot be gathered (`Layout` of `qarl.kernels.base`), each forward makes it and then drops it.
 - Each backward dequantizes the weight.
@@ -18,21 +18,21 @@ With scheme bf16 nothing is quantized. FSDP2 gathers experts in BF16, and each f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qarl.errors import UserError
-from qarl.kernels.base import ExpertsKernel
+from qarl.kernels.base import from_layout
 from qarl.quant import convert
-from qarl.quant.experts import STACKS, QuantExperts, QuantizedStack
+from qarl.quant.experts import STACKS, ExpertsInOneCopy, QuantExperts, QuantizedStack
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import QuantizedTensor, phase
 from qarl.quant.scheme import Scheme
 from qarl.quant.state_dict import unquantized_tensors
-from qarl.quant.weight_shard import GatheredWeight, WeightShard, from_layout
+from qarl.quant.weight_shard import GatheredWeight, WeightShard
 
 
 class _Sharded(nn.Module):
@@ -103,37 +103,10 @@ class ShardedQuantExperts(_Sharded, QuantExperts):
         self.shards = {leaf: _shard(self, leaf) for leaf in STACKS} if scheme.quantized else {}
 
     def low_bit(self) -> Any:
-        return GatheredExperts(self.kernel, *(self._stack(leaf) for leaf in STACKS))
+        return ExpertsInOneCopy(self.kernel, *(self._stack(leaf) for leaf in STACKS))
 
     def _stack(self, leaf: str) -> dict[str, torch.Tensor]:
         return _gathered(self, leaf) if self.shards else {"weight": self.get_parameter(leaf).detach()}
-
-
-class GatheredExperts(NamedTuple):
-    """The gathered stacks of a layer.
-
-    FSDP2 fills the two dictionaries for the forward and again for the backward. So the other attributes are computed
-    from them at each access.
-    """
-
-    kernel: type[ExpertsKernel]
-    gathered_gate_up: dict[str, torch.Tensor]
-    gathered_down: dict[str, torch.Tensor]
-
-    @property
-    def prepared(self) -> Any:
-        with phase("prepare"):
-            return self.kernel.prepare_gathered(self.gathered_gate_up, self.gathered_down)
-
-    @property
-    def gate_up(self) -> Mapping[str, torch.Tensor]:
-        with phase("prepare"):
-            return from_layout(self.gathered_gate_up, self.kernel.layout)
-
-    @property
-    def down(self) -> Mapping[str, torch.Tensor]:
-        with phase("prepare"):
-            return from_layout(self.gathered_down, self.kernel.layout)
 
 
 def _shard(layer: QuantLinear | QuantExperts, leaf: str) -> WeightShard:

@@ -103,7 +103,8 @@ class QuantLayer(nn.Module):
     def freeze(self) -> None:
         """Quantize the weights for the last time, and free them: their parameters move to the meta device.
 
-        Only the published tensors stay. Each forward converts them to the kernel's layout, as FSDP2's do."""
+        Only the published tensors stay. Each forward converts them to the kernel's layout, as `ShardedQuantLinear`
+        does."""
         self.make_ready()
         for name in self.WEIGHTS:
             setattr(self, name, nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False))
@@ -221,7 +222,10 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return y [M, N] BF16 from x [M, K] BF16."""
-        prepared = self.kernel.prepare_gathered(self.quantized().tensors) if self.frozen else self.prepared
+        prepared = self.prepared
+        if self.frozen:
+            with phase("prepare"):
+                prepared = self.kernel.prepare_gathered(self.quantized().tensors)
         return self.kernel.linear(x, prepared, bias)
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from qarl.errors import UserError
-from qarl.kernels.base import Layout
+from qarl.kernels.base import Layout, from_layout
 from qarl.quant.quantize import nonfinite_error, quantize_unchecked
 from qarl.quant.scheme import Scheme
 
@@ -224,12 +224,7 @@ class WeightShard:
         for slot in self._slots:
             part = DTensor.from_local(slot.of(self._buffer).view(torch.uint8), mesh, placements, run_check=False)
             tensors[slot.name] = self._cut(part.full_tensor().view(slot.dtype))
-        return from_layout(tensors, self._layout)
-
-
-def from_layout(tensors: Tensors, layout: Layout | None) -> Tensors:
-    """Return gathered `tensors`, in `layout` if the shards fit it, as wire tensors without `weight_shape`."""
-    return layout.restore(tensors) if layout is not None and layout.codes in tensors else tensors
+        return dict(from_layout(tensors, self._layout))
 
 
 def _local(parameter: DTensor) -> torch.Tensor:

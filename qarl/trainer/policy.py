@@ -51,7 +51,7 @@ def check_finite(model: nn.Module, dtype: str) -> None:
         )
 
 
-def adapters_of(config: Config) -> Callable[[nn.Module], Adapters] | None:
+def adapters_of(config: Config) -> Callable[..., Adapters] | None:
     """Return what gives a model the adapters of the section `lora`, or None if all weights are trained."""
     return partial(Adapters, config=config.lora, seed=config.seed, base=config.model.path) if config.lora.r else None
 
@@ -87,11 +87,13 @@ class Policy:
         head_dtype: str = "model",
         kernels: str = "engine",
         eager: bool = False,
-        adapters: Callable[[nn.Module], Adapters] | None = None,
+        adapters: Callable[..., Adapters] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. Batches without routing are not replayed.
         `head_dtype`: a value of `model.head_dtype`. `kernels`: a value of `quant.kernels`.
         `eager`: whether the engine runs without CUDA graphs. `adapters`: freezes the model and gives it adapters.
+        `device`: where the model will run, if not where it is. Only `adapters` moves it.
 
         Raise UserError if `head_dtype` is fp32 without `plain_head`, or if something has cast the model's buffers."""
         check_buffers(model)
@@ -100,8 +102,8 @@ class Policy:
         quantized = align != "off" and scheme.quantized
         linears: object = "linears: BF16 in the forward"
         if quantized:
-            linears = quantize_model(model, scheme=scheme, ignore=ignore, kernels=kernels)
-        aligned = align_model(model, align, eager=eager, adapters=adapters is not None)
+            linears = quantize_model(model, scheme=scheme, ignore=ignore, kernels=kernels, device=device)
+        aligned = align_model(model, align, eager=eager, adapters=adapters is not None, device=device)
         self.align, self.limit_level, self.why_lower = aligned.level, aligned.limit_level, aligned.why_lower
         self.packed = packed and attends_in_rows(model)
         self.fp32_head = head_dtype == "fp32"
@@ -109,7 +111,7 @@ class Policy:
             raise no_fp32_head(model.config.model_type)
         self.replays = replays(router_replay, self.align)
         self._routing = ExitStack()
-        self.adapters = adapters(model) if adapters else None
+        self.adapters = adapters(model, device=device) if adapters else None
         self.base_digests: dict[str, str] = {}
         self.report = f"{linears}\n{aligned}" + (f"\n{self.adapters}" if self.adapters else "")
 
@@ -143,7 +145,9 @@ class Policy:
         if loading["missing_keys"]:
             raise lacks_tensors(config.model.path, loading["missing_keys"])
         check_finite(model, config.model.dtype)
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not config.lora.r:
+            model.to(device)
         model.train(config.model.gradient_checkpointing)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -159,6 +163,7 @@ class Policy:
             kernels=quant.kernels,
             eager=config.rollout.enforce_eager is True,
             adapters=adapters_of(config),
+            device=device,
         )
 
     @property

@@ -69,29 +69,6 @@ def test_the_weights_moved_and_the_engine_has_exactly_the_trainers_tensors(train
     assert log_probs == running.rollout_log_probs
 
 
-def test_micro_batches_sum_to_the_gradient_of_the_whole(trainer, monkeypatch):
-    batch = trainer.rollout()[0]
-    old = trainer.old_log_probs(batch)
-    gradients = {}
-    for size in (48, 12):
-        actor = trainer.config.actor.model_copy(update={"ppo_micro_batch_size_per_gpu": size})
-        monkeypatch.setattr(trainer, "config", trainer.config.model_copy(update={"actor": actor}))
-        trainer.optimizer.zero_grad()
-        trainer.backward(batch, old, 0, 48)
-        norm = trainer.optimizer.clip_grad_norm(1e9)
-        gradients[size] = norm, {name: gradient.clone() for name, gradient in trainer.optimizer.gradients.items()}
-        trainer.optimizer.zero_grad()
-    (norm, whole), (parts_norm, parts) = gradients[48], gradients[12]
-    # Each micro-batch's gradient is rounded to BF16 once before it is summed in FP32.
-    assert abs(norm - parts_norm) <= 2**-8 * norm
-    # torch adds up an embedding's gradient in BF16, with a rounding for each occurrence of a token.
-    occurrences = int(batch.input_ids[:48].flatten().bincount().max())
-    for name, gradient in whole.items():
-        bound = 2**-9 * occurrences**0.5 if name.endswith("embed_tokens.weight") else 2**-6
-        difference = (gradient - parts[name]).norm()
-        assert difference <= bound * gradient.norm() + 1e-6, name
-
-
 def test_every_layer_is_quantized_once_an_optimizer_step(trainer, monkeypatch):
     """Two mini-batches of two micro-batches each, old log-probs and a publish: 28 layers, two quantizations each."""
     actor = trainer.config.actor.model_copy(update={"ppo_micro_batch_size_per_gpu": 24})

@@ -11,7 +11,7 @@ from muon import SingleDeviceMuonWithAuxAdam
 from same_bytes import same_bytes
 
 from qarl.config import OptimConfig
-from qarl.trainer.master_optimizer import MasterOptimizer, lr_scale
+from qarl.trainer.master_optimizer import MasterOptimizer
 
 SHAPES = {
     "model.embed_tokens.weight": (20, 16),
@@ -151,23 +151,3 @@ def test_state_dict_continues_bitwise(name: str, master_dtype: str) -> None:
     train(continued, resumed, range(3, 6))
     assert all(same_bytes(resumed[n], parameters[n]) for n in SHAPES)
     assert continued.lr == optimizer.lr
-
-
-@pytest.mark.verl
-@pytest.mark.parametrize("scheduler", ["constant", "cosine"])
-@pytest.mark.parametrize("warmup", [0, 4])
-def test_schedule_is_verls(scheduler: str, warmup: int) -> None:
-    from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
-
-    total = 20
-    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    if scheduler == "constant":
-        reference = get_constant_schedule_with_warmup(inner, warmup)
-    else:
-        reference = get_cosine_schedule_with_warmup(inner, warmup, total, min_lr_ratio=0.1)
-    config = make_config(lr_scheduler_type=scheduler, lr_warmup_steps=warmup, min_lr_ratio=0.1)
-    for step in range(total + 1):
-        assert lr_scale(step, config, total) == pytest.approx(reference.get_last_lr()[0], rel=1e-12)
-        inner.step()
-        reference.step()
-    assert lr_scale(total + 5, config, total) == pytest.approx(1.0 if scheduler == "constant" else 0.1)

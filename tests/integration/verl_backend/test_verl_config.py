@@ -198,7 +198,8 @@ def test_what_verls_own_checks_say_is_an_error_of_ours():
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_learning_rates_are_those_of_the_local_backend(schedule, warmup):
-    config = quickstart(**{"optim.lr_scheduler_type": schedule, "optim.lr_warmup_steps": warmup})
+    lowest = {"optim.min_lr_ratio": 0.1} if schedule == "cosine" else {}
+    config = quickstart(**{"optim.lr_scheduler_type": schedule, "optim.lr_warmup_steps": warmup, **lowest})
     keys = verl_keys(config, True)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     steps, optim = keys["trainer.total_training_steps"], "actor_rollout_ref.actor.optim"
@@ -210,6 +211,7 @@ def test_learning_rates_are_those_of_the_local_backend(schedule, warmup):
         assert scheduler.get_last_lr()[0] == pytest.approx(lr_scale(step, config.optim, steps), rel=1e-12)
         optimizer.step()
         scheduler.step()
+    assert lr_scale(steps + 5, config.optim, steps) == pytest.approx(1.0 if schedule == "constant" else 0.1)
 
 
 def test_reward_functions_are_found_by_verl():

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from memory_cases import SMALL, parts, run
+from memory_cases import FAMILIES, SIZES, SMALL, parts, run
 
 from qarl.checks import memory
 from qarl.checks.memory import OFFLOAD, RUNTIME_BYTES, estimate
@@ -24,6 +24,7 @@ from qarl.checks.memory_terms import (
     LOGITS_AT_A_TIME,
     OWN_INPUT_GRADIENT,
 )
+from qarl.checks.model_size import ModelSize
 from qarl.kernels.registry import LINEAR_KERNELS
 
 
@@ -109,6 +110,16 @@ OPTIONS = [
 ]
 
 
+def test_a_frozen_base_is_there_once_and_a_layer_in_two_layouts() -> None:
+    """gate of SMALL: 96 * 64 / 2 bytes of codes and 384 of scales. Each matrix of 4 experts: 1024, 128 and 16."""
+    family, changes = FAMILIES["qwen3-moe"]
+    experts = ModelSize.from_config(family(**SIZES | changes))
+    for size, expected in ((SMALL, 3456), (experts, 4 * 3 * 1168)):
+        kernels = dict.fromkeys(size.linears().values(), "vllm_cpu_wna16")
+        sizes = parts(estimate(size, run(lora__r=8), device="cpu", kernels=kernels))
+        assert sizes["a layer in another layout"] == expected
+
+
 @pytest.mark.parametrize(("changes", "part", "size"), OPTIONS)
 def test_what_the_options_change(changes: dict[str, Any], part: str, size: int | None) -> None:
     assert parts(estimate(SMALL, run(**changes), device="cpu")).get(part) == size
@@ -192,6 +203,7 @@ def test_many_logits_are_computed_in_blocks(backend: str) -> None:
     sizes = parts(estimate(SMALL, run(**changes), device="cpu"))
     assert sizes["logits, log-probs"] == {"local": 10, "verl": 8}[backend] * LOGITS_AT_A_TIME
     assert sizes["logits, update"] == 18 * LOGITS_AT_A_TIME + 4 * 6400
+    assert parts(estimate(SMALL, run(**changes, lora__r=8), device="cpu"))["logits, update"] == 18 * LOGITS_AT_A_TIME
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("max", 4096), (str(2**30), 4096), ("3000", 2000)])

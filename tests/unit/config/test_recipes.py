@@ -32,7 +32,7 @@ def words(row: list[str]) -> list[str]:
 def peak_gib(config: Config, model: str, gib: float) -> float:
     folder = ROOT / "qarl/bench/models" / model
     size = ModelSize.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    # FSDP2 gathers what Marlin reads, layer by layer; the local trainer has a copy of every layer, unless it is frozen.
+    # FSDP2 gathers what Marlin reads, layer by layer; the local trainer has a copy of every layer that it trains.
     kernels = dict.fromkeys(size.linears().values(), "vllm_marlin" if config.backend == "local" else "triton")
     plan = estimate(
         size, config, device="cuda", gpu_memory_bytes=int(gib * GIB), align=config.quant.align, kernels=kernels

@@ -10,7 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, load_prompts
+from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, load_prompts
 from qarl.errors import UserError
 
 CHAT_TEMPLATE = (
@@ -128,27 +128,11 @@ def test_no_column(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert "the file has: data_source, prompt, extra_info" in str(error.value)
 
 
-def test_no_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = None
-    with pytest.raises(UserError, match="chat template refuses"):
-        load(write(tmp_path / "train.parquet", [row()]), tokenizer)
-
-
 def test_check_disjoint_counts_shared_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     train = load(write(tmp_path / "train.parquet", [row("one"), row("two")]), tokenizer)
     val = load(write(tmp_path / "val.parquet", [row("two"), row("three"), row("two")]), tokenizer)
     assert check_disjoint(train, val) == 2
     assert check_disjoint(train[:1], val) == 0
-
-
-def test_check_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
-    size = len(tokenizer)
-    assert check_vocabulary(tokenizer, size) == 0
-    with pytest.raises(UserError, match="log-probs"):
-        check_vocabulary(tokenizer, size + 10)
-    assert check_vocabulary(tokenizer, size + 10, max_unused=10) == 10
-    with pytest.raises(UserError, match="no embedding"):
-        check_vocabulary(tokenizer, size - 1, max_unused=10)
 
 
 def test_an_epoch_visits_each_prompt_once() -> None:

@@ -116,6 +116,15 @@ def test_the_quantized_base_is_freed_and_stays_what_it_was(pristine_model):
         copy.deepcopy(quantized[0])
 
 
+def test_a_layer_moves_to_the_gpu_when_the_one_before_it_has_been_freed(pristine_model, monkeypatch):
+    order: list[str] = []
+    for name in ("to", "freeze"):
+        method = getattr(QuantLinear, name)
+        monkeypatch.setattr(QuantLinear, name, lambda *a, name=name, method=method: order.append(name) or method(*a))
+    adapters = Adapters(load_model(pristine_model), LoraConfig(r=8), seed=0, base="base", device=torch.device("cpu"))
+    assert order == ["to", "freeze"] * len(adapters.layers)
+
+
 def test_the_start_is_the_base_and_depends_on_the_seed_alone(pristine_model):
     tokens = torch.arange(3, 30)[None]
     model = load_model(pristine_model)

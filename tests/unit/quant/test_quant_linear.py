@@ -199,6 +199,24 @@ def test_a_copy_makes_its_own_quantized_tensors(scheme, kernel):
     assert torch.equal(other(x), before)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
+def test_a_frozen_layer_has_the_same_bits_from_the_published_tensors_alone(scheme, kernel, rows):
+    try:
+        layer = make_layer(scheme=scheme, kernel=kernel)
+    except UserError as error:
+        pytest.skip(str(error))
+    x = torch.randn(rows, 64).bfloat16().requires_grad_()
+
+    def results():
+        y = layer(x)
+        return y, *torch.autograd.grad(y.float().square().sum(), x)
+
+    before = results()
+    layer.freeze()
+    assert all(map(torch.equal, results(), before)) and layer.prepared is layer._dequantized is None
+
+
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
 def test_a_layer_without_tokens(scheme: str) -> None:
     layer = make_layer(scheme=scheme)

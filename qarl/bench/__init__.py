@@ -1,1 +1,1 @@
-"""The benchmark: `python -m qarl.bench kernels | steps | rollout | trainer | publish | plan`."""
+"""The benchmark: `python -m qarl.bench kernels | steps | trainer | publish | against | plan`."""

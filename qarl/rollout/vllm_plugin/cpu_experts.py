@@ -1,4 +1,4 @@
-"""The classes that the plugin gives to vLLM on a CPU, and their registration.
+"""The classes for experts that the plugin gives to vLLM on a CPU, and their registration.
 
     QaRLCompressedTensorsConfig   vLLM's compressed-tensors config, but low-bit experts get LowBitExpertsMethod
     LowBitExpertsMethod           loads W4A16, W8A8 and FP8 experts, and multiplies them with the trainer's function

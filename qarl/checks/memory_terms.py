@@ -215,7 +215,7 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
             Part("experts of one layer, restored", restored if scheme == "w4a16" else 0, ("update",)),
             Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
         ]
-    if config.lora.r:  # a frozen layer converts its weight for each product, and keeps neither result
+    if config.lora.r:  # a frozen layer is stored once; a forward or a backward converts it and drops the result
         stacks = [sum(wire[name] for name in block if ".experts." in name) * (scheme == "w4a16") for block in blocks]
         return [
             Part("low-bit tensors", sum(wire.values())),

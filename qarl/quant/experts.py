@@ -274,7 +274,7 @@ class QuantExperts(QuantLayer):
         self.low_bit()
 
     def freeze(self) -> None:
-        """Do the same, but keep the stacks in the kernel's layout, if it has one."""
+        """Do the same. The copy is in the kernel's layout, if it has one. Each backward restores the wire tensors."""
         made, layout = self.quantized(), self.kernel.layout
         super().freeze()
         self._quantized = {leaf: stack.changed(to_layout, layout, stack.shape) for leaf, stack in made.items()}

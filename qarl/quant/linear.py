@@ -63,7 +63,7 @@ class QuantLayer(nn.Module):
     qualified_name: str
     choice: Choice
     frozen: bool = False
-    """Whether the published tensors are all that is left of the weights (`freeze`)."""
+    """Whether one copy of the low-bit tensors is all that is left of the weights (`freeze`)."""
     _marks: tuple[Mark, ...]
 
     def _choose(self, scheme: Scheme, qualified_name: str, choice: Choice) -> None:
@@ -101,10 +101,8 @@ class QuantLayer(nn.Module):
         raise NotImplementedError
 
     def freeze(self) -> None:
-        """Quantize the weights for the last time, and free them: their parameters move to the meta device.
-
-        Only the published tensors stay. Each forward converts them to the kernel's layout, as `ShardedQuantLinear`
-        does."""
+        """Quantize the weights for the last time, and free them: their parameters move to the meta device. One copy of
+        the low-bit tensors stays."""
         self.make_ready()
         for name in self.WEIGHTS:
             setattr(self, name, nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False))
@@ -217,6 +215,7 @@ class QuantLinear(QuantLayer, nn.Linear):
         self.quantized()
 
     def freeze(self) -> None:
+        """Do the same. The copy is the published tensors, which each forward converts to the kernel's layout."""
         super().freeze()
         self.prepared = self._dequantized = None
 

@@ -64,12 +64,12 @@ def run(config: Config, argv: Sequence[str]) -> int:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     check_files(config)  # before the slow imports
     if config.backend == "verl":
-        with stage("importing PyTorch and verl"):
+        with stage("importing PyTorch and verl", imports=True):
             from qarl.verl.run import train as train_in_verl
 
         summary = train_in_verl(config, started=_STARTED)
     else:
-        with stage("importing PyTorch and vLLM"):
+        with stage("importing PyTorch and vLLM", imports=True):
             from qarl.trainer.loop import train_in_run_folder
 
         summary = train_in_run_folder(config, started=_STARTED)

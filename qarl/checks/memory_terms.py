@@ -23,7 +23,8 @@ full length, V the vocabulary and H the hidden size.
                   entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
                   more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
                   bytes for each weight of lm_head, unless adapters leave it frozen.
-    engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance.
+    engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance. With adapters on a CPU, what the local
+                  trainer cannot share.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
     reference     With a KL term. Locally a second copy of the weights in the model's dtype and of what `low_bit` keeps
                   between steps. With verl P * 4 bytes, or P * 2 if its model_dtype is bf16, divided by R. On GPUs verl
@@ -326,6 +327,18 @@ def reference(size: ModelSize, config: Config, align: str, kernels: Mapping[Shap
     return [Part("reference policy: weights and low-bit tensors", 2 * bf16_weights(size, config) + packed)]
 
 
+def not_shared(size: ModelSize, config: Config) -> int:
+    """Return the bytes of the base that an engine on a CPU has in addition to those of the trainer of adapters: layers
+    that vLLM packs (`qarl.rollout.publish.cpu_layers`)."""
+    scheme, quantized = config.quant.scheme, quantized_linears(size, config)
+    packed = 2 * sum(n * k for name, (n, k) in size.linears().items() if name not in quantized)
+    for name, shape in quantized.items():
+        readable = scheme == "w4a16" or (scheme == "fp8" and ".experts." not in name)
+        if not readable or config.quant.kernels != "engine":
+            packed += wire_bytes(scheme, config.quant.group_size, shape)
+    return packed
+
+
 def own_layout(size: ModelSize, config: Config) -> int:
     """Return how many more bytes than the published tensors the engine holds because of `quant.kernels`."""
     scheme, group = config.quant.scheme, config.quant.group_size
@@ -337,8 +350,9 @@ def own_layout(size: ModelSize, config: Config) -> int:
 def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int]:
     """Return, for one GPU, the engine's parts of the memory and the bytes of its KV cache."""
     parallel = config.rollout.tensor_model_parallel_size
-    weights = published(size, config) // parallel + own_layout(size, config)
-    weights += 2 * adapter_parameters(size, config)
+    shares = config.lora.r and config.backend == "local" and device == "cpu"
+    weights = not_shared(size, config) if shares else published(size, config) // parallel
+    weights += own_layout(size, config) + 2 * adapter_parameters(size, config)
     sleeps = config.rollout.free_cache_engine and device == "cuda"
     phases = ("rollout",) if sleeps else PHASES
     if device == "cuda":

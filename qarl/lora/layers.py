@@ -26,7 +26,7 @@ modules, hooks and checkpoints of the base do not change, and `lora_A` and `lora
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ from qarl.errors import UserError
 from qarl.kernels.base import is_gpu
 from qarl.lora.adapter import PREFIX, A, Adapter, B
 from qarl.quant.convert import ROUTERS, linear_shapes
-from qarl.quant.linear import QuantLayer
+from qarl.quant.linear import QuantLayer, shared
 
 ROWS = 256
 """Number of tokens whose products with B are computed at once where `one_product` is false. oneDNN copies B for each of
@@ -186,6 +186,7 @@ class Adapters:
         base model, for adapter_config.json. `dtype`: that of the parameters A and B. FP32 ones start at the same BF16
         numbers, and something else rounds them for the forward."""
         assert config.r
+        self.model = model
         self.rank, self.alpha, self.base = config.r, config.alpha or config.r, base
         device = device or next(model.parameters()).device
         model.requires_grad_(False)
@@ -205,6 +206,18 @@ class Adapters:
             layer.lora_B = nn.Parameter(torch.zeros(rows, self.rank, dtype=dtype, device=where))
             layer.lora_factor = config.factor
             self.layers[name] = layer
+
+    @torch.no_grad()
+    def share(self, storage: Mapping[str, torch.Tensor]) -> None:
+        """Use the tensors of `storage`, which have published names, in place of equal tensors of the base.
+
+        Raise RuntimeError if one is not equal."""
+        for module in self.model.modules():
+            if isinstance(module, QuantLayer):
+                module.share(storage)
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad and not parameter.is_meta:
+                parameter.data = shared(name, parameter.data, storage)
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ It has no `weight_shape`, which is the same for every matrix and follows from th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors, from_layout, to_layout
+from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors, from_layout
 from qarl.kernels.experts import LowBitExperts, fused_experts
 from qarl.kernels.registry import choose_experts_kernel
 from qarl.quant.linear import QuantLayer
@@ -154,10 +154,6 @@ class QuantizedStack:
     shape: tuple[int, int, int]
     tensors: dict[str, torch.Tensor]
 
-    def changed(self, change: Callable[..., Tensors], *arguments: Any) -> QuantizedStack:
-        """Return the stack with the tensors `change(tensors, *arguments)`."""
-        return replace(self, tensors=dict(change(self.tensors, *arguments)))
-
     def stacked(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and the tensors of a publish."""
         for leaf, tensor in self.tensors.items():
@@ -221,7 +217,7 @@ class QuantExperts(QuantLayer):
     MADE = ("_quantized", "_low_bit")
     multiplies = "kernels of experts"
     _quantized: dict[str, QuantizedStack] | None
-    _low_bit: LowBitExperts | ExpertsInOneCopy | None
+    _low_bit: LowBitExperts | None
 
     def __init__(
         self,
@@ -253,8 +249,9 @@ class QuantExperts(QuantLayer):
 
     def quantized(self) -> dict[str, QuantizedStack]:
         """Return both quantized stacks of the current weights by the names of their parameters."""
-        if self._quantized is not None and self.frozen:
-            return {leaf: stack.changed(from_layout, self.kernel.layout) for leaf, stack in self._quantized.items()}
+        if self.stored is not None:
+            layout = self.kernel.layout
+            return {leaf: self._restored(leaf, from_layout(tensors, layout)) for leaf, tensors in self.stored.items()}
         if self._quantized is None or self.stale:
             self.invalidate()
             with torch.no_grad():
@@ -270,15 +267,15 @@ class QuantExperts(QuantLayer):
             self._mark()
         return self._quantized
 
-    def make_ready(self) -> None:
-        self.low_bit()
+    def _restored(self, leaf: str, tensors: Tensors) -> QuantizedStack:
+        experts, rows, columns = getattr(self, leaf).shape
+        return QuantizedStack(self.published_as(leaf), self.scheme, (experts, rows, columns), dict(tensors))
 
-    def freeze(self) -> None:
-        """Do the same. The copy is in the kernel's layout, if it has one. Each backward restores the wire tensors."""
-        made, layout = self.quantized(), self.kernel.layout
-        super().freeze()
-        self._quantized = {leaf: stack.changed(to_layout, layout, stack.shape) for leaf, stack in made.items()}
-        self._low_bit = ExpertsInOneCopy(self.kernel, *(stack.tensors for stack in self._quantized.values()))
+    def by_weight(self) -> dict[str, QuantizedStack]:
+        return self.quantized()
+
+    def published_as(self, name: str) -> str:
+        return f"{self.qualified_name}.{name}"
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -294,8 +291,9 @@ class QuantExperts(QuantLayer):
 
     def low_bit(self) -> Any:
         """Return the weights for a forward and its backward."""
-        if not self.frozen:
-            self.quantized()
+        if self.stored is not None:
+            return ExpertsInOneCopy(self.kernel, *self.stored.values())
+        self.quantized()
         assert self._low_bit is not None
         return self._low_bit
 

@@ -81,8 +81,8 @@ class ShardedQuantLinear(_Sharded, QuantLinear):
     def quantized(self) -> QuantizedTensor:
         """Return the gathered low-bit tensors. This works only during a forward or a backward."""
         with phase("prepare"):
-            tensors = dict(from_layout(_gathered(self, "weight"), self.kernel.layout))
-        return QuantizedTensor(self.scheme, (self.out_features, self.in_features), tensors)
+            tensors = from_layout(_gathered(self, "weight"), self.kernel.layout)
+        return QuantizedTensor.of(self.scheme, (self.out_features, self.in_features), tensors)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         with phase("prepare"):
@@ -235,6 +235,4 @@ def _named(
     if len(shape) == 3:
         yield from QuantizedStack(name, scheme, shape, tensors).stacked()
         return
-    if "weight_packed" in tensors:
-        tensors = {**tensors, "weight_shape": torch.tensor(shape, dtype=torch.int64, device="cpu")}
-    yield from QuantizedTensor(scheme, (shape[0], shape[1]), tensors).named(name.rpartition(".")[0])
+    yield from QuantizedTensor.of(scheme, (shape[0], shape[1]), tensors).named(name.rpartition(".")[0])

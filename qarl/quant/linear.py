@@ -16,7 +16,7 @@ parameters after each of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qarl.errors import UserError
+from qarl.kernels.base import Tensors, from_layout, to_layout
 from qarl.kernels.registry import Choice, choose_linear_kernel
 from qarl.quant.quantize import QuantizedTensor, phase, quantize
 from qarl.quant.scheme import Scheme
@@ -46,6 +47,17 @@ Mark = tuple[torch.Tensor, int, int]
 Otherwise a new parameter could get the same address and the same version."""
 
 
+def shared(name: str, own: torch.Tensor, storage: Tensors) -> torch.Tensor:
+    """Return the tensor `name` of `storage`, or `own` if there is none. Raise RuntimeError if they are not equal."""
+    other = storage.get(name)
+    if other is None:
+        return own
+    bits = torch.uint8 if own.itemsize == 1 else own.dtype  # PyTorch does not compare FP8
+    if not torch.equal(own.view(bits), other.view(bits)):
+        raise RuntimeError(f"the engine has another {name} than the trainer has published")
+    return other
+
+
 class QuantLayer(nn.Module):
     """Base of `QuantLinear` and `QuantExperts`.
 
@@ -62,8 +74,9 @@ class QuantLayer(nn.Module):
     scheme: Scheme
     qualified_name: str
     choice: Choice
-    frozen: bool = False
-    """Whether one copy of the low-bit tensors is all that is left of the weights (`freeze`)."""
+    stored: dict[str, dict[str, torch.Tensor]] | None = None
+    """All that is left of the weights of a frozen layer (`freeze`): their low-bit tensors, by the weights' names. They
+    are in the kernel's layout, if it has one, and without `weight_shape`."""
     _marks: tuple[Mark, ...]
 
     def _choose(self, scheme: Scheme, qualified_name: str, choice: Choice) -> None:
@@ -98,16 +111,43 @@ class QuantLayer(nn.Module):
 
     def make_ready(self) -> None:
         """Quantize the weights for a forward, if they have changed."""
+        if self.stored is None:
+            self.quantized()
+
+    def quantized(self) -> Any:
+        """Return the low-bit tensors of the current weights, for the forward and the publisher. A frozen layer restores
+        them from its kernel's layout."""
         raise NotImplementedError
+
+    def by_weight(self) -> Mapping[str, Any]:
+        """Return what `quantized` returns for each weight, by the weights' names."""
+        raise NotImplementedError
+
+    def published_as(self, name: str) -> str:
+        """Return the name under which the weight `name` is published."""
+        raise NotImplementedError
+
+    @property
+    def frozen(self) -> bool:
+        return self.stored is not None
 
     def freeze(self) -> None:
         """Quantize the weights for the last time, and free them: their parameters move to the meta device. One copy of
-        the low-bit tensors stays."""
-        self.make_ready()
-        for name in self.WEIGHTS:
+        the low-bit tensors stays, in the kernel's layout if it has one. Otherwise each forward converts it."""
+        made, self.stored = self.by_weight(), {}
+        for name, weight in made.items():
+            tensors = to_layout(weight.tensors, self.kernel.layout, weight.shape)
+            self.stored[name] = {leaf: tensor for leaf, tensor in tensors.items() if leaf != "weight_shape"}
             setattr(self, name, nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False))
+        for attribute in self.MADE:
+            setattr(self, attribute, None)
         self._mark()
-        self.frozen = True
+
+    def share(self, storage: Tensors) -> None:
+        """If the layer is frozen, use the tensors of `storage`, which have published names, in place of its own."""
+        for name, tensors in (self.stored or {}).items():
+            for leaf, own in tensors.items():
+                tensors[leaf] = shared(f"{self.published_as(name)}.{leaf}", own, storage)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Do the same as `nn.Module`, but leave alone what is on the meta device, if the layer is frozen."""
@@ -200,7 +240,9 @@ class QuantLinear(QuantLayer, nn.Linear):
         self._choose(scheme, qualified_name, choice)
 
     def quantized(self) -> QuantizedTensor:
-        """Return the low-bit tensors of the current weight, for the forward and the publisher."""
+        if self.stored is not None:
+            tensors = from_layout(self.stored["weight"], self.kernel.layout)
+            return QuantizedTensor.of(self.scheme, (self.out_features, self.in_features), tensors)
         if self._quantized is None or self.stale:
             with torch.no_grad():
                 made = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
@@ -210,21 +252,18 @@ class QuantLinear(QuantLayer, nn.Linear):
             self._mark()
         return self._quantized
 
-    def make_ready(self) -> None:
-        """Quantize the weight for a forward, if it has changed."""
-        self.quantized()
+    def by_weight(self) -> dict[str, QuantizedTensor]:
+        return {"weight": self.quantized()}
 
-    def freeze(self) -> None:
-        """Do the same. The copy is the published tensors, which each forward converts to the kernel's layout."""
-        super().freeze()
-        self.prepared = self._dequantized = None
+    def published_as(self, name: str) -> str:
+        return self.qualified_name
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return y [M, N] BF16 from x [M, K] BF16."""
         prepared = self.prepared
-        if self.frozen:
+        if self.stored is not None:
             with phase("prepare"):
-                prepared = self.kernel.prepare_gathered(self.quantized().tensors)
+                prepared = self.kernel.prepare_gathered(self.stored["weight"])
         return self.kernel.linear(x, prepared, bias)
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import importlib.util
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -51,6 +51,13 @@ class QuantizedTensor:
     scheme: Scheme
     shape: tuple[int, int]
     tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Add `weight_shape`, which other layouts and shards leave out, to int4 `tensors`."""
+        if "weight_packed" in tensors:
+            tensors = {**tensors, "weight_shape": torch.tensor(shape, dtype=torch.int64, device="cpu")}
+        return cls(scheme, shape, dict(tensors))
 
     def named(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Yield checkpoint names, such as `<prefix>.weight_packed`, and tensors for the layer called `prefix`."""
@@ -146,12 +153,8 @@ def quantize_unchecked(weight: Tensor, scheme: Scheme, *, name: str) -> tuple[Qu
     fused = is_gpu(weight.device) and weight.dtype != torch.float16 and importlib.util.find_spec("triton") is not None
     exact = fused and (weight.is_meta or fused_is_exact(weight.dtype, weight.device, args))
     values, scale, nonfinite = (_run_fused if exact else _eager)(weight, args)
-    if args.num_bits == 4:
-        shape = torch.tensor([rows, cols], dtype=torch.int64, device="cpu")
-        tensors = {"weight_packed": values, "weight_scale": scale, "weight_shape": shape}
-    else:
-        tensors = {"weight": values, "weight_scale": scale}
-    return QuantizedTensor(scheme=scheme, shape=(rows, cols), tensors=tensors), nonfinite
+    codes = "weight_packed" if args.num_bits == 4 else "weight"
+    return QuantizedTensor.of(scheme, (rows, cols), {codes: values, "weight_scale": scale}), nonfinite
 
 
 def nonfinite_error(weight: Tensor, name: str) -> UserError:

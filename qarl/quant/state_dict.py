@@ -23,7 +23,7 @@ def low_bit_layers(model: nn.Module) -> dict[str, QuantLinear | QuantExperts]:
 def requantize(model: nn.Module) -> None:
     """Quantize every layer whose weight has changed since it was last quantized."""
     for layer in low_bit_layers(model).values():
-        layer.quantized()
+        layer.make_ready()
 
 
 def packed_state_dict(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-
-import torch
 
 from qarl.lora.adapter import Adapter
 from qarl.rollout import engine_config
@@ -26,14 +24,14 @@ class EngineRecovery:
         self.rebuilds = 0
 
     def publish_adapter(
-        self, base: Callable[[], Sequence[tuple[str, torch.Tensor]]], adapter: Adapter, *, version: int
+        self, publish_base: Callable[[], PublishReport], adapter: Adapter, *, version: int
     ) -> PublishReport:
         """Publish an adapter, after its base if the engine does not have it. If the engine is lost, replace it once.
 
-        `base`: returns the tensors of the base. The report has the bytes of everything that was published."""
+        The report has the bytes of everything that was published."""
 
         def send() -> PublishReport:
-            sent = None if self.engine.has_weights else self.engine.publish(base(), version=version)
+            sent = None if self.engine.has_weights else publish_base()
             report = self.engine.publish_adapter(adapter, version=version)
             if sent is None:
                 return report

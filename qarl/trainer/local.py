@@ -81,7 +81,7 @@ class LocalTrainer:
             # Before the engine, which is awake at first and takes its whole share of the GPU.
             self.reference = Policy.load(config).freeze()
         if engine is None:
-            with stage("starting the rollout engine (vLLM)"):
+            with stage("starting the rollout engine (vLLM)", imports=True):
                 engine = RolloutEngine(engine_config(config, self.policy, routing=self.policy.has_experts))
         self.engine = engine
         self.recovery = EngineRecovery(engine, rebuild_on_failure=config.rollout.rebuild_on_failure)
@@ -237,8 +237,11 @@ class LocalTrainer:
         policy = self.policy
         if policy.adapters is not None:
             with self.timer.phase("publish"):
-                base, adapter = policy.published_tensors, policy.adapters.adapter()
-                return self.recovery.publish_adapter(base, adapter, version=self.step)
+                return self.recovery.publish_adapter(
+                    lambda: policy.publish_base(self.engine, version=self.step),
+                    policy.adapters.adapter(),
+                    version=self.step,
+                )
         with self.timer.phase("quantize"):
             tensors = list(packed_state_dict(policy.model, scheme=policy.scheme, ignore=policy.ignore, stacks=True))
         with self.timer.phase("publish"):

@@ -35,6 +35,8 @@ from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Layout, Rows, lay_out, mic
 
 if TYPE_CHECKING:
     from qarl.config import Config
+    from qarl.rollout.engine import RolloutEngine
+    from qarl.rollout.publish.manifest import PublishReport
 
 
 def check_finite(model: nn.Module, dtype: str) -> None:
@@ -280,6 +282,13 @@ class Policy:
     def published_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors to publish. The forward of quantized layers uses these tensors."""
         return list(self.packed_state_dict(stacks=True))
+
+    def publish_base(self, engine: RolloutEngine, *, version: int) -> PublishReport:
+        """Publish the frozen base of the adapters. Then share its weights with the engine where that is possible."""
+        assert self.adapters is not None
+        report = engine.publish(self.published_tensors(), version=version)
+        self.adapters.share(engine.storage())
+        return report
 
     def freeze(self) -> Policy:
         """Stop training this policy, and return it. The reference policy of the KL term is frozen from the start."""

@@ -38,7 +38,7 @@ class RunParts:
 def prepare_run(config: Config) -> RunParts:
     """Run all checks (`qarl.checks.registry`), then load the weights. Raise UserError for the first that fails."""
     verl_functions.require(objective_settings(config), advantages=config.algorithm.adv_estimator == "rloo")
-    with stage("checking data, model and machine"):
+    with stage("checking data, model and machine", imports=True):
         run = check_run(config)
     tokenizer = run.tokenizer
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

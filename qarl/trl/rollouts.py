@@ -66,10 +66,10 @@ class Rollouts:
         now = (step, tuple(parameter._version for parameter in self.policy.model.parameters()))
         if self.published == now and not self.engine.stale:
             return
-        base: PublishReport | None = None
-        if self.policy.adapters is None or not self.engine.has_weights:
-            base = self.report = self.engine.publish(self.policy.published_tensors(), version=step)
-        if self.policy.adapters is not None:
+        if self.policy.adapters is None:
+            self.report = self.engine.publish(self.policy.published_tensors(), version=step)
+        else:
+            base = None if self.engine.has_weights else self.policy.publish_base(self.engine, version=step)
             report = self.engine.publish_adapter(self.policy.adapters.adapter(), version=step)
             self.report = replace(report, bytes=report.bytes + (base.bytes if base else 0))
         self.published = now

@@ -64,7 +64,7 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     on_cpu = runs_on_cpu(config.backend)
     checks.refuse_unsupported(config)
     set_environment(config, on_cpu)
-    with stage("checking data, model and machine"):
+    with stage("checking data, model and machine", imports=True):
         check_run(config)
     resolved = verl_config(config, on_cpu=on_cpu)
     with open_verl_run(config) as start_step:

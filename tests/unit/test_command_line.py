@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -20,7 +21,7 @@ from qarl.config import describe_keys, load_config
 from qarl.config.demos import DEMOS
 from qarl.config.help import key_table
 from qarl.config.schema import sections
-from qarl.console import summary_text
+from qarl.console import stage, summary_text
 from qarl.errors import UserError
 
 WITH_CONFIG = ("train", "doctor", "diagnose")
@@ -128,6 +129,14 @@ def test_a_summary_names_the_command_that_resumes(tmp_path: Path) -> None:
     assert "not possible: there is no checkpoint" in text(False) and "resume" not in text(True)
     (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
     assert text(False).endswith("qarl train config=a.yaml 'name=b c'")
+
+
+def test_garbage_is_collected_again_after_the_imports() -> None:
+    for imports in (True, False):
+        with pytest.raises(KeyboardInterrupt), stage("working", imports=imports):
+            assert gc.isenabled() != imports
+            raise KeyboardInterrupt
+        assert gc.isenabled()
 
 
 @pytest.mark.parametrize("name", DEMOS)

@@ -16,6 +16,7 @@ rounds differently.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from qarl.kernels.cpu.torch_linears import int8_linear, int8_unavailable, int_mm
 from qarl.kernels.reference import quantize_int8_cuda
 from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
 
-_TILE_ROWS, _VALUES_PER_INT32 = 16, 8
+TILE_ROWS, _VALUES_PER_INT32 = 16, 8
 _TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time
 
 
@@ -76,8 +77,8 @@ def to_tiles(packed: torch.Tensor) -> torch.Tensor:
     """Convert `weight_packed`, int32 [..., N, K/8], to tiles, int32 [..., N/16, 2K]. N must be a multiple of 16."""
     pairs = packed.contiguous().view(torch.uint8)
     half = pairs.shape[-1]  # a byte holds two values of one output channel, adjacent along K
-    even, odd = pairs.view(-1, _TILE_ROWS // 2, 2, half).unbind(2)
-    tiles = pairs.new_empty(len(even), half, 2, _TILE_ROWS // 2)
+    even, odd = pairs.view(-1, TILE_ROWS // 2, 2, half).unbind(2)
+    tiles = pairs.new_empty(len(even), half, 2, TILE_ROWS // 2)
     tiles[:, :, 0] = ((even & 0xF) | (odd << 4)).transpose(1, 2)
     tiles[:, :, 1] = ((even >> 4) | (odd & 0xF0)).transpose(1, 2)
     return tiles.view(-1).view(torch.int32).view(*packed.shape[:-2], -1, 4 * half)
@@ -86,8 +87,8 @@ def to_tiles(packed: torch.Tensor) -> torch.Tensor:
 def from_tiles(tiles: torch.Tensor) -> torch.Tensor:
     """Invert `to_tiles`: int32 [..., N/16, 2K] -> int32 [..., N, K/8]."""
     half = tiles.shape[-1] // 4
-    low, high = tiles.contiguous().view(torch.uint8).view(-1, half, 2, _TILE_ROWS // 2).unbind(2)
-    pairs = low.new_empty(len(low), _TILE_ROWS // 2, 2, half)
+    low, high = tiles.contiguous().view(torch.uint8).view(-1, half, 2, TILE_ROWS // 2).unbind(2)
+    pairs = low.new_empty(len(low), TILE_ROWS // 2, 2, half)
     pairs[:, :, 0] = ((low & 0xF) | (high << 4)).transpose(1, 2)
     pairs[:, :, 1] = ((low >> 4) | (high & 0xF0)).transpose(1, 2)
     return pairs.view(*tiles.shape[:-2], -1, half).view(torch.int32)
@@ -101,7 +102,7 @@ def _restore(tensors: Tensors) -> dict[str, torch.Tensor]:
     return {"weight_packed": from_tiles(tensors["weight_tiles"]), "weight_scale": tensors["weight_scale"]}
 
 
-TILES = Layout("weight_tiles", lambda shape: shape[-2] % _TILE_ROWS == 0, _convert, _restore)
+TILES = Layout("weight_tiles", lambda shape: shape[-2] % TILE_ROWS == 0, _convert, _restore)
 """In a tile of 16 channels, the 16 codes for one k are adjacent: byte 8 k + c contains channels 2 c and 2 c + 1
 (csrc/cpu/cpu_wna16.cpp). Scales are as on the wire."""
 
@@ -149,6 +150,16 @@ class VllmCpuWNA16Linear(LinearKernel):
             x, prepared.weight, output, prepared.scale, None, None, bias, _VALUES_PER_INT32, isa_hint()
         )
         return output
+
+
+def stack_of(prepared: Sequence[PreparedWeight]) -> dict[str, torch.Tensor]:
+    """Return the stack in tiles that `prepare_stack` has prepared, as views of the same memory."""
+
+    def whole(first: torch.Tensor) -> torch.Tensor:
+        return first.as_strided((len(prepared), *first.shape), (first.numel(), *first.stride()))
+
+    first = prepared[0]
+    return {TILES.codes: whole(first.weight), "weight_scale": whole(first.scale).transpose(1, 2)}
 
 
 class VllmCpuInt8Linear(LinearKernel):

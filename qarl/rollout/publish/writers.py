@@ -1,6 +1,7 @@
 """Write published tensors into the parameters of vLLM's modules, inside vLLM's worker. There are two ways:
 
-- Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU, for experts there with
+- Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU
+  (`qarl.rollout.publish.cpu_layers` has the functions for dense ones), for experts there with
   QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.experts`). It is faster than a reload,
   which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated.
 - Layerwise reload: vLLM's own function loads the weight. It is used for all other layers, such as GPUs' dense ones. It
@@ -27,8 +28,7 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
-from qarl.rollout.publish import experts, graph_addresses
+from qarl.rollout.publish import cpu_layers, experts, graph_addresses
 from qarl.rollout.publish.experts import Writer, holds_experts
 from qarl.rollout.publish.manifest import WRAPPED, Manifest, without_wrappers
 from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_split
@@ -132,6 +132,23 @@ class WritePlan:
                 target.writer = experts.gpu_writer_of(target.module, parts, vllm_config, DERIVED)
         self._check_all_written(expected)
 
+    def storage(self, expected: Manifest) -> dict[str, torch.Tensor]:
+        """Return what `cpu_layers.READERS` can show of the engine's weights, as views of its memory. Names are those of
+        a publish, or of a kernel's layout. With several workers or on a GPU nothing is shown."""
+        if self.vllm_config.parallel_config.world_size > 1:
+            return {}
+        weights = ((name.rpartition("."), spec.shape[0]) for name, spec in expected.items())
+        rows = {owner: count for (owner, _, leaf), count in weights if leaf in ("weight", "weight_packed")}
+        views: dict[str, torch.Tensor] = {}
+        for target in {id(target): target for target in self.by_owner.values()}.values():
+            reader = cpu_layers.READERS.get(target.writer)
+            if reader is None or not rows.keys() >= set(target.parts):
+                continue
+            parts = reader(target.module, [rows[owner] for owner in target.parts])
+            for owner, part in zip(target.parts, parts, strict=True):
+                views |= {f"{owner}.{leaf}": tensor for leaf, tensor in part.items()}
+        return views
+
     def _check_all_written(self, expected: Manifest) -> None:
         """Raise UserError if a parameter or buffer is not published, shares no memory with a published one, and is not
         in `DERIVED`."""
@@ -233,8 +250,8 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
         return experts.cpu_writer_of(module, direct and known)
     scheme: Any = getattr(module, "scheme", None)
     kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
-    writer = _DENSE_WRITERS.get(type(kernel).__name__)
-    if writer is _write_int8:
+    writer = cpu_layers.WRITERS.get(type(kernel).__name__)
+    if writer is cpu_layers.write_int8:
         if known or not hasattr(kernel, "dnnl_handler"):
             return writer if hasattr(kernel, "dnnl_handler") else None
         raise UserError(
@@ -253,10 +270,10 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
     if not (direct and known):
         return None
     if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
-        return _write_plain
+        return cpu_layers.write_plain
     method_classes = type(getattr(module, "quant_method", None)).__mro__  # QaRL's own are subclasses of vLLM's
     return writer or next(
-        (_DENSE_WRITERS[kind.__name__] for kind in method_classes if kind.__name__ in _DENSE_WRITERS), None
+        (cpu_layers.WRITERS[kind.__name__] for kind in method_classes if kind.__name__ in cpu_layers.WRITERS), None
     )
 
 
@@ -273,83 +290,6 @@ def cut_of(module: nn.Module, parts: int) -> Cut | None:
 
 def _whole(module: nn.Module, parts: list[Part]) -> list[Part]:
     return parts
-
-
-def _write_plain(module: nn.Module, parts: list[Part]) -> None:
-    """Write parameters that vLLM uses unchanged, such as those of norms."""
-    (part,) = parts
-    for name, tensor in part.items():
-        module.get_parameter(name).data.copy_(tensor)
-
-
-def _write_unquantized(layer: Any, parts: list[Part]) -> None:
-    """Write BF16 weights, and let vLLM pack them again."""
-    weight = _fused(parts, "weight")
-    if layer.weight.numel():
-        layer.weight.data[: len(weight)].copy_(weight)
-    else:
-        layer.weight = nn.Parameter(weight.clone() if len(parts) == 1 else weight, requires_grad=False)
-    layer.quant_method.process_weights_after_loading(layer)
-    _write_bias(layer, parts)
-
-
-def _write_wna16(layer: Any, parts: list[Part]) -> None:
-    """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
-    prepared = VllmCpuWNA16Linear.prepare({name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
-    layer.weight_packed.data.copy_(prepared.weight)
-    layer.weight_scale.data.copy_(prepared.scale)
-    _write_bias(layer, parts)
-
-
-def _write_int8(layer: Any, parts: list[Part]) -> None:
-    """Write int8 weights into a new oneDNN handler. It has the only copy of the weights, and points to the scales."""
-    from vllm import _custom_ops as ops
-
-    kernel = layer.scheme.kernel
-    weight = _fused(parts, "weight")
-    layer.weight_scale.data.copy_(_fused(parts, "weight_scale"))
-    if getattr(layer, "azp_adj", None) is not None:  # used only for asymmetric activations, but kept correct
-        layer.azp_adj.data.copy_(weight.sum(1, dtype=torch.float32) * layer.weight_scale.squeeze(1))
-    dtype = getattr(layer, "params_dtype", torch.bfloat16)
-    kernel.dnnl_handler = ops.create_onednn_scaled_mm(
-        weight.t(), layer.weight_scale, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=32
-    )
-    _write_bias(layer, parts)
-
-
-def _write_fp8(layer: Any, parts: list[Part]) -> None:
-    """Write e4m3 weights. The storage is [N, K]; vLLM's parameter is its [K, N] view."""
-    layer.weight.data.t().copy_(_fused(parts, "weight"))
-    layer.weight_scale.data.copy_(_fused(parts, "weight_scale"))
-    _write_bias(layer, parts)
-
-
-def _write_own(layer: Any, parts: list[Part]) -> None:
-    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.own_linears`)."""
-    layer.scheme.kernel.write(layer, {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
-    _write_bias(layer, parts)
-
-
-_DENSE_WRITERS: dict[str, Writer] = {
-    "QaRLInt4LinearKernel": _write_own,
-    "CPUWNA16LinearKernel": _write_wna16,
-    "CPUInt8ScaledMMLinearKernel": _write_int8,
-    "QaRLAdaptedInt8LinearKernel": _write_int8,
-    "ChannelWiseTorchFP8ScaledMMLinearKernel": _write_fp8,
-    "UnquantizedLinearMethod": _write_unquantized,
-    "UnquantizedEmbeddingMethod": _write_unquantized,
-}
-"""Name of vLLM's class -> writer. (Releases of vLLM define these classes in different modules.)"""
-
-
-def _write_bias(layer: Any, parts: list[Part]) -> None:
-    if "bias" in parts[0]:
-        layer.bias.data.copy_(_fused(parts, "bias"))
-
-
-def _fused(parts: list[Part], name: str) -> torch.Tensor:
-    """Concatenate a fused layer's tensors along the output dimension, which is the first in the checkpoint format."""
-    return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
 
 
 @contextmanager

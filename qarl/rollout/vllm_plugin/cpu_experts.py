@@ -58,6 +58,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
+from qarl.kernels.cpu import vllm_linears
 from qarl.kernels.vllm_experts import CpuExperts, PreparedExperts
 from qarl.quant.scheme import QuantArgs, Scheme, get_scheme
 from qarl.rollout.publish.experts import STORED
@@ -200,6 +201,12 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
             for name in self.names:
                 old = getattr(layer, f"{stack}_{name}")
                 old.data = old.data.new_empty(0)
+
+    def storage(self) -> list[dict[str, torch.Tensor]]:
+        """Return int4 stacks of gate and up, and of down, as views of the kernel's memory; nothing in other schemes."""
+        kernel: Any = self.moe_kernel
+        products = kernel.fused_experts.prepared
+        return [vllm_linears.stack_of(product.experts) if self.group_size else {} for product in products]
 
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None

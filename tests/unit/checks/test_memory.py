@@ -104,7 +104,11 @@ OPTIONS = [
     ({"lora__r": 8}, "weights, BF16", 2 * (74560 - 61440 + 14848)),
     ({"lora__r": 8, "quant__scheme": "bf16"}, "weights, BF16", 2 * (74560 + 14848)),
     ({"lora__r": 8}, "dequantized weight of one layer, BF16", 2 * 96 * 64),
-    ({"lora__r": 8}, "vLLM: weights", 34784 + 2 * 320 + 2 * 12800 + 2 * 14848),
+    ({"lora__r": 8}, "vLLM: weights", 2 * 14848),  # the base is the trainer's, unless vLLM packs it
+    ({"lora__r": 8, "quant__scheme": "fp8"}, "vLLM: weights", 2 * 14848),
+    ({"lora__r": 8, "quant__scheme": "w8a8"}, "vLLM: weights", 61440 + 4 * 896 + 2 * 14848),
+    ({"lora__r": 8, "quant__scheme": "bf16"}, "vLLM: weights", 2 * 61440 + 2 * 14848),
+    ({"lora__r": 8, "quant__kernels": "dequantized"}, "vLLM: weights", 2 * 61440 + 2 * 14848),
     ({"lora__r": 8, "lora__target_modules": ["q_proj"]}, "FP32 masters", 4 * 2 * 8 * 128),
     ({}, "low-bit tensors in the kernels' layout", None),  # without a kernel: one that reads what is published
 ]

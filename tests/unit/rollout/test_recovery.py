@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 
@@ -51,7 +52,8 @@ class WithAdapters:
 def test_the_base_is_published_once_and_again_to_a_new_engine():
     engine = WithAdapters("engine")
     recovery = EngineRecovery(engine, rebuild_on_failure=True)
-    reports = [recovery.publish_adapter(lambda: TENSORS, object(), version=7) for _ in range(2)]
+    base = partial(engine.publish, TENSORS, version=7)
+    reports = [recovery.publish_adapter(base, object(), version=7) for _ in range(2)]
     assert engine.calls == ["base", "adapter", "rebuild", "base", "adapter", "adapter"]
     assert [report.bytes for report in reports] == [1010, 10]
     assert recovery.rebuilds == 1

@@ -1,0 +1,141 @@
+"""vLLM's dense layers on a CPU: how published tensors are written into their storage, and views of what they store.
+
+The views are for a trainer in the same process whose weights are frozen: trainer and engine then multiply by one copy
+(`RolloutEngine.storage`). They exist for what vLLM leaves readable:
+
+    W4A16                       codes in tiles, as the trainer's kernel reads them, and scales; experts, too
+    FP8                         codes and scales, as published
+    embeddings, lm_head, norms  the weight, as published
+
+oneDNN hides W8A8 weights, and vLLM packs BF16 linears and drops the original. A trainer has its own copy of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from qarl.kernels.cpu.vllm_linears import TILE_ROWS, TILES, VllmCpuWNA16Linear
+from qarl.rollout.publish.experts import Writer, write_low_bit
+from qarl.rollout.publish.tensor_parallel import Part
+
+Reader = Callable[[Any, list[int]], list[Part]]
+"""A function of a module and the number of rows of each checkpoint module in it. It returns views of their tensors."""
+
+
+def write_plain(module: nn.Module, parts: list[Part]) -> None:
+    """Write parameters that vLLM uses unchanged, such as those of norms."""
+    (part,) = parts
+    for name, tensor in part.items():
+        module.get_parameter(name).data.copy_(tensor)
+
+
+def write_unquantized(layer: Any, parts: list[Part]) -> None:
+    """Write BF16 weights, and let vLLM pack them again."""
+    weight = _fused(parts, "weight")
+    if layer.weight.numel():
+        layer.weight.data[: len(weight)].copy_(weight)
+    else:
+        layer.weight = nn.Parameter(weight.clone() if len(parts) == 1 else weight, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
+    write_bias(layer, parts)
+
+
+def write_wna16(layer: Any, parts: list[Part]) -> None:
+    """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
+    prepared = VllmCpuWNA16Linear.prepare({name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
+    layer.weight_packed.data.copy_(prepared.weight)
+    layer.weight_scale.data.copy_(prepared.scale)
+    write_bias(layer, parts)
+
+
+def write_int8(layer: Any, parts: list[Part]) -> None:
+    """Write int8 weights into a new oneDNN handler. It has the only copy of the weights, and points to the scales."""
+    from vllm import _custom_ops as ops
+
+    kernel = layer.scheme.kernel
+    weight = _fused(parts, "weight")
+    layer.weight_scale.data.copy_(_fused(parts, "weight_scale"))
+    if getattr(layer, "azp_adj", None) is not None:  # used only for asymmetric activations, but kept correct
+        layer.azp_adj.data.copy_(weight.sum(1, dtype=torch.float32) * layer.weight_scale.squeeze(1))
+    dtype = getattr(layer, "params_dtype", torch.bfloat16)
+    kernel.dnnl_handler = ops.create_onednn_scaled_mm(
+        weight.t(), layer.weight_scale, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=32
+    )
+    write_bias(layer, parts)
+
+
+def write_fp8(layer: Any, parts: list[Part]) -> None:
+    """Write e4m3 weights. The storage is [N, K]; vLLM's parameter is its [K, N] view."""
+    layer.weight.data.t().copy_(_fused(parts, "weight"))
+    layer.weight_scale.data.copy_(_fused(parts, "weight_scale"))
+    write_bias(layer, parts)
+
+
+def write_own(layer: Any, parts: list[Part]) -> None:
+    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.own_linears`)."""
+    layer.scheme.kernel.write(layer, {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
+    write_bias(layer, parts)
+
+
+WRITERS: dict[str, Writer] = {
+    "QaRLInt4LinearKernel": write_own,
+    "CPUWNA16LinearKernel": write_wna16,
+    "CPUInt8ScaledMMLinearKernel": write_int8,
+    "QaRLAdaptedInt8LinearKernel": write_int8,
+    "ChannelWiseTorchFP8ScaledMMLinearKernel": write_fp8,
+    "UnquantizedLinearMethod": write_unquantized,
+    "UnquantizedEmbeddingMethod": write_unquantized,
+}
+"""Name of vLLM's class -> writer. (Releases of vLLM define these classes in different modules.)"""
+
+
+def write_bias(layer: Any, parts: list[Part]) -> None:
+    if "bias" in parts[0]:
+        layer.bias.data.copy_(_fused(parts, "bias"))
+
+
+def _fused(parts: list[Part], name: str) -> torch.Tensor:
+    """Concatenate a fused layer's tensors along the output dimension, which is the first in the checkpoint format."""
+    return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
+
+
+def _slices(rows: list[int]) -> list[slice]:
+    return [slice(*ends) for ends in pairwise(accumulate(rows, initial=0))]
+
+
+def _read_wna16(layer: Any, rows: list[int]) -> list[Part]:
+    tiles, scales = layer.weight_packed.data, layer.weight_scale.data
+    return [
+        {TILES.codes: tiles[part.start // TILE_ROWS : part.stop // TILE_ROWS], "weight_scale": scales[:, part].t()}
+        for part in _slices(rows)
+    ]
+
+
+def _read_fp8(layer: Any, rows: list[int]) -> list[Part]:
+    codes, scales = layer.weight.data.t(), layer.weight_scale.data
+    return [{"weight": codes[part], "weight_scale": scales[part]} for part in _slices(rows)]
+
+
+def _read_weight(layer: Any, rows: list[int]) -> list[Part]:
+    weight = layer.weight.data
+    return [{"weight": weight[part]} if weight.numel() else {} for part in _slices(rows)]
+
+
+def _read_experts(layer: Any, rows: list[int]) -> list[Part]:
+    stacks: list[Part] = layer.quant_method.storage()
+    return stacks
+
+
+READERS: dict[Writer | None, Reader] = {
+    write_wna16: _read_wna16,
+    write_fp8: _read_fp8,
+    write_unquantized: _read_weight,
+    write_plain: _read_weight,
+    write_low_bit: _read_experts,
+}
+"""Function that writes a layer -> function that shows what it stores."""

@@ -1,7 +1,11 @@
-"""Fixtures that several folders of tests ask for, and which tests run on this machine."""
+"""Fixtures that several folders of tests ask for, and which tests run on this machine.
+
+torch is imported where it is used: with pytest-xdist the process that reads this file first runs no test, and the
+others wait for it."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -12,16 +16,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from bad_runs import CONFIG, EngineConstructed, Refusal, row, write_rows
 from checkout import ROOT
 from config_problems import MINIMAL
-from cpu_features import FP8_EMULATED, fp8_is_emulated, needs_vllm_cpu
-from random_models import save_random_model
 from verl_runs import quickstart
 
 from qarl.config import write_resolved
-from qarl.kernels.cpu.layer_ops import attention_unavailable
 
 FOLDER_MARKS = {
     "bench": "long",
@@ -53,16 +53,29 @@ NOT_FAST = {"slow", "long", "vllm", "verl", "compiles", "gpu"}
 
 
 def pytest_configure() -> None:
-    """A shell has SIGINT ignored in its background jobs, and so in the programs that tests start and interrupt."""
+    """A shell has SIGINT ignored in its background jobs, and so in the programs that tests start and interrupt.
+
+    While tests are collected, and so imported, Python does not look for garbage."""
+    gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_markeval_namespace() -> dict[str, object]:
+    from qarl.kernels.cpu.layer_ops import attention_unavailable
+
     return {"attention_unavailable": attention_unavailable}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+    from cpu_features import FP8_EMULATED, fp8_is_emulated, needs_vllm_cpu
+
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         kind, *folders = item.path.relative_to(ROOT / "tests").parts
@@ -105,6 +118,8 @@ def verl_is_imported_by_marked_tests_only(request: pytest.FixtureRequest) -> Ite
 @pytest.fixture(autouse=True)
 def torchs_default_dtype_stays() -> Iterator[None]:
     """vLLM changes it while it builds a model. A test that leaves it changed would make others fail."""
+    import torch
+
     yield
     left = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -127,6 +142,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="session")
 def pristine_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A random Qwen3 that all tests share: read it, or copy it and change the copy."""
+    from random_models import save_random_model
+
     folder = save_random_model(tmp_path_factory.mktemp("pristine") / "model")
     before = contents(folder)
     yield folder

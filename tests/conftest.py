@@ -66,6 +66,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else nanobind, which checks at the end, reports leaks
+
+
 def pytest_markeval_namespace() -> dict[str, object]:
     from qarl.kernels.cpu.layer_ops import attention_unavailable
 

@@ -23,7 +23,8 @@ from qarl.config import Config
 from qarl.data.prompts import PromptDataset, PromptSampler, load_prompts, load_val_prompts, prompt_options
 from qarl.data.rewards import RewardFn, get_reward_fn
 from qarl.errors import UserError
-from qarl.kernels.registry import Choice, choose_linear_kernel
+from qarl.kernels.base import ExpertsShape
+from qarl.kernels.registry import Choice, choose_experts_kernel, choose_linear_kernel
 from qarl.quant.convert import linear_shapes
 from qarl.quant.scheme import get_scheme
 
@@ -110,6 +111,26 @@ class RunInputs:
     @property
     def kernel_names(self) -> dict[tuple[int, int], str]:
         return {shape: choice.kernel.name for shape, choice in self.kernels.items() if isinstance(choice, Choice)}
+
+    @cached_property
+    def experts_kernel(self) -> Choice | None:
+        """The trainer's kernel for experts, or None if none are quantized. Raise UserError if none supports them."""
+        import torch
+
+        if self.config.quant.align == "off" or not any(map(layers.of_expert, self.quantized)):
+            return None
+        size, scheme = self.size, self.scheme
+        shape = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)
+        device = torch.device(self.machine.device)
+        return choose_experts_kernel(scheme.name, device, shape, group_size=scheme.group_size)
+
+    @property
+    def layouts(self) -> dict[tuple[int, int], str]:
+        """The kernel in whose layout the trainer has weights of [N, K], also those of experts."""
+        if self.experts_kernel is None:
+            return self.kernel_names
+        experts = {shape for name, shape in self.quantized.items() if layers.of_expert(name)}
+        return dict.fromkeys(experts, self.experts_kernel.kernel.name) | self.kernel_names
 
     @cached_property
     def level(self) -> tuple[str, tuple[str, ...]]:

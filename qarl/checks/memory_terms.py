@@ -209,7 +209,7 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
     blocks = [quantized.keys() & size.block_linears(i).keys() for i in range(size.layers)]
     if config.backend == "verl" and not config.lora.r:
         restored = max(sum(wire[name] for name in block if ".experts." in name) for block in blocks)
-        gathered = max(sum(prepared[name] for name in block) for block in blocks)
+        gathered = max(sum(prepared[name] for name in block if ".experts." not in name) for block in blocks)
         return [
             Part("low-bit tensors, sharded", sum(wire.values()) // ranks(config)),
             Part("a gathered block in the kernels' layout", gathered, ("old_log_prob", "update")),

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from qarl.checks import layers, memory
@@ -21,8 +20,7 @@ from qarl.checks.model_size import ModelSize, Shape
 from qarl.config import Config
 from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.kernels.base import ExpertsShape
-from qarl.kernels.registry import Choice, choose_experts_kernel
+from qarl.kernels.registry import Choice
 from qarl.process import vllm_unusable
 from qarl.quant.scheme import Scheme
 from qarl.rollout.chosen_kernel import chosen_kernel
@@ -88,9 +86,9 @@ def trainer_kernels(
     config: Config,
     scheme: Scheme,
     machine: Machine,
-    size: ModelSize,
     quantized: layers.Shapes,
     kernels: dict[tuple[int, int], Choice | UserError],
+    experts_kernel: Choice | None,
 ) -> Findings:
     """Say which kernels the trainer has. On a CPU vLLM uses the same one for experts. On GPUs it has its own."""
     if config.quant.kernels == "qarl" and not machine.on_cpu and not machine.here:
@@ -105,12 +103,12 @@ def trainer_kernels(
             served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
     for (kernel, passed_over), names in served.items():
         yield _kernel(machine, kernel, passed_over, f"{len(names)} layers", layer_lines(names, quantized))
-    if experts := [name for name in quantized if layers.of_expert(name)]:
-        shape_of_experts = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)
-        device, group = torch.device(machine.device), scheme.group_size
-        chosen = choose_experts_kernel(scheme.name, device, shape_of_experts, group_size=group)
-        lines = layer_lines(experts, quantized)
-        yield _kernel(machine, chosen.kernel.name, chosen.passed_over, f"{len(experts)} matrices of experts", lines)
+    if experts_kernel is not None:
+        experts = [name for name in quantized if layers.of_expert(name)]
+        name, passed_over = experts_kernel.kernel.name, experts_kernel.passed_over
+        yield _kernel(
+            machine, name, passed_over, f"{len(experts)} matrices of experts", layer_lines(experts, quantized)
+        )
 
 
 def _kernel(machine: Machine, kernel: str, passed_over: Iterable[str], served: str, lines: tuple[str, ...]) -> Finding:
@@ -201,7 +199,7 @@ def planned_memory(
     machine: Machine,
     size: ModelSize,
     level: tuple[str, tuple[str, ...]],
-    kernel_names: dict[Shape, str],
+    layouts: dict[Shape, str],
 ) -> Findings:
     """Compare the memory estimate with the memory of the machine."""
     if not machine.on_cpu and machine.gpu_memory_bytes is None:
@@ -212,7 +210,7 @@ def planned_memory(
         device=machine.device,
         gpu_memory_bytes=machine.gpu_memory_bytes or 0,
         align=level[0],
-        kernels=kernel_names,
+        kernels=layouts,
     )
     phase, needed = plan.peak
     if machine.on_cpu:

@@ -12,9 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+from cpu_features import needs_w4a16_cpu
+from engine_helpers import load_model
 from memory_cases import FAMILIES, SIZES, SMALL, parts, run
+from random_models import save_random_model
 
 from qarl.checks import memory
+from qarl.checks.check import RunInputs
 from qarl.checks.memory import OFFLOAD, RUNTIME_BYTES, estimate
 from qarl.checks.memory_terms import (
     ENGINE_ASLEEP_BYTES,
@@ -26,6 +30,8 @@ from qarl.checks.memory_terms import (
 )
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.registry import LINEAR_KERNELS
+from qarl.quant.experts import QuantExperts
+from qarl.quant.state_dict import low_bit_layers
 
 
 def test_a_token_in_the_kv_cache_by_hand() -> None:
@@ -112,6 +118,26 @@ OPTIONS = [
     ({"lora__r": 8, "lora__target_modules": ["q_proj"]}, "FP32 masters", 4 * 2 * 8 * 128),
     ({}, "low-bit tensors in the kernels' layout", None),  # without a kernel: one that reads what is published
 ]
+
+
+@needs_w4a16_cpu
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8"])
+def test_copies_in_the_kernels_layout_are_those_of_a_model_with_experts(scheme: str, tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path, "qwen3_moe")
+    ignore = ["lm_head", "re:.*mlp[.]gate$"]
+    config = run(model__path=str(folder), quant__scheme=scheme, quant__group_size=32, quant__ignore=ignore)
+    inputs = RunInputs(config, plan=True)
+    model = load_model(folder, scheme=inputs.scheme)
+    held = 0
+    for layer in low_bit_layers(model).values():
+        layer.make_ready()
+        if isinstance(layer, QuantExperts):
+            products = layer.low_bit().prepared
+            held += sum(tensor.nbytes for product in products for weight in product.experts for tensor in weight)
+        else:
+            held += sum(tensor.nbytes for tensor in layer.prepared)
+    plan = parts(estimate(inputs.size, config, device="cpu", kernels=inputs.layouts))
+    assert plan["low-bit tensors in the kernels' layout"] == held
 
 
 def test_a_frozen_base_is_there_once_and_a_layer_in_two_layouts() -> None:

@@ -11,9 +11,9 @@ CORES := $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 # Marks (see pyproject.toml) that `make test-fast` leaves out.
 HEAVY := slow or long or vllm or verl or compiles or gpu
 
-# Bytecode for everything, on all cores (pip has one): half a minute, which halves the start of every process, also where
-# PYTHONDONTWRITEBYTECODE is set. Some packages have templates that are no Python, hence the `;:`.
-COMPILE := f() { $(BIN)/python -m compileall -q -j 0 "$$@" >/dev/null 2>&1; :; }; f
+# Bytecode, on all cores (pip uses one): half a minute. The first imports then take half as long, and so do all imports
+# where PYTHONDONTWRITEBYTECODE is set. It is no error that some packages contain files that do not compile.
+COMPILE := -$(PYTHON) -m compileall -qq -j 0
 
 .PHONY: setup one-lock quickstart model model-moe test test-fast test-slow test-trl test-gpu-stack lint clean
 
@@ -37,14 +37,14 @@ $(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml | one-lock
 	  echo "  If torch==...+cpu was not found: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels" >&2; \
 	  echo "  (\"Get started\" on pytorch.org shows its address for pip, Linux, CPU) and run make again." >&2; exit 2; }
 	$(BIN)/python -m pip install --no-deps --quiet -e .
-	@$(COMPILE) $(VENV)/lib qarl
+	$(COMPILE) $(VENV)/lib qarl
 	@touch $@
 	@echo "$(VENV) is ready. For the command qarl in this shell: source $(VENV)/bin/activate"
 
 # verl 0.9.1 imports a class that TRL 1.16 no longer has, so TRL stays out of verl's environment: only its tests see it.
 $(VENV)/trl: requirements/trl.lock setup
 	$(BIN)/python -m pip install --no-deps --no-compile --quiet --upgrade --target $@ -r requirements/trl.lock
-	@$(COMPILE) $@
+	$(COMPILE) $@
 	@touch $@
 
 model: setup

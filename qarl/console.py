@@ -44,16 +44,16 @@ def note(text: str) -> None:
 def stage(doing: str, *, imports: bool = False) -> Iterator[None]:
     """Say on stderr what a run is `doing` before its first step, and how long it took.
 
-    `imports`: whether most of this is importing. Then Python does not look for garbage, which imports hardly leave.
-    Otherwise it looks for it so often that the imports take an eighth longer."""
-    begun, collected = time.perf_counter(), imports and gc.isenabled()
+    `imports`: whether most of this is importing. Then Python's garbage collector pauses. Imports leave hardly any
+    garbage, but make so many objects that it would run often, and they would take an eighth longer."""
+    begun, paused = time.perf_counter(), imports and gc.isenabled()
     say(f"{doing} ...")
-    if collected:
+    if paused:
         gc.disable()
     try:
         yield
     finally:
-        if collected:
+        if paused:
             gc.enable()
     say(f"{doing}: {time.perf_counter() - begun:.1f} s")
 

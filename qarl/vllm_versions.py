@@ -126,7 +126,7 @@ def import_flashinfer() -> None:
 
 
 def release_engine_memory(live: Sequence[torch.nn.Module] = ()) -> None:
-    """Free what vLLM still holds of closed engines. Call this when none of their tensors is left elsewhere. `live`: the
+    """Free what vLLM still holds of closed engines, except for tensors that something else refers to. `live`: the
     models of the engines that are still open in this process; what serves them stays.
 
     - The table of layerwise reloads refers to a layer weakly, but its entry holds copies of the layer's parameters,

@@ -55,7 +55,8 @@ NOT_FAST = {"slow", "long", "vllm", "verl", "compiles", "gpu"}
 def pytest_configure() -> None:
     """A shell has SIGINT ignored in its background jobs, and so in the programs that tests start and interrupt.
 
-    While tests are collected, and so imported, Python does not look for garbage."""
+    Python's garbage collector pauses while tests are collected, because that imports much. In a process of pytest-xdist
+    that only hands out tests it stays off."""
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -333,9 +333,11 @@ def not_shared(size: ModelSize, config: Config) -> int:
     scheme, quantized = config.quant.scheme, quantized_linears(size, config)
     packed = 2 * sum(n * k for name, (n, k) in size.linears().items() if name not in quantized)
     for name, shape in quantized.items():
-        readable = scheme == "w4a16" or (scheme == "fp8" and ".experts." not in name)
-        if not readable or config.quant.kernels != "engine":
-            packed += wire_bytes(scheme, config.quant.group_size, shape)
+        of_expert, group = ".experts." in name, config.quant.group_size
+        if scheme == "fp8" and of_expert:
+            packed += prepared_bytes(scheme, "vllm_cpu", group, shape)
+        elif scheme == "w8a8" or config.quant.kernels != "engine":
+            packed += wire_bytes(scheme, group, shape)
     return packed
 
 
@@ -353,6 +355,8 @@ def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) 
     shares = config.lora.r and config.backend == "local" and device == "cpu"
     weights = not_shared(size, config) if shares else published(size, config) // parallel
     weights += own_layout(size, config) + 2 * adapter_parameters(size, config)
+    if device == "cpu":  # vLLM packs embed_tokens and lm_head, and keeps the originals
+        weights += 2 * size.embedding_parameters
     sleeps = config.rollout.free_cache_engine and device == "cuda"
     phases = ("rollout",) if sleeps else PHASES
     if device == "cuda":

@@ -217,7 +217,7 @@ class Adapters:
                 module.share(storage)
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad and not parameter.is_meta:
-                parameter.data = shared(name, parameter.data, storage)
+                parameter.data = shared(name, parameter.data, storage.get(name))
 
     @property
     def targets(self) -> tuple[str, ...]:

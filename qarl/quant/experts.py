@@ -246,6 +246,7 @@ class QuantExperts(QuantLayer):
             force=kernel,
         )
         self._choose(scheme, qualified_name, choice)
+        self.layout = choice.kernel.layout
 
     def quantized(self) -> dict[str, QuantizedStack]:
         """Return both quantized stacks of the current weights by the names of their parameters."""

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qarl.errors import UserError
-from qarl.kernels.base import Tensors, from_layout, to_layout
+from qarl.kernels.base import Layout, Tensors, from_layout, to_layout
 from qarl.kernels.registry import Choice, choose_linear_kernel
 from qarl.quant.quantize import QuantizedTensor, phase, quantize
 from qarl.quant.scheme import Scheme
@@ -47,10 +47,10 @@ Mark = tuple[torch.Tensor, int, int]
 Otherwise a new parameter could get the same address and the same version."""
 
 
-def shared(name: str, own: torch.Tensor, storage: Tensors) -> torch.Tensor:
-    """Return the tensor `name` of `storage`, or `own` if there is none. Raise RuntimeError if they are not equal."""
-    other = storage.get(name)
-    if other is None:
+def shared(name: str, own: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    """Return `other`, the engine's tensor `name`, or `own` if there is none of its dtype and shape. Raise RuntimeError
+    if they are not equal."""
+    if other is None or (other.dtype, other.shape) != (own.dtype, own.shape):
         return own
     bits = torch.uint8 if own.itemsize == 1 else own.dtype  # PyTorch does not compare FP8
     if not torch.equal(own.view(bits), other.view(bits)):
@@ -75,8 +75,10 @@ class QuantLayer(nn.Module):
     qualified_name: str
     choice: Choice
     stored: dict[str, dict[str, torch.Tensor]] | None = None
-    """All that is left of the weights of a frozen layer (`freeze`): their low-bit tensors, by the weights' names. They
-    are in the kernel's layout, if it has one, and without `weight_shape`."""
+    """All that is left of the weights of a frozen layer (`freeze`): their low-bit tensors without `weight_shape`, as
+    published or in the kernel's layout, by the weights' names."""
+    layout: Layout | None = None
+    """The layout in which `freeze` stores int4 tensors, or None for that of a publish."""
     _marks: tuple[Mark, ...]
 
     def _choose(self, scheme: Scheme, qualified_name: str, choice: Choice) -> None:
@@ -116,7 +118,7 @@ class QuantLayer(nn.Module):
 
     def quantized(self) -> Any:
         """Return the low-bit tensors of the current weights, for the forward and the publisher. A frozen layer restores
-        them from its kernel's layout."""
+        them if they are in its kernel's layout."""
         raise NotImplementedError
 
     def by_weight(self) -> Mapping[str, Any]:
@@ -133,10 +135,10 @@ class QuantLayer(nn.Module):
 
     def freeze(self) -> None:
         """Quantize the weights for the last time, and free them: their parameters move to the meta device. One copy of
-        the low-bit tensors stays, in the kernel's layout if it has one. Otherwise each forward converts it."""
+        the low-bit tensors stays. Each forward or backward converts it if it has another layout."""
         made, self.stored = self.by_weight(), {}
         for name, weight in made.items():
-            tensors = to_layout(weight.tensors, self.kernel.layout, weight.shape)
+            tensors = to_layout(weight.tensors, self.layout, weight.shape)
             self.stored[name] = {leaf: tensor for leaf, tensor in tensors.items() if leaf != "weight_shape"}
             setattr(self, name, nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False))
         for attribute in self.MADE:
@@ -144,10 +146,17 @@ class QuantLayer(nn.Module):
         self._mark()
 
     def share(self, storage: Tensors) -> None:
-        """If the layer is frozen, use the tensors of `storage`, which have published names, in place of its own."""
-        for name, tensors in (self.stored or {}).items():
-            for leaf, own in tensors.items():
-                tensors[leaf] = shared(f"{self.published_as(name)}.{leaf}", own, storage)
+        """If the layer is frozen, use tensors of an engine's `storage` in place of its own, if it has all of a weight.
+
+        Raise RuntimeError if they are not equal."""
+        stored, layout = self.stored or {}, self.kernel.layout
+        for name, own in stored.items():
+            prefix = self.published_as(name)
+            for tensors in (own, to_layout(own, layout, tuple(getattr(self, name).shape))):
+                if all(f"{prefix}.{leaf}" in storage for leaf in tensors):
+                    names = {leaf: f"{prefix}.{leaf}" for leaf in tensors}
+                    stored[name] = {leaf: shared(key, tensors[leaf], storage[key]) for leaf, key in names.items()}
+                    break
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Do the same as `nn.Module`, but leave alone what is on the meta device, if the layer is frozen."""

@@ -278,11 +278,6 @@ class RolloutEngine:
             raise
         return PublishReport.of(published, self.expected, version, seconds | self.receiver.seconds)
 
-    def storage(self) -> dict[str, torch.Tensor]:
-        """Return the published weights that the caller may share with the engine, as views of its memory
-        (`qarl.rollout.publish.cpu_layers`). Nothing may write to them. On a GPU there are none."""
-        return self.receiver.plan.storage(self.expected) if self.receiver else {}
-
     def publish_adapter(self, adapter: Adapter, *, version: int) -> PublishReport:
         """Replace the engine's adapter, as `version`. The base must have been published. After any exception the engine
         refuses to generate until an adapter is published.

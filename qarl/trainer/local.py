@@ -81,7 +81,7 @@ class LocalTrainer:
             # Before the engine, which is awake at first and takes its whole share of the GPU.
             self.reference = Policy.load(config).freeze()
         if engine is None:
-            with stage("starting the rollout engine (vLLM)", imports=True):
+            with stage("starting the rollout engine (vLLM)"):
                 engine = RolloutEngine(engine_config(config, self.policy, routing=self.policy.has_experts))
         self.engine = engine
         self.recovery = EngineRecovery(engine, rebuild_on_failure=config.rollout.rebuild_on_failure)

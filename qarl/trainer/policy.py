@@ -285,9 +285,9 @@ class Policy:
 
     def publish_base(self, engine: RolloutEngine, *, version: int) -> PublishReport:
         """Publish the frozen base of the adapters. Then share its weights with the engine where that is possible."""
-        assert self.adapters is not None
         report = engine.publish(self.published_tensors(), version=version)
-        self.adapters.share(engine.storage())
+        assert self.adapters is not None and engine.receiver is not None
+        self.adapters.share(engine.receiver.storage())
         return report
 
     def freeze(self) -> Policy:

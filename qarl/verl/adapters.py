@@ -64,13 +64,13 @@ class ActorAdapters(Adapters):
         super().__init__(module, config, seed=seed, base=module.config.name_or_path, dtype=torch.float32)
         self.frozen = {parameter for parameter in module.parameters() if parameter.is_meta}
         self.tally = Tally()
-        self._module, self._scheme, self._ignore = module, scheme, ignore
+        self._scheme, self._ignore = scheme, ignore
         self._digests: Mapping[str, str] = {}
         if torch.distributed.get_rank() == 0:
             self._digests = {name: tensor_digest(tensor) for name, tensor in self._base(stacks=False)}
 
     def _base(self, *, stacks: bool) -> Named:
-        return packed_state_dict(self._module, scheme=self._scheme, ignore=self._ignore, stacks=stacks)
+        return packed_state_dict(self.model, scheme=self._scheme, ignore=self._ignore, stacks=stacks)
 
     def publication(self, version: int, *, with_base: bool) -> Publication:
         """Return the publish of the adapter, after its base if `with_base`. All ranks must read it together."""
@@ -111,7 +111,7 @@ class ActorAdapters(Adapters):
 
     def __getattr__(self, name: str) -> Any:
         """Return the model's attribute, for verl's checkpoint manager, which also saves the config."""
-        return getattr(self.__dict__["_module"], name)
+        return getattr(self.__dict__["model"], name)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.tensors()

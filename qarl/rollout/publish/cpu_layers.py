@@ -1,7 +1,7 @@
-"""vLLM's dense layers on a CPU: how published tensors are written into their storage, and views of what they store.
+"""vLLM's dense layers on a CPU: how published tensors are written into their storage. Views of what layers store.
 
 The views are for a trainer in the same process whose weights are frozen: trainer and engine then multiply by one copy
-(`RolloutEngine.storage`). They exist for what vLLM leaves readable:
+(`WeightReceiver.storage`). They exist for what vLLM leaves readable:
 
     W4A16                       codes in tiles, as the trainer's kernel reads them, and scales; experts, too
     FP8                         codes and scales, as published

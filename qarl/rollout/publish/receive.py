@@ -79,6 +79,11 @@ class WeightReceiver:
         self._compare: list[tuple[list[str], torch.Tensor]] = []
         """Names of tensors, and their checksums here and at the sender: int64 [2, names]."""
 
+    def storage(self) -> dict[str, torch.Tensor]:
+        """Return the published weights that a trainer in this process may share, as views of the engine's memory
+        (`qarl.rollout.publish.cpu_layers`). Nothing may write to them."""
+        return self.plan.storage(self.expected)
+
     @classmethod
     def of_runner(cls, runner: Any, expected: Manifest, **options: bool) -> WeightReceiver:
         """Return the receiver for the model of `runner`, one worker's model runner. `options`: as in `__init__`."""

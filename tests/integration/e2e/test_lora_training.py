@@ -46,6 +46,8 @@ def run_steps(tmp_path, steps: int, *overrides: str) -> list[dict[str, float]]:
     trainer = LocalTrainer(settings, prepare_run(settings))
     with trainer.engine:
         first = trainer.publish()
+        theirs, norm = trainer.engine.receiver.storage(), "model.norm.weight"
+        assert trainer.policy.model.get_parameter(norm).data_ptr() == theirs[norm].data_ptr(), "not shared"
         metrics = [trainer.train_step() for _ in range(steps)]
         adapter = trainer.policy.adapters.adapter()
     assert any(tensor.any() for name, tensor in adapter.tensors.items() if "lora_B" in name)

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("trl")
 
+from qarl.rollout.publish.manifest import PublishReport
 from qarl.trl.rollouts import Rollouts
 
 
@@ -33,6 +34,24 @@ def test_weights_are_published_when_the_step_or_the_weights_have_changed() -> No
     publisher.engine.stale = True
     publisher.publish(1)
     assert published == [0, 0, 1, 1]
+
+
+def test_the_policy_publishes_the_base_of_its_adapters_once() -> None:
+    publisher, _, published = rollouts()
+    policy, engine, report = publisher.policy, publisher.engine, PublishReport(0, 1, 1000, 0, 0, {})
+
+    def publish_base(engine: Any, version: int) -> PublishReport:
+        published.append(version)
+        engine.has_weights = True
+        return report
+
+    policy.adapters, policy.publish_base = SimpleNamespace(adapter=lambda: "adapter"), publish_base
+    engine.has_weights, engine.publish_adapter = False, lambda adapter, version: report
+    sizes = []
+    for step in (3, 4):
+        publisher.publish(step)
+        sizes.append(publisher.report.bytes)
+    assert (published, sizes) == ([3], [2000, 1000])
 
 
 def trainer(index: int = 0, *, training: bool = True) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import load_model
 from memory_cases import FAMILIES, SIZES, SMALL, parts, run
@@ -32,6 +33,9 @@ from qarl.checks.model_size import ModelSize
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant.experts import QuantExperts
 from qarl.quant.state_dict import low_bit_layers
+
+PACKED = 2 * 2 * 6400
+"""Bytes of vLLM's packed copies of SMALL's embedding and lm_head on a CPU."""
 
 
 def test_a_token_in_the_kv_cache_by_hand() -> None:
@@ -58,14 +62,14 @@ def test_the_local_trainer_by_hand() -> None:
         "logits, log-probs": 4 * 12 * 100 * 10,
         "activations, update": 2 * 20 * 2 * 2584,
         "logits, update": 2 * 12 * 100 * 14,
-        "vLLM: weights": wire + 2 * 320 + 2 * 12800,
+        "vLLM: weights": wire + 2 * 320 + 2 * 12800 + PACKED,
         "vLLM: KV cache": GIB // 2,
         "vLLM: workspace (allowance)": ENGINE_WORKSPACE_BYTES,
         "libraries and runtime (allowance)": RUNTIME_BYTES,
     }
     assert wire == 34784
     assert memory.kv_tokens == 2**29 // 256
-    rollout = 149120 + 298240 + 596480 + 2 * wire - 224 + (wire + 26240) + 2**29 + 2**30 + RUNTIME_BYTES
+    rollout = 149120 + 298240 + 596480 + 2 * wire - 224 + (wire + 26240 + PACKED) + 2**29 + 2**30 + RUNTIME_BYTES
     assert memory.total("rollout") == rollout
     update = rollout + 298240 + 149120 + 122880 + 206720 + 33600
     assert memory.total("update") == update
@@ -96,7 +100,7 @@ OPTIONS = [
     ({"optim__master_dtype": "bf16"}, "update of one parameter", 16 * 6400),  # an embedding
     ({"optim__master_dtype": "bf16"}, "FP32 masters", None),
     ({"optim__name": "muon"}, "muon state, FP32", 4 * 61440 + 8 * (74560 - 61440)),
-    ({"quant__scheme": "bf16"}, "vLLM: weights", 149120),
+    ({"quant__scheme": "bf16"}, "vLLM: weights", 149120 + PACKED),
     ({"quant__align": "off"}, "low-bit tensors", None),
     ({"quant__align": "off"}, "activations, update", 2 * 20 * 2 * 2200),  # 16 * 64 + 8, 2 * 128, 2 * 64 + 16, 8 * 96
     ({"model__gradient_checkpointing": True}, "activations, update", 2 * 20 * (2 * 64 * 4 + 2584)),
@@ -110,11 +114,11 @@ OPTIONS = [
     ({"lora__r": 8}, "weights, BF16", 2 * (74560 - 61440 + 14848)),
     ({"lora__r": 8, "quant__scheme": "bf16"}, "weights, BF16", 2 * (74560 + 14848)),
     ({"lora__r": 8}, "dequantized weight of one layer, BF16", 2 * 96 * 64),
-    ({"lora__r": 8}, "vLLM: weights", 2 * 14848),  # the base is the trainer's, unless vLLM packs it
-    ({"lora__r": 8, "quant__scheme": "fp8"}, "vLLM: weights", 2 * 14848),
-    ({"lora__r": 8, "quant__scheme": "w8a8"}, "vLLM: weights", 61440 + 4 * 896 + 2 * 14848),
-    ({"lora__r": 8, "quant__scheme": "bf16"}, "vLLM: weights", 2 * 61440 + 2 * 14848),
-    ({"lora__r": 8, "quant__kernels": "dequantized"}, "vLLM: weights", 2 * 61440 + 2 * 14848),
+    ({"lora__r": 8}, "vLLM: weights", PACKED + 2 * 14848),  # the base is the trainer's, unless vLLM packs it
+    ({"lora__r": 8, "quant__scheme": "fp8"}, "vLLM: weights", PACKED + 2 * 14848),
+    ({"lora__r": 8, "quant__scheme": "w8a8"}, "vLLM: weights", 61440 + 4 * 896 + PACKED + 2 * 14848),
+    ({"lora__r": 8, "quant__scheme": "bf16"}, "vLLM: weights", 2 * 61440 + PACKED + 2 * 14848),
+    ({"lora__r": 8, "quant__kernels": "dequantized"}, "vLLM: weights", 2 * 61440 + PACKED + 2 * 14848),
     ({"lora__r": 8, "lora__target_modules": ["q_proj"]}, "FP32 masters", 4 * 2 * 8 * 128),
     ({}, "low-bit tensors in the kernels' layout", None),  # without a kernel: one that reads what is published
 ]
@@ -133,6 +137,8 @@ def test_copies_in_the_kernels_layout_are_those_of_a_model_with_experts(scheme: 
         layer.make_ready()
         if isinstance(layer, QuantExperts):
             products = layer.low_bit().prepared
+            if products[0].experts[0].weight.dtype == torch.float8_e4m3fn:
+                pytest.skip("this CPU multiplies FP8 without a copy in FP32")
             held += sum(tensor.nbytes for product in products for weight in product.experts for tensor in weight)
         else:
             held += sum(tensor.nbytes for tensor in layer.prepared)

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,7 @@ class AnsweringEngine:
     """In the place of `RolloutEngine`: each response is three tokens, with log-probs that nobody computed."""
 
     stale, weight_version, has_weights = False, -1, False
+    receiver = SimpleNamespace(storage=dict)
     fails = False
     """Whether the first call of `generate` fails."""
 

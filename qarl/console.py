@@ -44,8 +44,8 @@ def note(text: str) -> None:
 def stage(doing: str, *, imports: bool = False) -> Iterator[None]:
     """Say on stderr what a run is `doing` before its first step, and how long it took.
 
-    `imports`: whether most of this is importing. Then Python's garbage collector pauses. Imports leave hardly any
-    garbage, but make so many objects that it would run often, and they would take an eighth longer."""
+    `imports`: whether most of this is importing. Then Python's garbage collector pauses: imports create many objects
+    and little garbage, and take an eighth longer while it runs."""
     begun, paused = time.perf_counter(), imports and gc.isenabled()
     say(f"{doing} ...")
     if paused:

@@ -216,6 +216,7 @@ class QuantExperts(QuantLayer):
     WEIGHTS = tuple(STACKS)
     MADE = ("_quantized", "_low_bit")
     multiplies = "kernels of experts"
+    stores_layout = True
     _quantized: dict[str, QuantizedStack] | None
     _low_bit: LowBitExperts | None
 
@@ -246,7 +247,6 @@ class QuantExperts(QuantLayer):
             force=kernel,
         )
         self._choose(scheme, qualified_name, choice)
-        self.layout = choice.kernel.layout
 
     def quantized(self) -> dict[str, QuantizedStack]:
         """Return both quantized stacks of the current weights by the names of their parameters."""

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qarl.errors import UserError
-from qarl.kernels.base import Layout, Tensors, from_layout, to_layout
+from qarl.kernels.base import Tensors, from_layout, to_layout
 from qarl.kernels.registry import Choice, choose_linear_kernel
 from qarl.quant.quantize import QuantizedTensor, phase, quantize
 from qarl.quant.scheme import Scheme
@@ -48,8 +48,9 @@ Otherwise a new parameter could get the same address and the same version."""
 
 
 def shared(name: str, own: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    """Return `other`, the engine's tensor `name`, or `own` if there is none of its dtype and shape. Raise RuntimeError
-    if they are not equal."""
+    """Return the engine's tensor `other`, or `own` if the engine has none with the dtype and shape of `own`.
+
+    `name`: the published name, for the RuntimeError that is raised if the two are not equal."""
     if other is None or (other.dtype, other.shape) != (own.dtype, own.shape):
         return own
     bits = torch.uint8 if own.itemsize == 1 else own.dtype  # PyTorch does not compare FP8
@@ -74,11 +75,11 @@ class QuantLayer(nn.Module):
     scheme: Scheme
     qualified_name: str
     choice: Choice
+    stores_layout: ClassVar[bool] = False
+    """Whether `freeze` stores int4 tensors in the kernel's layout, and not as published."""
     stored: dict[str, dict[str, torch.Tensor]] | None = None
     """All that is left of the weights of a frozen layer (`freeze`): their low-bit tensors without `weight_shape`, as
     published or in the kernel's layout, by the weights' names."""
-    layout: Layout | None = None
-    """The layout in which `freeze` stores int4 tensors, or None for that of a publish."""
     _marks: tuple[Mark, ...]
 
     def _choose(self, scheme: Scheme, qualified_name: str, choice: Choice) -> None:
@@ -136,9 +137,9 @@ class QuantLayer(nn.Module):
     def freeze(self) -> None:
         """Quantize the weights for the last time, and free them: their parameters move to the meta device. One copy of
         the low-bit tensors stays. Each forward or backward converts it if it has another layout."""
-        made, self.stored = self.by_weight(), {}
+        made, self.stored, layout = self.by_weight(), {}, self.kernel.layout if self.stores_layout else None
         for name, weight in made.items():
-            tensors = to_layout(weight.tensors, self.layout, weight.shape)
+            tensors = to_layout(weight.tensors, layout, weight.shape)
             self.stored[name] = {leaf: tensor for leaf, tensor in tensors.items() if leaf != "weight_shape"}
             setattr(self, name, nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False))
         for attribute in self.MADE:
@@ -146,17 +147,18 @@ class QuantLayer(nn.Module):
         self._mark()
 
     def share(self, storage: Tensors) -> None:
-        """If the layer is frozen, use tensors of an engine's `storage` in place of its own, if it has all of a weight.
+        """If the layer is frozen, replace each stored weight by that of an engine's `storage`, if it is there.
 
-        Raise RuntimeError if they are not equal."""
+        The engine's may be in the kernel's layout. Raise RuntimeError if they are not equal."""
         stored, layout = self.stored or {}, self.kernel.layout
-        for name, own in stored.items():
+        for name, tensors in stored.items():
             prefix = self.published_as(name)
-            for tensors in (own, to_layout(own, layout, tuple(getattr(self, name).shape))):
-                if all(f"{prefix}.{leaf}" in storage for leaf in tensors):
-                    names = {leaf: f"{prefix}.{leaf}" for leaf in tensors}
-                    stored[name] = {leaf: shared(key, tensors[leaf], storage[key]) for leaf, key in names.items()}
-                    break
+            own: Tensors = tensors
+            if layout is not None and f"{prefix}.{layout.codes}" in storage:
+                own = to_layout(own, layout, tuple(getattr(self, name).shape))
+            stored[name] = {
+                leaf: shared(f"{prefix}.{leaf}", t, storage.get(f"{prefix}.{leaf}")) for leaf, t in own.items()
+            }
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Do the same as `nn.Module`, but leave alone what is on the meta device, if the layer is frozen."""

@@ -42,7 +42,7 @@ def write_unquantized(layer: Any, parts: list[Part]) -> None:
     else:
         layer.weight = nn.Parameter(weight.clone() if len(parts) == 1 else weight, requires_grad=False)
     layer.quant_method.process_weights_after_loading(layer)
-    write_bias(layer, parts)
+    _write_bias(layer, parts)
 
 
 def write_wna16(layer: Any, parts: list[Part]) -> None:
@@ -50,7 +50,7 @@ def write_wna16(layer: Any, parts: list[Part]) -> None:
     prepared = VllmCpuWNA16Linear.prepare({name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)
     layer.weight_scale.data.copy_(prepared.scale)
-    write_bias(layer, parts)
+    _write_bias(layer, parts)
 
 
 def write_int8(layer: Any, parts: list[Part]) -> None:
@@ -66,20 +66,20 @@ def write_int8(layer: Any, parts: list[Part]) -> None:
     kernel.dnnl_handler = ops.create_onednn_scaled_mm(
         weight.t(), layer.weight_scale, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=32
     )
-    write_bias(layer, parts)
+    _write_bias(layer, parts)
 
 
 def write_fp8(layer: Any, parts: list[Part]) -> None:
     """Write e4m3 weights. The storage is [N, K]; vLLM's parameter is its [K, N] view."""
     layer.weight.data.t().copy_(_fused(parts, "weight"))
     layer.weight_scale.data.copy_(_fused(parts, "weight_scale"))
-    write_bias(layer, parts)
+    _write_bias(layer, parts)
 
 
 def write_own(layer: Any, parts: list[Part]) -> None:
     """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.own_linears`)."""
     layer.scheme.kernel.write(layer, {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
-    write_bias(layer, parts)
+    _write_bias(layer, parts)
 
 
 WRITERS: dict[str, Writer] = {
@@ -94,7 +94,7 @@ WRITERS: dict[str, Writer] = {
 """Name of vLLM's class -> writer. (Releases of vLLM define these classes in different modules.)"""
 
 
-def write_bias(layer: Any, parts: list[Part]) -> None:
+def _write_bias(layer: Any, parts: list[Part]) -> None:
     if "bias" in parts[0]:
         layer.bias.data.copy_(_fused(parts, "bias"))
 

@@ -1,9 +1,9 @@
 """Write published tensors into the parameters of vLLM's modules, inside vLLM's worker. There are two ways:
 
-- Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU
-  (`qarl.rollout.publish.cpu_layers` has the functions for dense ones), for experts there with
-  QaRL's plugin for vLLM, and for experts on GPUs (`qarl.rollout.publish.experts`). It is faster than a reload,
-  which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated.
+- Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU, dense
+  (`qarl.rollout.publish.cpu_layers`) or experts with QaRL's plugin for vLLM, and for experts on GPUs
+  (`qarl.rollout.publish.experts`). It is faster than a reload, which unpacks and packs every int4 weight in Python.
+  After an exception the same write can be repeated.
 - Layerwise reload: vLLM's own function loads the weight. It is used for all other layers, such as GPUs' dense ones. It
   moves a module's parameters to the meta device and back. So an exception during the reload breaks the engine
   permanently (`ReloadFailed`). CUDA graphs need the other tensors of the module at their old addresses too
@@ -140,7 +140,7 @@ class WritePlan:
         weights = ((name.rpartition("."), spec.shape[0]) for name, spec in expected.items())
         rows = {owner: count for (owner, _, leaf), count in weights if leaf in ("weight", "weight_packed")}
         views: dict[str, torch.Tensor] = {}
-        for target in {id(target): target for target in self.by_owner.values()}.values():
+        for target in {target.name: target for target in self.by_owner.values()}.values():
             reader = cpu_layers.READERS.get(target.writer)
             if reader is None or not rows.keys() >= set(target.parts):
                 continue

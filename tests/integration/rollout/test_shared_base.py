@@ -27,7 +27,7 @@ CASES = {
     "experts-w4a16": ("qwen3_moe", "w4a16", {"gate"}),
     "experts-fp8": ("qwen3_moe", "fp8", {"gate", *EXPERTS}),
 }
-"""Family, scheme, and the layers of which the trainer must have a copy of its own."""
+"""Family, scheme, and the layers that are not shared, because vLLM packs them."""
 
 
 def policy_of(tmp_path: Any, name: str) -> tuple[Policy, Any]:

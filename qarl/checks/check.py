@@ -126,8 +126,8 @@ class RunInputs:
 
     @property
     def layouts(self) -> dict[tuple[int, int], str]:
-        """The kernel in whose layout the trainer has weights of [N, K], also those of experts. Their reference kernel is
-        left out, because it reads the published tensors."""
+        """The kernel in whose layout the trainer has weights of [N, K], also of experts. Their reference kernel is left
+        out, because it reads the published tensors."""
         if self.experts_kernel is None or self.experts_kernel.kernel.name == "reference":
             return self.kernel_names
         experts = {shape for name, shape in self.quantized.items() if layers.of_expert(name)}

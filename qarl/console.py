@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import sys
 import time
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 HELP = ("-h", "--help")
 VERSION = "--version"
 INTERRUPTED = 130
+READER_LEFT = 141
+"""What shells report of a program that SIGPIPE has ended."""
 Command = Callable[[list[str]], int]
 Describe = Callable[[list[str]], str]
 
@@ -100,7 +103,8 @@ def entry(command: Command, about: str | None, describe: Describe | None = None)
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
-    After a `UserError`, print one message and return 2. After Ctrl-C, return 130. Show no traceback.
+    After a `UserError`, print one message and return 2. After Ctrl-C, return 130, and 141 if nobody reads standard
+    output any more. Show no traceback.
 
     `describe`: a function that returns the help text. Its argument: the words other than `--help` and key=value.
     """
@@ -110,8 +114,13 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
         signal.signal(signal.SIGINT, _interrupt)
     try:
         code = _run(command, list(sys.argv[1:] if argv is None else argv), describe)
-        _flush()
+        sys.stdout.flush()
         return code
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again at its exit
+        return READER_LEFT
     except UserError as error:
         say(f"error: {error}")
         return 2
@@ -126,12 +135,11 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
             signal.signal(signal.SIGINT, _leave)  # or Python would show a traceback during its exit
 
 
-def _flush() -> None:
-    """Write what standard output still buffers. Its reader, such as `head`, may have seen enough."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again at its exit
+def _reader_has_left() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:

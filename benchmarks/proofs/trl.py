@@ -75,12 +75,20 @@ def train(settings: dict[str, Any]) -> Row:
         for i, state in enumerate(trainer.create_optimizer().state.values())
         for value in [state["master"], state["exp_avg"], state["exp_avg_sq"]]
     )
+    row["base_shared"] = base_shared(trainer) if trainer.policy.adapters else None
     row["history"] = [entry for entry in trainer.state.log_history if "loss" in entry]
     row["evaluations"] = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     if save:
         trainer.save_quantized(save)
         row["published"] = tensors_digest(trainer.policy.published_tensors())
     return row | {"process": trainer.accelerator.process_index}
+
+
+def base_shared(trainer: Any) -> float:
+    """Return the share of the base's bytes that are in the memory of the engine of this process."""
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in trainer.engine.receiver.storage().values()}
+    base = [tensor for _, tensor in trainer.policy.published_tensors()]
+    return sum(t.nbytes for t in base if t.untyped_storage().data_ptr() in theirs) / sum(t.nbytes for t in base)
 
 
 def reward(completions: list[Any], reward_model: list[Any], **others: Any) -> list[float]:

@@ -21,7 +21,7 @@ from qarl.config import describe_keys, load_config
 from qarl.config.demos import DEMOS
 from qarl.config.help import key_table
 from qarl.config.schema import sections
-from qarl.console import stage, summary_text
+from qarl.console import READER_LEFT, stage, summary_text
 from qarl.errors import UserError
 
 WITH_CONFIG = ("train", "doctor", "diagnose")
@@ -118,6 +118,17 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert "quickstart.yaml" in done.stdout
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "in the middle"])
+def test_nobody_reads_the_output_to_its_end(unbuffered: str) -> None:
+    """As by `qarl train --help | head`."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command, environment = [sys.executable, "-m", "qarl", "train", "--help"], {"PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writes, "wb") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, env=os.environ | environment, timeout=120)
+    assert (done.returncode, done.stderr) == (READER_LEFT, b"")
 
 
 def test_a_summary_names_the_command_that_resumes(tmp_path: Path) -> None:

@@ -103,8 +103,8 @@ def entry(command: Command, about: str | None, describe: Describe | None = None)
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
-    After a `UserError`, print one message and return 2. After Ctrl-C, return 130, and 141 if nobody reads standard
-    output any more. Show no traceback.
+    After a `UserError`, print one message and return 2. After Ctrl-C, return 130, and 141 if nobody reads the rest
+    of the output. Show no traceback.
 
     `describe`: a function that returns the help text. Its argument: the words other than `--help` and key=value.
     """
@@ -112,6 +112,7 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
     handles = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles:
         signal.signal(signal.SIGINT, _interrupt)
+    code = READER_LEFT
     try:
         code = _run(command, list(sys.argv[1:] if argv is None else argv), describe)
         sys.stdout.flush()
@@ -120,7 +121,7 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
         if not _reader_has_left():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again at its exit
-        return READER_LEFT
+        return code
     except UserError as error:
         say(f"error: {error}")
         return 2

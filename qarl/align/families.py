@@ -38,6 +38,8 @@ SHOWN = {
 7.3e-3 in that file. A test compares this table with the file."""
 
 
+WITHOUT_ADAPTERS = ("falcon",)
+"""Families of `SHOWN` whose class in vLLM is no `SupportsLoRA`, so the engine would not start. A test asks vLLM."""
 PADDED = ("falcon", "nemotron")
 """Families of `SHOWN` whose attention is not chosen by transformers' AttentionInterface, so it cannot be told the rows
 of a pack (`qarl.align.packed_attention`). In a pack of Falcon, rows would even see each other."""
@@ -51,6 +53,17 @@ def check_rows(hf_config: Any, packed: bool) -> None:
             where="model.use_remove_padding",
             why="transformers' class for this family computes attention over the whole pack",
             fix="set model.use_remove_padding=false; rows are then padded, and actor.use_dynamic_bsz must be false",
+        )
+
+
+def check_adapters(hf_config: Any) -> None:
+    """Raise UserError if vLLM serves no adapters of this family."""
+    if hf_config.model_type in WITHOUT_ADAPTERS:
+        raise UserError(
+            f"a model of the family {hf_config.model_type} cannot have adapters",
+            where="lora.r",
+            why="vLLM's class for this family serves none",
+            fix="set lora.r=0 to train all weights",
         )
 
 

@@ -30,7 +30,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.align.cpu import AlignedAttention, AlignedDecoderLayer, AlignedLinear, AlignedRMSNorm, align_module
+from qarl.align.cpu import (
+    AlignedAttention,
+    AlignedDecoderLayer,
+    AlignedLinear,
+    AlignedRMSNorm,
+    align_module,
+    aligned_class,
+)
 from qarl.align.cpu_attention import ENGINE_ATTENTION, FP32_ATTENTION, engine_attention, fp32_attention
 from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
@@ -40,6 +47,7 @@ from qarl.align.rotary import EngineRotaryEmbedding, head_size_of, is_plain, mat
 from qarl.align.router import AlignedRouter, routers
 from qarl.errors import UserError
 from qarl.kernels.cpu import layer_ops
+from qarl.lora.layers import adapted_class
 from qarl.process import vllm_unusable, vllm_without_device
 from qarl.quant.experts import QuantExperts, stacked_experts
 from qarl.quant.fsdp import ShardedQuantExperts
@@ -154,9 +162,11 @@ def _align_on_cpu(model: Any, experts: Mapping[str, QuantExperts], *, exact: boo
         align_module(router, AlignedRouter)
     for name, replacement in experts.items():
         model.set_submodule(name, replacement)
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
-    for linear in linears if torch.cpu._is_amx_tile_supported() else ():
-        align_module(linear, AlignedLinear)
+    for module in list(model.modules()) if torch.cpu._is_amx_tile_supported() else ():
+        if type(module) is nn.Linear:
+            align_module(module, AlignedLinear)
+        elif type(module) is adapted_class(nn.Linear):  # the adapter adds to the product
+            module.__class__ = adapted_class(aligned_class(AlignedLinear, nn.Linear))
     count = len(model.model.layers)
     replaced = {"decoder layers (residual, rotary)": count, "norms": len(norms), f"attentions ({attention})": count}
     return replaced | {"routers": len(routers(model)), "BF16 experts": len(experts)}

@@ -14,15 +14,6 @@ from pydantic.dataclasses import dataclass
 
 from qarl.errors import UserError
 
-_EXPERTS = (
-    "transformers cannot load this folder, because it does not read low-bit experts: it initializes them at random, or "
-    "fails in the forward. vLLM loads it; both load format=bf16"
-)
-_W4A8 = (
-    "Plain vLLM does not compute w4a8: from this folder it computes W4A16 on a CPU, rounds activations to FP8 on a GPU "
-    "of capability 9.0, and refuses it on other GPUs"
-)
-
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class ExportRequest:
@@ -45,7 +36,7 @@ def export(request: ExportRequest) -> str:
     import torch
 
     from qarl.checkpoint.export_adapter import export_adapter, open_trained
-    from qarl.checkpoint.model_files import ModelFiles, linears_of, packed, weight_files, write_model
+    from qarl.checkpoint.model_files import ModelFiles, limits, linears_of, packed, weight_files, write_model
     from qarl.checkpoint.read_weights import find_checkpoint, open_source, read_all, reading
     from qarl.checkpoint.storage import recover, whole_folder
     from qarl.quant.scheme import get_scheme
@@ -74,8 +65,7 @@ def export(request: ExportRequest) -> str:
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
     size = sum(path.stat().st_size for path in weight_files(output))
     line = f"{request.output}: step {source.step} of {request.run}, {kind}, {size / 1e6:.4g} MB of weights"
-    experts = any(".experts." in name for name in linears)
-    return ". ".join([line, *([_W4A8] if scheme.name == "w4a8" else []), *([_EXPERTS] if experts else [])])
+    return ". ".join([line, *limits(scheme.name, linears)])
 
 
 def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qarl.checkpoint.model_files import ModelFiles, linears_of, packed, read_tensors, save_model
+from qarl.checkpoint.model_files import ModelFiles, limits, linears_of, packed, read_tensors, save_model
 from qarl.checkpoint.read_weights import BASE_FILE, open_source
 from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
 from qarl.errors import UserError
@@ -68,7 +68,8 @@ def export_adapter(trained: Trained, output: Path, format: str, trust_remote_cod
     tensors = _as_recorded(packed(rounded, scheme, linears), trained.published, path)
     adapter = trained.adapter
     save_model(output, files, tensors, scheme=scheme, ignore=quant["ignore"], adapter=adapter)
-    return f"the base, {scheme.name}, and in {FOLDER}/ the adapter, r={adapter.r}, {adapter.nbytes / 1e6:.4g} MB"
+    what = f"the base, {scheme.name}, and in {FOLDER}/ the adapter, r={adapter.r}, {adapter.nbytes / 1e6:.4g} MB"
+    return ". ".join([what, *limits(scheme.name, linears, adapter=True)])
 
 
 def _local(path: str) -> Path:

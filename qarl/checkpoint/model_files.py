@@ -14,7 +14,7 @@ import copy
 import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,16 @@ from qarl.quant.scheme import Scheme
 MAX_SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+_EXPERTS = (
+    "transformers cannot load this folder, because it does not read low-bit experts: it initializes them at random, or "
+    "fails in the forward. vLLM loads it"
+)
+_W4A8 = (
+    "Plain vLLM does not compute w4a8: from this folder it computes W4A16 on a CPU, rounds activations to FP8 on a GPU "
+    "of capability 9.0, and refuses it on other GPUs"
+)
+_W8A8_ADAPTER = "On a CPU without AMX, plain vLLM cannot start with this folder and an adapter"
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -70,7 +80,7 @@ def save_model(
     adapter: Adapter | None = None,
 ) -> Path:
     """Write `tensors` (checkpoint names) with config and tokenizer to `folder`, replacing an existing folder. Write
-    `adapter` to a folder in it.
+    `adapter` to a folder in it, with `folder` as its base: peft loads the base that is named there.
 
     The folder appears only when it is complete. Errors are those of `qarl.checkpoint.storage.whole_folder`.
     """
@@ -78,7 +88,7 @@ def save_model(
         write_model(partial, files, tensors, scheme=scheme, ignore=ignore)
         if adapter is not None:
             (partial / FOLDER).mkdir()
-            write_adapter(partial / FOLDER, adapter)
+            write_adapter(partial / FOLDER, replace(adapter, base=str(folder.resolve())))
     return folder
 
 
@@ -152,6 +162,15 @@ def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_rem
     if not scheme.quantized:
         return set()
     return set(select_linears(model_of(folder, trust_remote_code=trust_remote_code), scheme, ignore)[0])
+
+
+def limits(scheme_name: str, linears: Iterable[str], *, adapter: bool = False) -> list[str]:
+    """Return what other programs cannot do with a folder whose `linears` are quantized, a sentence each. `adapter`:
+    whether there is one in it."""
+    sentences = [_W4A8] if scheme_name == "w4a8" else []
+    if any(".experts." in name for name in linears):
+        sentences.append(_EXPERTS if adapter else f"{_EXPERTS}; both load format=bf16")
+    return sentences + ([_W8A8_ADAPTER] if adapter and scheme_name == "w8a8" else [])
 
 
 def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:

@@ -24,7 +24,7 @@ full length, V the vocabulary and H the hidden size.
                   more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
                   bytes for each weight of lm_head, unless adapters leave it frozen.
     engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance. With adapters on a CPU, what the local
-                  trainer cannot share.
+                  trainer cannot share, and A for each token of a batch, 6 bytes a number.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
     reference     With a KL term. Locally a second copy of the weights in the model's dtype and of what `low_bit` keeps
                   between steps. With verl P * 4 bytes, or P * 2 if its model_dtype is bf16, divided by R. On GPUs verl
@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING
 from qarl.checks.model_size import ModelSize, Shape, prepared_bytes, wire_bytes
 from qarl.config.ignored_layers import is_ignored
 from qarl.config.lora import ALL_LINEAR
+from qarl.config.schema import BATCHED_TOKENS
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -85,15 +86,20 @@ def ranks(config: Config) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def adapter_parameters(size: ModelSize, config: Config) -> int:
-    """Return the number of weights in the adapters, or 0 if all weights of the model are trained."""
+def adapted_linears(size: ModelSize, config: Config) -> list[Shape]:
+    """Return [N, K] of the linears with an adapter."""
     if not config.lora.r:
-        return 0
+        return []
     linears, targets = size.linears(), config.lora.target_modules
     of_experts = {name.rpartition(".")[2] for name in linears if ".experts." in name}
     leaves = {name.rpartition(".")[2] for name in linears} - of_experts
     chosen = leaves if ALL_LINEAR in targets else leaves & set(targets)
-    return config.lora.r * sum(n + k for name, (n, k) in linears.items() if name.rpartition(".")[2] in chosen)
+    return [shape for name, shape in linears.items() if name.rpartition(".")[2] in chosen]
+
+
+def adapter_parameters(size: ModelSize, config: Config) -> int:
+    """Return the number of weights in the adapters, or 0 if all weights of the model are trained."""
+    return (config.lora.r or 0) * sum(n + k for n, k in adapted_linears(size, config))
 
 
 def bf16_weights(size: ModelSize, config: Config) -> int:
@@ -121,14 +127,17 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     used = ("update", "step") if offload else PHASES
     state = Part(f"{config.optim.name} state, FP32", optimizer_state(size, config) // shards, used)
     fused = not verl and fp32 and config.optim.name == "adamw"
-    single = Part("update of one parameter", 0 if fused else STEP_BYTES * size.largest_parameter // shards, ("step",))
     trained = adapter_parameters(size, config)
+    matrices = [(config.lora.r or 0) * max(shape) for shape in adapted_linears(size, config)]
+    largest = max(matrices, default=size.largest_parameter)
+    single = Part("update of one parameter", 0 if fused else STEP_BYTES * largest // shards, ("step",))
     if verl and trained:
         return [
             Part("frozen BF16 weights, sharded", 2 * (bf16_weights(size, config) - trained) // shards),
             Part("FP32 masters, sharded", 4 * trained // shards),
             state,
             Part("FP32 gradients, sharded", 4 * trained // shards, ("update", "step")),
+            single,
         ]
     if verl:
         masters = (4 if fp32 else 2) * parameters // shards
@@ -349,6 +358,18 @@ def own_layout(size: ModelSize, config: Config) -> int:
     return sum(each) if kernel else 0
 
 
+def gathered_adapters(size: ModelSize, config: Config) -> int:
+    """Return the bytes that vLLM takes on a CPU to multiply a batch of prompts by one adapter.
+
+    It gathers A for each token in BF16 and casts it to FP32, then it gathers B (`bgmv_shrink` and `bgmv_expand_slice`
+    in vllm/lora/ops/torch_ops/lora_ops.py, 0.29)."""
+    data, rollout = config.data, config.rollout
+    longest = data.max_prompt_length + data.max_response_length
+    tokens = max(rollout.max_num_batched_tokens or BATCHED_TOKENS[config.backend], longest)
+    each = max((max(6 * k, 2 * n) for n, k in adapted_linears(size, config)), default=0)
+    return tokens * (config.lora.r or 0) * each
+
+
 def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int]:
     """Return, for one GPU, the engine's parts of the memory and the bytes of its KV cache."""
     parallel = config.rollout.tensor_model_parallel_size
@@ -369,6 +390,7 @@ def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) 
         Part("vLLM: weights", weights, phases),
         Part("vLLM: KV cache", max(kv_cache, 0), phases),
         Part("vLLM: workspace (allowance)", ENGINE_WORKSPACE_BYTES, phases),
+        Part("vLLM: A and B, gathered", gathered_adapters(size, config) if device == "cpu" else 0, ("rollout",)),
         Part("vLLM asleep (allowance)", asleep if sleeps else 0, PHASES[1:]),
     ]
     return parts, kv_cache

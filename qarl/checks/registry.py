@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
+from qarl.align.families import FAMILIES, check_adapters, check_family, check_rows, shown_mismatch
 from qarl.checks import layers, machine
 from qarl.checks.check import Check, Finding, Findings, NotCheckedError, RunInputs, examine, note, ok, warning
 from qarl.checks.generation import check_sampling, eos_warnings
@@ -219,6 +219,7 @@ def _adapters(config: Config, machine: Machine, model: nn.Module) -> Findings:
             where=f"lora.r={config.lora.r}",
             fix="set backend=local, or lora.r=0 to train all weights",
         )
+    check_adapters(model.config)
     targets = target_linears(model, config.lora.target_modules)
     trained = config.lora.r * sum(map(sum, targets.values()))
     total = sum(parameter.numel() for parameter in model.parameters())

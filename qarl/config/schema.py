@@ -100,6 +100,10 @@ class RewardConfig(Section):
     """Time limit for scoring one response; exceeding it is an error. null means no limit."""
 
 
+BATCHED_TOKENS = {"local": 4096, "verl": 8192}
+"""Backend -> the tokens of one vLLM step if `rollout.max_num_batched_tokens` is null. `local`: on a CPU."""
+
+
 class RolloutConfig(Section):
     """Sampling, and the vLLM engine that samples."""
 
@@ -125,8 +129,9 @@ class RolloutConfig(Section):
     """Maximum number of sequences that vLLM decodes at once."""
 
     max_num_batched_tokens: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
-    """Maximum number of tokens in one vLLM step. Must be at least max_num_seqs; null means vLLM's default, or 8192 with
-    backend=verl, which on a CPU raises it to a whole row, because prompts are prefilled whole there."""
+    """Maximum number of tokens in one vLLM step. Must be at least max_num_seqs; null means 8192 with backend=verl,
+    and with backend=local 4096 on a CPU and vLLM's default on a GPU. On a CPU at least one whole row fits, because
+    prompts are prefilled whole there."""
 
     gpu_memory_utilization: Annotated[float, Sane(0.01, 0.97)] = Field(default=0.5, gt=0, le=1)
     """Fraction of the GPU's memory that vLLM may use, including its weights. The trainer needs the rest. CUDA only."""

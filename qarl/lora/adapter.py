@@ -12,15 +12,28 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from qarl.errors import UserError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 FOLDER = "adapter"
 """The folder of the adapter in an export."""
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+PLAIN: dict[str, Any] = {
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "modules_to_save": None,
+    "fan_in_fan_out": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""Keys of adapter_config.json that would change what an adapter computes, and the values with which they do not."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +63,18 @@ class Adapter:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Read what `write_adapter` wrote."""
+    """Read an adapter in peft's format. Raise UserError if it is more than A and B with a factor of alpha / r."""
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    if more := [f"{key}={config[key]!r}" for key, plain in PLAIN.items() if (config.get(key) or plain) != plain]:
+        raise UserError(
+            f"the adapter has {', '.join(more)}",
+            where=str(folder / CONFIG_FILE),
+            why="QaRL computes plain LoRA: the product of A and B, times alpha / r",
+            fix="use an adapter that QaRL has trained",
+        )
     tensors = load_file(folder / WEIGHTS_FILE)
-    targets = tuple(config["target_modules"])
+    linears = [name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)]
+    targets = tuple(sorted({name.rpartition(".")[2] for name in linears}))
     return Adapter(config["r"], config["lora_alpha"], targets, config["base_model_name_or_path"], tensors)
 
 
@@ -67,12 +88,8 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
         "lora_alpha": adapter.alpha,
         "target_modules": list(adapter.targets),
         "lora_dropout": 0.0,
-        "bias": "none",
-        "use_dora": False,
-        "use_rslora": False,
-        "modules_to_save": None,
-        "fan_in_fan_out": False,
         "inference_mode": True,
+        **PLAIN,
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}

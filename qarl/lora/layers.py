@@ -124,7 +124,8 @@ class AdaptedLinear(nn.Module):
 
 
 @cache
-def _adapted_class(original: type[nn.Module]) -> type[nn.Module]:
+def adapted_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a linear's class that has the same name and an adapter."""
     return type(original.__name__, (AdaptedLinear, original), {"__module__": __name__})
 
 
@@ -139,20 +140,20 @@ def target_linears(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[
         for name, shape in shapes.items()
         if name != "lm_head" and not name.endswith(ROUTERS) and _leaf(name) not in of_experts
     }
-    if ALL_LINEAR in targets:
-        return plain
     known = sorted({_leaf(name) for name in plain})
     for entry in targets:
-        if entry in known:
+        if entry in (ALL_LINEAR, *known):
             continue
         why = f"no linear of this model has the name {entry}, so the adapter would train nothing"
         if entry in of_experts or entry == "experts":
             why = "vLLM's kernels for low-bit experts take no adapters; their weights stay frozen"
         elif any(name.endswith((f".{entry}", entry)) for name in shapes if name.endswith(ROUTERS)):
             why = "it routes tokens, and trainer and engine must choose the same experts"
+        elif "." in entry:
+            why = "linears are chosen by the last part of their names, which has no dot"
         fix = f"choose from {', '.join(known)}, or write {ALL_LINEAR}"
         raise UserError(f"{entry} cannot have an adapter", where="lora.target_modules", why=why, fix=fix)
-    return {name: shape for name, shape in plain.items() if _leaf(name) in targets}
+    return {name: shape for name, shape in plain.items() if ALL_LINEAR in targets or _leaf(name) in targets}
 
 
 def adapted_leaves(names: Iterable[str]) -> tuple[str, ...]:
@@ -198,7 +199,7 @@ class Adapters:
         self.layers: dict[str, AdaptedLinear] = {}
         for name, (rows, columns) in target_linears(model, config.target_modules).items():
             layer: Any = model.get_submodule(name)
-            layer.__class__ = cast(Any, _adapted_class)(type(layer))
+            layer.__class__ = cast(Any, adapted_class)(type(layer))
             bound = 1 / math.sqrt(columns)
             start = torch.empty(self.rank, columns).uniform_(-bound, bound, generator=generator)
             where = device if is_gpu(device) else None

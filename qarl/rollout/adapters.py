@@ -16,6 +16,7 @@ vLLM wraps each linear with an adapter. The base is published under the names wi
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from qarl.errors import UserError
@@ -35,6 +37,8 @@ from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, che
 from qarl.rollout.publish.receive import WeightReceiver, check_digest
 
 _SHARED_MEMORY = Path("/dev/shm")
+SLACK = 2**20
+"""Bytes of the other files of an adapter, and more."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,8 @@ class EngineAdapter:
     def _load(self, adapter: Adapter, version: int) -> Any:
         """Load `adapter` under a new id and name. Return vLLM's request for it."""
         self._published += 1
-        with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as folder:
-            write_adapter(Path(folder), adapter)
+        with tempfile.TemporaryDirectory(dir=_shared_memory(adapter.nbytes)) as folder:
+            _write(Path(folder), adapter)
             name = f"version-{version}-publish-{self._published}"
             request = adapter_request(name, self._published, folder)
             self.engine.add_lora(request)
@@ -236,6 +240,24 @@ class AdapterReceiver:
 def no_place(why: str, fix: str) -> UserError:
     """Return the error of an engine that takes no adapter."""
     return UserError("the rollout engine takes no adapter", why=why, fix=fix)
+
+
+def _shared_memory(nbytes: int) -> Path | None:
+    """Return the folder in shared memory if there is room in it. In a container it often has 64 MB."""
+    room = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
+    return _SHARED_MEMORY if room > nbytes + SLACK else None
+
+
+def _write(folder: Path, adapter: Adapter) -> None:
+    try:
+        write_adapter(folder, adapter)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"the adapter of {adapter.nbytes / 1e6:.4g} MB could not be written for vLLM",
+            where=str(folder.parent),
+            why=str(error),
+            fix="free some room there, or let TMPDIR name a folder with more",
+        ) from error
 
 
 def _stacks(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qarl.config import Config
+from qarl.config.schema import BATCHED_TOKENS
 from qarl.errors import UserError
 from qarl.kernels.cpu.layer_ops import BLOCK_SIZE
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
@@ -179,7 +180,9 @@ def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str,
         # A request with a cached prefix prefills only the rest, so its matrix products are also tiled differently.
         arguments["enable_chunked_prefill"] = False
         arguments["enable_prefix_caching"] = False
-        arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)
+        arguments["max_num_batched_tokens"] = max(
+            config.max_num_batched_tokens or BATCHED_TOKENS["local"], config.max_model_len
+        )
     return arguments
 
 

@@ -16,7 +16,7 @@ from qarl.checks.model import applied_level
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config
 from qarl.config.lora import LoraConfig
-from qarl.config.schema import sections
+from qarl.config.schema import BATCHED_TOKENS, sections
 from qarl.errors import UserError
 from qarl.lora.layers import adapted_leaves, target_linears
 from qarl.objectives import verl_functions
@@ -32,7 +32,6 @@ from qarl.vllm_versions import FP32_HEAD
 
 PLUGIN = "qarl.verl"
 CORRECTION = "algorithm.rollout_correction"
-VERL_BATCHED_TOKENS = 8192
 Keys = dict[str, Any]
 _ENGINE = {
     **dict.fromkeys(("scheme", "group_size", "ignore", "align", "mismatch_limit"), "quant"),
@@ -201,7 +200,7 @@ def optim_keys(config: Config) -> Keys:
 def rollout_keys(config: Config, on_cpu: bool) -> Keys:
     rollout, root = config.rollout, "actor_rollout_ref.rollout"
     longest = config.data.max_prompt_length + config.data.max_response_length
-    batched = rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS
+    batched = rollout.max_num_batched_tokens or BATCHED_TOKENS["verl"]
     keys = {
         f"{root}.name": "vllm",
         f"{root}.mode": "async",

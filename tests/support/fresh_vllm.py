@@ -23,10 +23,12 @@ for line in sys.stdin:
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # without it vLLM's kernels end with an illegal instruction
     folder, prompts, max_tokens, max_model_len, adapter = json.loads(line)
-    lora, request = {}, None
+    lora, request = {}, None  # as docs/lora.md advises
     if adapter:
         from vllm.lora.request import LoRARequest
-        lora, request = {"enable_lora": True}, LoRARequest("adapter", 1, adapter)
+        targets = json.load(open(adapter + "/adapter_config.json"))["target_modules"]
+        lora = {"enable_lora": True, "lora_target_modules": targets}
+        request = LoRARequest("adapter", 1, adapter)
     llm = LLM(model=folder, max_model_len=max_model_len, enforce_eager=True, kv_cache_memory_bytes=2**28, **lora)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=request)

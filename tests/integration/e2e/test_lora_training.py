@@ -122,6 +122,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, mo
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         ours, last = load_file(tmp_path / "out" / name), load_file(part.run_dir / "export" / name)
         assert ours.keys() == last.keys() and all(torch.equal(ours[key], last[key]) for key in ours)
+    for folder in (tmp_path / "out", part.run_dir / "export"):  # peft loads the base that is named there
+        config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(folder.resolve())
     tokens, _ = greedy_in_a_fresh_vllm(
         tmp_path / "out", PROMPTS[:2], max_tokens=4, max_model_len=64, adapter=tmp_path / "out" / "adapter"
     )

@@ -3,10 +3,12 @@ disk, and each way in which others lose an adapter in silence."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, SCHEME, greedy, load_model
 from fresh_vllm import greedy_in_a_fresh_vllm
+from safetensors import SafetensorError
 
 from qarl.checkpoint.model_files import ModelFiles, save_model
 from qarl.config.lora import LoraConfig
@@ -21,6 +24,7 @@ from qarl.errors import UserError
 from qarl.lora.adapter import FOLDER, Adapter
 from qarl.lora.layers import Adapters
 from qarl.quant import packed_state_dict
+from qarl.rollout import adapters as rollout_adapters
 from qarl.rollout.adapters import AdapterReceiver, AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.wire import encode_publish
@@ -223,6 +227,26 @@ def test_an_adapter_that_does_not_fit_is_refused_before_vllm_sees_it(based, adap
     assert based.adapter.present() == before
     with pytest.raises(UserError, match="version 2 did not complete"):
         greedy(based)
+    based.publish_adapter(adapters.adapter(), version=3)
+    assert greedy(based)
+
+
+def test_an_adapter_that_cannot_be_written_does_not_lose_the_engine(based, adapters, monkeypatch):
+    """Containers often have 64 MB of shared memory. Then another folder is used, and that may be full, too."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=adapters.adapter().nbytes))
+    folders, write = [], rollout_adapters.write_adapter
+    monkeypatch.setattr(rollout_adapters, "write_adapter", lambda *args: folders.append(args[0]) or write(*args))
+    based.publish_adapter(adapters.adapter(), version=1)
+    assert greedy(based) and not folders[0].is_relative_to("/dev/shm")
+
+    def full(*args: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(rollout_adapters, "write_adapter", full)
+    with pytest.raises(UserError, match="could not be written") as error:
+        based.publish_adapter(adapters.adapter(), version=2)
+    assert "No space left" in str(error.value.why)
+    monkeypatch.undo()
     based.publish_adapter(adapters.adapter(), version=3)
     assert greedy(based)
 

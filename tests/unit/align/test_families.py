@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from checkout import ROOT
+from cpu_features import needs_vllm_cpu
 from engine_helpers import config
 
 from qarl.align import families
-from qarl.align.families import FAMILIES, SHOWN, check_family, shown_mismatch
+from qarl.align.families import FAMILIES, SHOWN, WITHOUT_ADAPTERS, check_adapters, check_family, shown_mismatch
 from qarl.checks.model import level_notes
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS
@@ -54,6 +55,22 @@ def test_what_is_neither_aligned_nor_measured_is_refused_by_name():
         hf_config = named("mistral")
         hf_config.model_type = family
         check_family(hf_config)
+
+
+@pytest.mark.vllm
+@needs_vllm_cpu
+def test_vllm_serves_adapters_of_all_families_but_those_that_are_named():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    from vllm.model_executor.models.interfaces import supports_lora
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    served = {
+        name for name in (*FAMILIES, *SHOWN) if supports_lora(ModelRegistry.models[CLASSES[name]].load_model_cls())
+    }
+    assert {*FAMILIES, *SHOWN} - served == {*WITHOUT_ADAPTERS}
+    with pytest.raises(UserError, match="falcon cannot have adapters"):
+        check_adapters(named("falcon"))
+    check_adapters(named("mistral"))
 
 
 @pytest.mark.parametrize("asked", ["model", "linears"])

@@ -6,10 +6,14 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from family_models import random_model
 
 from qarl.align.levels import engine_arithmetic
 from qarl.align.rounding_noise import Roots, other_roundings
+from qarl.config.lora import LoraConfig
+from qarl.kernels.cpu import bf16_linear
+from qarl.lora.layers import Adapters
 from qarl.metrics.mismatch_limit import noise_limit, times_noise
 from qarl.quant.convert import published_forward, quantize_model
 from qarl.quant.scheme import get_scheme
@@ -70,6 +74,24 @@ def test_the_published_forward_is_that_of_the_quantized_model(family):
         assert torch.equal(log_probs(model), before) and not torch.equal(before, wanted)
         with published_forward(quantized, SCHEME, ("lm_head",)):
             assert torch.equal(log_probs(quantized), wanted)
+
+
+def test_the_engines_arithmetic_with_amx_is_below_the_adapters(monkeypatch):
+    """On any CPU: with AMX the product of a BF16 linear is another one, to which its adapter is added."""
+    model = random_model("qwen3").bfloat16()
+    model.config.layer_types = ["full_attention"] * 2
+    adapters = Adapters(model, LoraConfig(r=8), seed=0, base="base")
+    products = []
+    for name in ("_is_amx_tile_supported", "_init_amx"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+    monkeypatch.setattr(bf16_linear, "linear", lambda x, *weights: products.append(1) or F.linear(x, *weights))
+    outputs = []
+    for size in (0.0, 1.0):
+        for layer in adapters.layers.values():
+            torch.nn.init.constant_(layer.lora_B, size)
+        with torch.no_grad(), engine_arithmetic(model):
+            outputs.append(log_probs(model))
+    assert len(products) >= 2 * len(adapters.layers) and not torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mistral"])

@@ -21,7 +21,7 @@ from qarl.checks.registry import _adapters
 from qarl.config.lora import LoraConfig
 from qarl.errors import UserError
 from qarl.lora import layers
-from qarl.lora.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE, write_adapter
+from qarl.lora.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE, read_adapter, write_adapter
 from qarl.lora.layers import AdaptedLinear, Adapters, expand, target_linears
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.linear import QuantLinear
@@ -163,6 +163,21 @@ def test_the_folder_is_that_of_peft(pristine_model, tmp_path):
         assert torch.equal(loaded[name.replace(".weight", ".default.weight")], tensor)
 
 
+@pytest.mark.parametrize(
+    "more", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 4}}, {"modules_to_save": ["lm_head"]}]
+)
+def test_an_adapter_that_is_more_than_a_and_b_is_not_read(pristine_model, tmp_path, more):
+    adapters = Adapters(load_model(pristine_model), LoraConfig(r=8), seed=0, base="base")
+    write_adapter(tmp_path, adapters.adapter())
+    assert read_adapter(tmp_path).targets == adapters.targets
+    config = json.loads((tmp_path / CONFIG_FILE).read_text()) | {"target_modules": "all-linear"}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    assert read_adapter(tmp_path).targets == adapters.targets
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | more))
+    with pytest.raises(UserError, match=next(iter(more))):
+        read_adapter(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from transformers import AutoModelForCausalLM
@@ -172,7 +187,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_mixture_of_experts_has_adapters_on_attention(moe):
-    leaves = {name.rpartition(".")[2] for name in target_linears(moe, "all-linear")}
+    leaves = {name.rpartition(".")[2] for name in target_linears(moe, ["all-linear"])}
     assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
@@ -184,6 +199,10 @@ def test_a_mixture_of_experts_has_adapters_on_attention(moe):
         (["gate"], "no linear|routes tokens"),
         (["lm_head"], "no linear"),
         (["qproj"], "would train nothing"),
+        (["all-linear", "qproj"], "would train nothing"),
+        (["all-linear", "experts"], "experts take no adapters"),
+        (["all-linear", "gate"], "no linear|routes tokens"),
+        (["self_attn.q_proj"], "has no dot"),
     ],
 )
 def test_targets_that_the_engine_cannot_serve_are_refused(moe, targets, why):

@@ -25,7 +25,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -166,7 +166,7 @@ def _align_on_cpu(model: Any, experts: Mapping[str, QuantExperts], *, exact: boo
         if type(module) is nn.Linear:
             align_module(module, AlignedLinear)
         elif type(module) is adapted_class(nn.Linear):  # the adapter adds to the product
-            module.__class__ = adapted_class(aligned_class(AlignedLinear, nn.Linear))
+            module.__class__ = cast(Any, adapted_class)(cast(Any, aligned_class)(AlignedLinear, nn.Linear))
     count = len(model.model.layers)
     replaced = {"decoder layers (residual, rotary)": count, "norms": len(norms), f"attentions ({attention})": count}
     return replaced | {"routers": len(routers(model)), "BF16 experts": len(experts)}

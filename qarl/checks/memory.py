@@ -138,10 +138,12 @@ def estimate(
 
 
 def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
-    """Return two sizes on disk: the export for vLLM, and a checkpoint (BF16 model, FP32 masters if any, moments)."""
+    """Return two sizes on disk: the export for vLLM, and a checkpoint (BF16 model, FP32 masters if any, moments). With
+    verl, FP32 masters are the only copy of the model in it."""
     export = terms.published(size, config)
     trained = terms.adapter_parameters(size, config)
-    weights = (6 if config.optim.master_dtype == "fp32" else 2) * (trained or size.parameters)
+    masters = 4 if config.backend == "verl" else 6
+    weights = (masters if config.optim.master_dtype == "fp32" else 2) * (trained or size.parameters)
     return {"export": export + 2 * trained, "resumable": weights + terms.optimizer_state(size, config)}
 
 

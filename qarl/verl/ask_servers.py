@@ -36,7 +36,8 @@ Answer = TypeVar("Answer")
 class Watch:
     """Asks actors whether they are alive. It remembers all actors that it saw, because Ray does not list dead ones.
 
-    `only_servers`: ask only rollout servers, not the workers of agent loops and rewards.
+    `only_servers`: ask only rollout servers, not the workers of agent loops and rewards. In a server with as many
+    requests as Ray's `max_concurrency`, some 1000, the question waits for one to end. All fail if its engine has died.
     """
 
     def __init__(self, only_servers: bool = False) -> None:

@@ -50,6 +50,7 @@ OWN_KEYS = {
 }
 """verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL reads only its own keys to
 check model, data and reward, to choose the checkpoint and to decide whether the run is finished."""
+KV_CACHE = "engine_kwargs.vllm.kv_cache_dtype"
 BATCH_KEYS = {
     f"{ACTOR}.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
@@ -123,11 +124,14 @@ def refuse_keys(config: Config, composed: Any) -> None:
     exports = config.trainer.save_final
     whole_model = "a checkpoint has the adapter and no model; qarl export writes base and adapter"
     merged = bool(config.lora.r) and "hf_model" in saved
+    kv_cache = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("kv_cache_dtype")
+    scales = "its scales are not published, and vLLM forgets them when it sleeps"
     only = trainer.max_actor_ckpt_to_keep == 1 or trainer.get("remove_previous_ckpt_in_save")
     problems = (
         (rollout.top_p != 1, f"{ROLLOUT}.top_p", rollout.top_p, 1, whole),
         (rollout.top_k > 0, f"{ROLLOUT}.top_k", rollout.top_k, -1, whole),
         (rollout.temperature < MIN_TEMPERATURE, f"{ROLLOUT}.temperature", rollout.temperature, MIN_TEMPERATURE, below),
+        (kv_cache not in (None, "auto", "bfloat16"), f"{ROLLOUT}.{KV_CACHE}", kv_cache, "auto", scales),
         (mode not in ("sync", "qarl_sync"), "trainer.v1.trainer_mode", mode, "qarl_sync", stale),
         (not trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"),
         ("file" not in (trainer.logger or ()), "trainer.logger", trainer.logger, "a list that contains file", unread),

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from qarl.checks import memory
 from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes
 from qarl.checks.model_size import ModelSize
+from qarl.checks.registry import make_checks
 from qarl.config import load_config
 from qarl.doctor import examination
 from qarl.doctor.__main__ import main
@@ -102,14 +104,22 @@ def test_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         ([LONG], by_time, "ok"),
     ):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
-        assert topic_of("disk", *arguments)[-1].status == status
+        finding = topic_of("disk", *arguments)[0]
+        assert finding.status == status
+        config = load_config(["config=run.yaml", *arguments])
+        with pytest.raises(UserError, match="free; the run needs") if status == "error" else nullcontext():
+            make_checks(config)
+    (checkpoint := config.run_dir / "checkpoints" / "step_1").mkdir(parents=True)
+    (checkpoint / "state.json").write_text(" " * 1000)  # a resumed run has a part of it
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1000))
+    assert topic_of("disk", *keep)[0].status == "warning"
 
 
 LONG = "trainer.total_training_steps=9"
 
 
 def start_of(*arguments: str) -> list[tuple[str, str]]:
-    return [(finding.status, finding.what) for finding in topic_of("disk", LONG, *arguments)[1:-1]]
+    return [(finding.status, finding.what) for finding in topic_of("disk", LONG, *arguments)[2:]]
 
 
 @pytest.mark.verl

@@ -103,6 +103,7 @@ REFUSED = [
     ("actor_rollout_ref.rollout.top_p", 0.9),
     ("actor_rollout_ref.rollout.top_k", 20),
     ("actor_rollout_ref.rollout.temperature", 0.005),
+    ("+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype", "fp8"),
     ("trainer.v1.trainer_mode", "separate_async"),
     ("trainer.use_v1", False),
     ("trainer.logger", ["console"]),
@@ -128,7 +129,7 @@ UNEXPORTED = [
 def test_keys_of_the_section_verl_that_qarl_cannot_use_are_refused_by_name(key, value):
     with pytest.raises(UserError, match="cannot be used") as caught:
         verl_config(quickstart(verl={key: value}), on_cpu=True)
-    assert caught.value.where.endswith(key.replace("fsdp_config.ulysses", "ulysses"))
+    assert caught.value.where.endswith(key.removeprefix("+").replace("fsdp_config.ulysses", "ulysses"))
 
 
 @pytest.mark.parametrize(

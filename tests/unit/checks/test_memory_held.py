@@ -61,7 +61,7 @@ def test_parameters_and_linears_are_those_of_transformers(family: str) -> None:
     assert sum(n * k for name, (n, k) in size.linears().items() if ".experts." in name) == stacked
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "o_proj"]], ids=str)
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "o_proj"]], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_are_counted_as_they_are_made(family: str, targets: Any) -> None:
     config = tiny(family)

@@ -1,12 +1,17 @@
-"""The mismatch of runs with adapters: every scheme at every level, dense and experts, in each backend."""
+"""The mismatch of runs with adapters: every scheme at every level, dense and experts, in each backend; each family."""
 
 from __future__ import annotations
 
+import tempfile
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from benchmarks.proofs import trl
+from benchmarks.proofs.families import ALL, run_arguments, write_config, write_prompts, write_weights
 from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, SCHEMES, Record, Row, Run, timed
+from qarl.align.families import SHOWN, WITHOUT_ADAPTERS
+from qarl.config import load_config
 
 FOLDER = ROOT / "runs" / "proofs" / "adapters"
 SMALL: Row = {
@@ -93,3 +98,45 @@ def summarised(steps: list[Row]) -> Row:
         "k3": sum(float(step["mismatch/k3"]) for step in measured) / len(measured),
         "grad_norm_min": min(float(step["actor/grad_norm"]) for step in steps),
     }
+
+
+REWARD = "def letters(prompt, response, ground_truth):\n    return float(len(set(response)))\n"
+
+
+def adapters_families(
+    record: Record, *, families: tuple[str, ...] = ALL, schemes: tuple[str, ...] = ("w4a16", "bf16"), steps: int = 3
+) -> None:
+    """Train adapters of a random model of each family, so fast that they matter: |δ| of the last step.
+
+    It must be 0 where level `exact` exists, and elsewhere about that of the family without adapters."""
+    for family, scheme in product(families, schemes):
+        if family not in WITHOUT_ADAPTERS and record.wants(name := f"{family} | {scheme}"):
+            last = trained_family(family, scheme, steps)
+            row: Row = {key: last[f"mismatch/{key}"] for key in ("abs_mean", "abs_max", "k3")}
+            row["grad_norm"] = last["actor/grad_norm"]
+            limit = 3 * SHOWN[family] if family in SHOWN else 0.0
+            record.add(name, row, ok=row["abs_mean"] <= limit and row["grad_norm"] > 0)
+
+
+def trained_family(family: str, scheme: str, steps: int) -> Row:
+    """Return the metrics of the last step of a run of a small random model, in this process."""
+    from qarl.trainer.local import LocalTrainer
+    from qarl.trainer.prepare import prepare_run
+
+    with tempfile.TemporaryDirectory() as parent:
+        folder, reward = Path(parent) / "model", Path(parent) / "reward.py"
+        write_prompts(Path(parent))
+        write_config(folder, family, {})
+        write_weights(folder)
+        reward.write_text(REWARD)
+        more = [
+            "lora.r=8",
+            "optim.lr=3e-2",
+            f"trainer.total_training_steps={steps}",
+            f"reward.function={reward}:letters",
+        ]
+        config = load_config([*run_arguments(folder, scheme), *more])
+        trainer = LocalTrainer(config, prepare_run(config))
+        with trainer.engine:
+            trainer.publish()
+            return [trainer.train_step() for _ in range(steps)][-1]

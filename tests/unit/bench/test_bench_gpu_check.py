@@ -54,14 +54,28 @@ def run(command: list[str], seconds: float) -> tuple[str, int | None]:
     return "".join(f"{line}\n" for line in lines), code
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
 def test_nothing_that_a_part_started_outlives_its_limit(tmp_path: Path) -> None:
     """A process that a shell waits for, one that runs beside it, and one that it left behind."""
-    late = f"(sleep 2; touch {tmp_path}/beside) & echo started; sh -c 'sleep 2; touch {tmp_path}/waited_for'; true"
-    left = f"(sleep 2; touch {tmp_path}/left) & exit 0"
-    assert run(["sh", "-c", left], 1.0) == ("", None)
-    assert run(["sh", "-c", late], 1.0) == ("started\n", None)
-    time.sleep(1.2)
-    assert not list(tmp_path.iterdir())
+
+    def sleeps(name: str) -> str:
+        return f"sh -c 'echo $$ > {tmp_path}/{name}; exec sleep 60'"
+
+    assert run(["sh", "-c", f"{sleeps('left')} & exit 0"], 2.0) == ("", None)
+    late = f"{sleeps('beside')} & echo started; {sleeps('waited_for')}; true"
+    assert run(["sh", "-c", late], 2.0) == ("started\n", None)
+    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    deadline = time.monotonic() + 20  # they sleep longer; a killed process may need a moment
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 3 and not any(map(is_alive, pids))
     assert run(["sh", "-c", "echo wrong; exit 3"], 9.0) == ("wrong\n", 3)
 
 

@@ -37,6 +37,7 @@ CPUUnquantizedExperts, so importing this module fails there. These internals of 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -264,12 +265,15 @@ def scheme_of_weights(operand_args: Mapping[str, Any]) -> Scheme | None:
 
 
 class RepairedUnquantizedMethod(UnquantizedFusedMoEMethod):
-    """BF16 experts that report their routing, and whose outputs are right after a reload.
+    """BF16 experts that report their routing, whose outputs are right after a reload, and that run beside adapters.
 
     vLLM 0.29 packs weights for its CPU operator only at the first load. After any later load the operator reads
-    unpacked weights as if they were packed, and returns wrong outputs without an error."""
+    unpacked weights as if they were packed, and returns wrong outputs without an error. In an engine with adapters it
+    chooses Triton's experts on a CPU too, whose routing does not exist there. No adapter of QaRL's is on experts."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
+        moe = copy.copy(moe)
+        moe.is_lora_enabled = False
         super().__init__(moe)
         if self.experts_cls is not None and issubclass(self.experts_cls, CPUUnquantizedExperts):
             chosen = self.experts_cls

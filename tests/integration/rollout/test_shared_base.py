@@ -26,6 +26,7 @@ CASES = {
     "dequantized": ("qwen3", "w4a16", LINEARS),
     "experts-w4a16": ("qwen3_moe", "w4a16", {"gate"}),
     "experts-fp8": ("qwen3_moe", "fp8", {"gate", *EXPERTS}),
+    "experts-bf16": ("qwen3_moe", "bf16", {"gate", "q_proj", "k_proj", "v_proj", "o_proj", "experts"}),
 }
 """Family, scheme, and the layers that are not shared, because vLLM packs them."""
 

@@ -103,8 +103,8 @@ def entry(command: Command, about: str | None, describe: Describe | None = None)
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
-    After a `UserError`, print one message and return 2. After Ctrl-C, return 130, and 141 if nobody reads the rest
-    of the output. Show no traceback.
+    After a `UserError`, print one message and return 2. After Ctrl-C, return 130. If nobody reads the output any more,
+    so that the command cannot go on, return 141. Show no traceback.
 
     `describe`: a function that returns the help text. Its argument: the words other than `--help` and key=value.
     """
@@ -112,28 +112,31 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
     handles = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles:
         signal.signal(signal.SIGINT, _interrupt)
-    code = READER_LEFT
     try:
-        code = _run(command, list(sys.argv[1:] if argv is None else argv), describe)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        if not _reader_has_left():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again at its exit
-        return code
+        return _run(command, list(sys.argv[1:] if argv is None else argv), describe)
     except UserError as error:
         say(f"error: {error}")
         return 2
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_left():
+            return READER_LEFT
         # A library may turn KeyboardInterrupt into a different exception, especially during its import.
         if not isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not _leave:
             raise
         say("interrupted")
         return INTERRUPTED
     finally:
+        _flush()
         if handles:
             signal.signal(signal.SIGINT, _leave)  # or Python would show a traceback during its exit
+
+
+def _flush() -> None:
+    """Write what standard output still buffers. Its reader, such as `head`, may have seen enough."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again at its exit
 
 
 def _reader_has_left() -> bool:

@@ -56,7 +56,7 @@ def adapters_levels(
             row |= summarised(logged) | {"applied": applied}
             reached = LEVELS.index(applied) >= LEVELS.index(level)
             exact = LEVELS.index(level) < LEVELS.index("model") or row["abs_max"] == 0
-            record.add(name, row, ok=reached and exact and row["steps_with_gradient"] > steps / 2)
+            record.add(name, row, ok=reached and exact and row["steps_with_gradient"] > row["steps"] / 2)
 
 
 def trained(backend: str, model: str, scheme: str, level: str, steps: int) -> tuple[list[Row], str]:
@@ -111,7 +111,8 @@ def adapters_families(
 ) -> None:
     """Train adapters of a random model of each family, so fast that they matter: |δ| of the last step.
 
-    It must be 0 where level `exact` exists, and elsewhere about that of the family without adapters."""
+    It must be 0 where level `exact` exists. Elsewhere it is 0.6 to 2.6 times `SHOWN`, which is of the first step and of
+    W4A16: it depends on the weights, which have changed. Three times is allowed."""
     for family, scheme in product(families, schemes):
         if family not in WITHOUT_ADAPTERS and record.wants(name := f"{family} | {scheme}"):
             last = trained_family(family, scheme, steps)

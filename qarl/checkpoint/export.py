@@ -65,7 +65,8 @@ def export(request: ExportRequest) -> str:
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
     size = sum(path.stat().st_size for path in weight_files(output))
     line = f"{request.output}: step {source.step} of {request.run}, {kind}, {size / 1e6:.4g} MB of weights"
-    return ". ".join([line, *limits(scheme.name, linears)])
+    experts = any(".experts." in name for name in linears)
+    return ". ".join([line, *limits(scheme.name, experts=experts)])
 
 
 def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:

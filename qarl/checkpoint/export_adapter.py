@@ -24,6 +24,7 @@ from qarl.errors import UserError
 from qarl.lora.adapter import FOLDER, WEIGHTS_FILE, A, Adapter, read_adapter
 from qarl.lora.layers import adapted_leaves
 from qarl.quant.scheme import get_scheme
+from qarl.rollout.vllm_plugin import experts_of
 
 
 class Trained(NamedTuple):
@@ -69,7 +70,7 @@ def export_adapter(trained: Trained, output: Path, format: str, trust_remote_cod
     adapter = trained.adapter
     save_model(output, files, tensors, scheme=scheme, ignore=quant["ignore"], adapter=adapter)
     what = f"the base, {scheme.name}, and in {FOLDER}/ the adapter, r={adapter.r}, {adapter.nbytes / 1e6:.4g} MB"
-    return ". ".join([what, *limits(scheme.name, linears, adapter=True)])
+    return ". ".join([what, *limits(scheme.name, experts=bool(experts_of(files.config)), adapter=True)])
 
 
 def _local(path: str) -> Path:

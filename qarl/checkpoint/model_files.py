@@ -43,7 +43,8 @@ _W4A8 = (
     "Plain vLLM does not compute w4a8: from this folder it computes W4A16 on a CPU, rounds activations to FP8 on a GPU "
     "of capability 9.0, and refuses it on other GPUs"
 )
-_W8A8_ADAPTER = "On a CPU without AMX, plain vLLM cannot start with this folder and an adapter"
+_ADAPTER_ON_INT8 = "On a CPU without AMX, plain vLLM cannot start with this folder and an adapter"
+_ADAPTER_BESIDE_EXPERTS = "On a CPU, vLLM serves these experts beside an adapter only where QaRL is installed"
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -164,13 +165,14 @@ def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_rem
     return set(select_linears(model_of(folder, trust_remote_code=trust_remote_code), scheme, ignore)[0])
 
 
-def limits(scheme_name: str, linears: Iterable[str], *, adapter: bool = False) -> list[str]:
-    """Return what other programs cannot do with a folder whose `linears` are quantized, a sentence each. `adapter`:
-    whether there is one in it."""
+def limits(scheme_name: str, *, experts: bool, adapter: bool = False) -> list[str]:
+    """Return what other programs cannot do with a folder, a sentence each. `experts`, `adapter`: what it has."""
     sentences = [_W4A8] if scheme_name == "w4a8" else []
-    if any(".experts." in name for name in linears):
+    if experts and scheme_name != "bf16":
         sentences.append(_EXPERTS if adapter else f"{_EXPERTS}; both load format=bf16")
-    return sentences + ([_W8A8_ADAPTER] if adapter and scheme_name == "w8a8" else [])
+    if adapter:
+        sentences += [_ADAPTER_BESIDE_EXPERTS] * experts + [_ADAPTER_ON_INT8] * (scheme_name == "w8a8")
+    return sentences
 
 
 def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:

@@ -266,12 +266,15 @@ def fresh_run_dir(run_dir: Path) -> None:
 
     A folder without metrics and checkpoints, as after a dry run or a refused run, is not moved.
     """
+    from qarl.lora.adapter import name_base  # imports PyTorch, which a report does not need
+
     if not holds_a_run(run_dir):
         return
     numbered = (run_dir.with_name(f"{run_dir.name}.{number}") for number in itertools.count(1))
     target = next(path for path in numbered if not os.path.lexists(path))
     with writing(target):
         run_dir.rename(target)
+        name_base(target / EXPORT)
     note(f"{run_dir} contained an earlier run, which is now in {target}")
 
 

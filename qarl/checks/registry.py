@@ -15,7 +15,6 @@ from torch import nn
 from qarl.align.families import FAMILIES, check_adapters, check_family, check_rows, shown_mismatch
 from qarl.checks import layers, machine
 from qarl.checks.check import Check, Finding, Findings, NotCheckedError, RunInputs, examine, note, ok, warning
-from qarl.checks.disk import space
 from qarl.checks.generation import check_sampling, eos_warnings
 from qarl.checks.machine import Machine, check_capability
 from qarl.checks.memory import check_kv_cache
@@ -39,9 +38,9 @@ from qarl.rollout.engine_config import check_served as check_scheme_is_served
 
 def make_checks(config: Config, *, data: bool = True) -> RunInputs:
     """Make all checks of `config.backend`, and return the loaded inputs. Raise the UserError of the first check that
-    fails. `data`: False if another trainer reads the data, scores the responses and saves."""
+    fails. `data`: whether to check prompts and rewards too."""
     run = RunInputs(config)
-    for finding in examine(run, [check for check in CHECKS if data or check.topic not in ("data", "disk")]):
+    for finding in examine(run, [check for check in CHECKS if data or check.topic != "data"]):
         if finding.status == "error":
             raise finding.error
         if finding.status != "ok":
@@ -251,7 +250,6 @@ CHECKS = (
     Check("model", "model and tokenizer agree where a response ends", _eos),
     Check("model", "responses fit the positions", check_length),
     Check("memory", "a sequence fits vLLM's KV cache", check_kv_cache, device="cpu"),
-    Check("disk", "the disk has space", space, here=True),
     Check("ignore list", "quant.ignore treats fused layers as a whole", _ignore),
     Check("layer sizes", "quant.group_size divides all layers", layers.check_group_size),
     Check("layer sizes", "the engine's kernels have all sizes", _engine_shapes, device="cpu"),

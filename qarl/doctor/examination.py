@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -18,7 +19,9 @@ from qarl.checkpoint import storage
 from qarl.checks import registry
 from qarl.checks.check import Check, Finding, Findings, RunInputs, Status, error, examine, note, ok, warning
 from qarl.checks.machine import Machine
+from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.checks.memory_terms import ranks
+from qarl.checks.model_size import ModelSize
 from qarl.config import Config
 from qarl.config.checks import unusual_values
 from qarl.console import fit_terminal
@@ -147,6 +150,28 @@ def start(config: Config) -> Findings:
         )
 
 
+def space(config: Config, size: ModelSize) -> Findings:
+    run_dir, trainer = config.run_dir.absolute(), config.trainer
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
+    sizes, free = checkpoint_bytes(size, config), shutil.disk_usage(existing).free
+    verl, keep = config.backend == "verl", trainer.max_ckpt_to_keep
+    saves = -(-trainer.total_training_steps // trainer.save_freq) if trainer.save_freq > 0 else 0
+    if trainer.save_final and verl:
+        saves = max(saves, 1)  # the export is made from a checkpoint
+    if keep is not None:  # verl deletes an old checkpoint before the new one; the local backend, when that is complete
+        saves = min(saves, keep if verl else keep + 1)
+    export = sizes["export"] if trainer.save_final else 0
+    needed = export + saves * sizes["resumable"]
+    what = (
+        f"{readable(free)} free; the run needs {readable(needed)}: export {readable(export)}, and up to {saves} "
+        f"checkpoints of {readable(sizes['resumable'])} each"
+    )
+    fix = "free some space, set output_dir to another disk, or lower trainer.max_ckpt_to_keep"
+    by_time = 2 * sizes["resumable"] if trainer.save_minutes > 0 and trainer.total_training_steps > 2 else 0
+    status: Status = "error" if free < needed else "warning" if free < needed + max(needed, by_time) else "ok"
+    yield Finding(status, what, where=str(existing), fix=fix)
+
+
 MACHINE_CHECKS = (
     Check("values", "all values are usual", values),
     Check("backend", "the backend supports the config", backend),
@@ -155,6 +180,7 @@ MACHINE_CHECKS = (
     Check("packages", "all packages have supported versions", supported_versions, here=True),
     Check("disk", "the run folder can be written to", writable, here=True),
     Check("disk", "the run can start", start, here=True),
+    Check("disk", "the disk has space", space, here=True),
     Check("loss", "TBPO's bands suit the responses", bands),
 )
 

@@ -71,6 +71,13 @@ def settings_of(request: EvalRequest) -> Settings:
         what = "step=N and against=bf16 need the folder of a run, whose checkpoints they export"
         raise UserError(what, where=str(request.model), fix="give runs/NAME, or against=FOLDER with a BF16 model")
     config = load_config([f"config={request.model / 'config.yaml'}"]) if is_run else None
+    if config and config.lora.r and request.against == BF16:
+        raise UserError(
+            "against=bf16 is not possible for a run with adapters",
+            where=str(request.model),
+            why="it has no BF16 weights: its adapter was trained on the quantized base, and is not merged",
+            fix=f"leave against out, or set against={config.model.path}, the base in BF16 without an adapter",
+        )
     alien = _OF_FILES if request.tasks else _OF_TASKS
     if ignored := [name for name in alien if getattr(request, name) not in (None, False)]:
         fix = f"remove {ignored[0]}" if request.tasks else "add tasks=NAME,..."

@@ -78,6 +78,14 @@ def read_adapter(folder: Path) -> Adapter:
     return Adapter(config["r"], config["lora_alpha"], targets, config["base_model_name_or_path"], tensors)
 
 
+def name_base(export: Path) -> None:
+    """Name the folder `export` as the base of the adapter in it, if there is one. peft loads the base that is named."""
+    file = export / FOLDER / CONFIG_FILE
+    if file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8")) | {"base_model_name_or_path": str(export.resolve())}
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def write_adapter(folder: Path, adapter: Adapter) -> None:
     """Write `adapter` to `folder`, which exists."""
     config = {

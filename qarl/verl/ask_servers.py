@@ -37,7 +37,7 @@ class Watch:
     """Asks actors whether they are alive. It remembers all actors that it saw, because Ray does not list dead ones.
 
     `only_servers`: ask only rollout servers, not the workers of agent loops and rewards. In a server with as many
-    requests as Ray's `max_concurrency`, some 1000, the question waits for one to end. All fail if its engine has died.
+    requests as Ray's `max_concurrency`, some 1000, the question waits for one to end. If the engine dies, they all do.
     """
 
     def __init__(self, only_servers: bool = False) -> None:

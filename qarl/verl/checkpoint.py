@@ -15,7 +15,8 @@ that checkpoint again, not from those that the run has written since.
 verl saves every `trainer.save_freq` steps and, at a positive frequency, after the last step (`PPOTrainer.fit`). These
 checkpoints stay. `trainer.save_minutes` adds those of `qarl.trainer.checkpoints` (`Saving`): a file `BY_TIME` marks
 them in their folders, so that a resumed run, too, knows which one the next replaces. With
-`trainer.max_actor_ckpt_to_keep` verl removes old checkpoints of both kinds itself.
+`trainer.max_actor_ckpt_to_keep` verl removes old checkpoints of both kinds itself, but not those from before a resume,
+which it does not know. `Saving` removes these.
 
 For each rank, verl writes shards of model and optimizer and the states of scheduler and random generators. It loads
 them without checks. QaRL writes a small JSON beside them with a checksum of every tensor (`save_record`), and compares
@@ -31,6 +32,7 @@ import json
 import logging
 import pickle
 import re
+import shutil
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -42,6 +44,8 @@ import yaml
 
 from qarl.checkpoint.read_weights import load_part, refuse_code, step_of, what_is_missing, whole_and_torn
 from qarl.checkpoint.storage import StorageError, fresh_run_dir, remove_folder, write_json, write_text
+from qarl.checks.memory import checkpoint_bytes, readable
+from qarl.checks.model_size import ModelSize
 from qarl.config import Config
 from qarl.console import note, say
 from qarl.errors import UserError
@@ -155,6 +159,25 @@ def _make_newest(run_dir: Path, folder: Path) -> None:
     write_text(folder.parent / TRACKER, str(step_of(folder)))
 
 
+def check_room(config: Config, size: ModelSize) -> None:
+    """Raise UserError if the run will save and the disk has no room for a checkpoint and the export. verl ends a run
+    whose disk is full. If `save_contents` says what a checkpoint has, its size is not known, and nothing is checked."""
+    trainer, folder = config.trainer, (config.run_dir / "checkpoints").resolve()
+    saves = trainer.save_freq > 0 or trainer.save_minutes > 0 or trainer.save_final
+    if not saves or any("save_contents" in key for key in config.verl):
+        return
+    sizes = checkpoint_bytes(size, config)
+    needed = sizes["resumable"] + (sizes["export"] if trainer.save_final else 0)
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    if (free := shutil.disk_usage(existing).free) < needed:
+        raise UserError(
+            f"the disk has no room for a checkpoint: {readable(free)} are free, {readable(needed)} are needed",
+            where=str(existing),
+            why="verl ends a run that cannot save",
+            fix="free some space, or set output_dir to another disk; qarl doctor says what the whole run writes",
+        )
+
+
 class Saving:
     """`trainer`: the section `trainer` of verl's config. Its key `save_minutes` is QaRL's."""
 
@@ -185,15 +208,21 @@ class Saving:
         return folder
 
     def saved(self, folder: Path) -> None:
-        """Remove the checkpoint that the complete checkpoint in `folder` replaces. Log a warning if that fails."""
+        """Remove the checkpoints that the complete checkpoint in `folder` replaces. Log a warning if that fails."""
         self.begin()
-        if self._keep is None and what_is_missing(folder) is None:
-            try:
-                for other in self._passing():
-                    if step_of(other) < step_of(folder):
-                        remove_folder(other)
-            except StorageError as error:
-                _log.warning("an old checkpoint stays, training continues: %s", error)
+        if what_is_missing(folder) is not None:
+            return
+        try:
+            for other in self._passing() if self._keep is None else self._surplus():
+                if step_of(other) < step_of(folder):
+                    remove_folder(other)
+        except StorageError as error:
+            _log.warning("an old checkpoint stays, training continues: %s", error)
+
+    def _surplus(self) -> list[Path]:
+        """Return all but the newest complete checkpoints. verl removes those that this process has written."""
+        whole, _ = whole_and_torn(self._checkpoints)
+        return [whole[step] for step in sorted(whole)[: -self._keep]]
 
     def _passing(self) -> list[Path]:
         return [mark.parent for mark in self._checkpoints.glob(f"global_step_*/{BY_TIME}") if step_of(mark.parent)]

@@ -41,7 +41,7 @@ from qarl.report.page import update_report
 from qarl.trainer.finish import finish_run
 from qarl.verl import checks
 from qarl.verl.ask_servers import KILLED, RESUME
-from qarl.verl.checkpoint import open_verl_run
+from qarl.verl.checkpoint import check_room, open_verl_run
 from qarl.verl.config import hf_config_of, set_environment, verl_keys
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
@@ -65,7 +65,7 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     checks.refuse_unsupported(config)
     set_environment(config, on_cpu)
     with stage("checking data, model and machine", imports=True):
-        check_run(config)
+        check_room(config, check_run(config).size)
     resolved = verl_config(config, on_cpu=on_cpu)
     with open_verl_run(config) as start_step:
         write_resolved(config, config.run_dir / "config.yaml")

@@ -120,15 +120,25 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert "quickstart.yaml" in done.stdout
 
 
-@pytest.mark.parametrize(("unbuffered", "code"), [("", 0), ("1", READER_LEFT)], ids=["at the end", "in the middle"])
-def test_nobody_reads_the_output_to_its_end(unbuffered: str, code: int) -> None:
+ENDS = {"at the end": ("", "", 0), "in the middle": ("1", "", READER_LEFT), "with an error": ("", "bad", 2)}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_nobody_reads_the_output_to_its_end(case: str) -> None:
     """As by `qarl train --help | head`."""
+    unbuffered, error, code = ENDS[case]
+    program = (
+        "import sys; from qarl.console import run_command; from qarl.errors import UserError\n"
+        f"def command(words):\n    print('text')\n    if {error!r}: raise UserError({error!r})\n    return 0\n"
+        "sys.exit(run_command(command, [], describe=str))"
+    )
     reads, writes = os.pipe()
     os.close(reads)
-    command, environment = [sys.executable, "-m", "qarl", "--version"], {"PYTHONUNBUFFERED": unbuffered}
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)}
     with os.fdopen(writes, "wb") as out:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, env=os.environ | environment, timeout=120)
-    assert (done.returncode, done.stderr) == (code, b"")
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stderr) == (code, f"error: {error}\n" if error else "")
 
 
 def test_a_summary_names_the_command_that_resumes(tmp_path: Path) -> None:

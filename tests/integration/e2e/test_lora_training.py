@@ -29,16 +29,24 @@ LORA = ["lora.r=8", "optim.lr=3e-3", "trainer.val_max_prompts=16"]
 RANDOM = f"reward.function={ROOT / 'benchmarks/proofs/lengths_reward.py'}:reward"
 """Random weights get no reward for their answers."""
 MOE = [RANDOM, 'quant.ignore=["lm_head","re:.*mlp[.]gate$"]']
-CASES = [
-    ["quant.scheme=w4a16"],
-    ["quant.scheme=w8a8"],
-    ["quant.scheme=fp8"],
-    ["quant.scheme=bf16"],
-    ["quant.scheme=w4a8", "quant.kernels=qarl"],
-    ["quant.scheme=w4a16", *MOE],
-    ["quant.scheme=w4a16", "lora.target_modules=[v_proj,down_proj]", "lora.alpha=32"],
-]
-NAMES = ["w4a16", "w8a8", "fp8", "bf16", "w4a8", "experts", "two targets"]
+CASES = {
+    "w4a16": [],
+    "w8a8": ["quant.scheme=w8a8"],
+    "fp8": ["quant.scheme=fp8"],
+    "bf16": ["quant.scheme=bf16"],
+    "w4a8": ["quant.scheme=w4a8", "quant.kernels=qarl"],
+    "experts": MOE,
+    "experts w8a8": ["quant.scheme=w8a8", *MOE],
+    "experts fp8": ["quant.scheme=fp8", *MOE],
+    "experts bf16": ["quant.scheme=bf16", *MOE],
+    "two targets": ["lora.target_modules=[v_proj,down_proj]", "lora.alpha=32"],
+    "muon": ["optim.name=muon", "optim.muon_lr=1e-3"],
+    "KL": ["actor.use_kl_loss=true"],
+    "checkpointing": ["model.gradient_checkpointing=true"],
+    "dequantized": ["quant.kernels=dequantized"],
+    "FP32 logits": ["model.head_dtype=fp32"],
+    "padded rows": ["model.use_remove_padding=false"],
+}
 
 
 def run_steps(tmp_path, steps: int, *overrides: str) -> list[dict[str, float]]:
@@ -56,14 +64,15 @@ def run_steps(tmp_path, steps: int, *overrides: str) -> list[dict[str, float]]:
     return metrics
 
 
-@pytest.mark.parametrize("overrides", CASES, ids=NAMES)
-def test_adapters_train_without_a_mismatch(tmp_path, overrides):
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_train_without_a_mismatch(tmp_path, name):
+    overrides = CASES[name]
     if RANDOM in overrides:
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny-qwen3")
         model = save_random_moe(tmp_path / "experts", vocab_size=len(tokenizer))
         tokenizer.save_pretrained(model)
         overrides = [*overrides, f"model.path={model}"]
-    for step in run_steps(tmp_path, 3, *overrides):
+    for step in run_steps(tmp_path, 2, *overrides):  # the second one samples with a B that is not 0
         assert step["mismatch/abs_max"] == 0
         assert step["actor/grad_norm"] > 0
 

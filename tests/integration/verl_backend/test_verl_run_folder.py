@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +17,12 @@ from torch import nn
 from verl_runs import quickstart
 
 from qarl.checkpoint.read_weights import BASE_FILE, find_checkpoint, open_ranks, whole_and_torn, whole_tensor
+from qarl.checks.memory import checkpoint_bytes
+from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
-from qarl.verl.checkpoint import engine_state
+from qarl.verl.checkpoint import check_room, engine_state
 from qarl.verl.config import trainer_keys
 from qarl.verl.run import MetricsFollower, answered_interrupt, our_names
 
@@ -112,14 +116,14 @@ def loop(tmp_path, monkeypatch):
 
 
 # The table of trainer/test_saving.py without its interrupts: keys, minutes of a step, steps that are saved, and
-# those that are left. With max_ckpt_to_keep verl's workers remove old checkpoints.
+# those that are left.
 SAVES = {
     "short": ({}, 1, [], []),
     "by time": ({}, 3, [4, 8, 9], [9]),
     "by another time": ({"trainer.save_minutes": 6}, 3, [2, 4, 6, 8, 9], [9]),
     "by steps": ({"trainer.save_freq": 4}, 0, [4, 8, 9], [4, 8, 9]),
     "by steps and time": ({"trainer.save_freq": 4}, 4, [3, 4, 7, 8, 9], [4, 8, 9]),
-    "the newest": ({"trainer.max_ckpt_to_keep": 2}, 3, [4, 8, 9], [4, 8, 9]),
+    "the newest": ({"trainer.max_ckpt_to_keep": 2}, 3, [4, 8, 9], [8, 9]),
     "never": ({"trainer.save_minutes": -1}, 30, [], []),
 }
 
@@ -135,6 +139,21 @@ def test_a_resumed_run_replaces_only_what_was_saved_by_time(loop, tmp_path):
     assert loop(4, total=5, **{"trainer.save_freq": 3}) == [3, 5]
     assert loop(3, start=5) == [9]
     assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [3, 9]
+    assert loop(1, start=9, total=12, **{"trainer.save_freq": 12, "trainer.max_ckpt_to_keep": 2}) == [12]
+    assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [9, 12]
+
+
+def test_a_run_does_not_start_on_a_disk_without_room_for_a_checkpoint(tmp_path, monkeypatch):
+    size = ModelSize(layers=1, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=100)
+    config = quickstart(output_dir=str(tmp_path))
+    sizes = checkpoint_bytes(size, config)
+    usage = shutil.disk_usage(tmp_path)
+    for free, wrong in ((sum(sizes.values()), False), (sum(sizes.values()) - 1, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        with pytest.raises(UserError, match="no room for a checkpoint") if wrong else nullcontext():
+            check_room(config, size)
+    never = {"trainer.save_minutes": -1, "trainer.save_final": False}
+    check_room(quickstart(output_dir=str(tmp_path), **never), size)
 
 
 def test_a_run_goes_on_from_verls_newest_checkpoint(opened, tmp_path):

@@ -18,6 +18,7 @@ from qarl.checkpoint import model_files
 from qarl.checkpoint.export import ExportRequest, check_output, export
 from qarl.checkpoint.model_files import (
     ModelFiles,
+    limits,
     read_tensors,
     save_model,
     weight_files,
@@ -95,6 +96,22 @@ def test_the_quantized_export_is_what_the_live_model_publishes(tmp_path, scheme,
     assert config["quantization_config"] == get_scheme(scheme, group_size=32).quantization_config(IGNORE)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names >= {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "experts", "words"),
+    [
+        ("w4a16", False, []),
+        ("w4a8", False, ["does not compute w4a8"]),
+        ("w8a8", False, ["without AMX"]),
+        ("bf16", True, ["only where QaRL is installed"]),
+        ("fp8", True, ["transformers cannot load", "only where QaRL is installed"]),
+    ],
+)
+def test_an_export_with_an_adapter_says_what_cannot_load_it(scheme, experts, words):
+    sentences = limits(scheme, experts=experts, adapter=True)
+    assert len(sentences) == len(words) and all(map(str.__contains__, sentences, words))
+    assert not any("format=" in sentence for sentence in sentences), "a run with adapters has no other format"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

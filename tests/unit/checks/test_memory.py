@@ -96,6 +96,7 @@ def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
     assert {kernel.name for kernel in kernels if not kernel.computes_input_gradient}.isdisjoint(OWN_INPUT_GRADIENT)
 
 
+FEW_TOKENS = {"rollout__max_num_batched_tokens": 12, "rollout__max_num_seqs": 12}
 OPTIONS = [
     ({"optim__master_dtype": "bf16"}, "update of one parameter", 16 * 6400),  # an embedding
     ({"optim__master_dtype": "bf16"}, "FP32 masters", None),
@@ -111,6 +112,8 @@ OPTIONS = [
     ({"lora__r": 8, "optim__name": "muon"}, "muon state, FP32", 4 * 14848),
     ({"lora__r": 8, "optim__name": "muon"}, "update of one parameter", 16 * 8 * 96),
     ({"lora__r": 8}, "vLLM: A and B, gathered", 4096 * 8 * 6 * 96),
+    ({"lora__r": 8, **FEW_TOKENS}, "vLLM: A and B, gathered", 20 * 8 * 6 * 96),  # a whole row
+    ({"lora__r": 8, "lora__target_modules": ["q_proj"]}, "vLLM: A and B, gathered", 4096 * 8 * 6 * 64),
     ({}, "vLLM: A and B, gathered", None),
     ({"lora__r": 8}, "FP32 gradient sums", 4 * 14848),
     ({"lora__r": 8}, "BF16 gradients of a micro-batch", 2 * 14848),
@@ -174,6 +177,12 @@ def test_adapters_under_fsdp2_by_hand() -> None:
     assert sharded["low-bit tensors"] == 34784
     assert sharded["gathered blocks (two)"] == 4 * 7424
     assert sharded["gradients of a block, BF16 and FP32"] == 8 * 7424
+    assert sharded["update of one parameter"] == 16 * 8 * 96 // 2
+    assert sharded["vLLM: A and B, gathered"] == 8192 * 8 * 6 * 96
+    wide = parts(
+        estimate(replace(SMALL, intermediate=256), run(lora__r=8, lora__target_modules=["up_proj"]), device="cpu")
+    )
+    assert wide["vLLM: A and B, gathered"] == 4096 * 8 * 2 * 256, "B is larger than A in FP32"
 
 
 def test_one_micro_batch_sums_no_gradients_while_activations_live() -> None:

@@ -73,6 +73,10 @@ def test_a_run_lends_its_settings_and_arguments_win(tmp_path: Path) -> None:
     assert own.files == tuple(config.data.val_files) and own.reward == "arithmetic" and own.max_response_length == 80
     given = settings_of(EvalRequest(config.run_dir, files="a.jsonl,b.jsonl", temperature=0.6, max_response_length=9))
     assert (given.files, given.temperature, given.max_response_length) == (("a.jsonl", "b.jsonl"), 0.6, 9)
+    adapted = load_config(["config=quickstart_lora.yaml", f"output_dir={tmp_path}"])
+    write_resolved(adapted, adapted.run_dir / "config.yaml")
+    with pytest.raises(UserError, match="not possible for a run with adapters"):
+        settings_of(EvalRequest(adapted.run_dir, "bf16"))
     export = tmp_path / "export"
     export.mkdir()
     with pytest.raises(UserError, match="cannot be scored"):

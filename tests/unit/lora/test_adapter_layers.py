@@ -16,6 +16,7 @@ from random_moe import save_random_moe
 from safetensors.torch import load_file
 from torch import nn
 
+from qarl.checkpoint.storage import fresh_run_dir
 from qarl.checks.machine import Machine
 from qarl.checks.registry import _adapters
 from qarl.config.lora import LoraConfig
@@ -176,6 +177,18 @@ def test_an_adapter_that_is_more_than_a_and_b_is_not_read(pristine_model, tmp_pa
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | more))
     with pytest.raises(UserError, match=next(iter(more))):
         read_adapter(tmp_path)
+
+
+def test_a_run_that_is_moved_aside_names_its_own_base(tmp_path):
+    """Otherwise peft would load the base of the next run, without a word."""
+    export = tmp_path / "run" / "export"
+    (export / "adapter").mkdir(parents=True)
+    (export / "adapter" / CONFIG_FILE).write_text(json.dumps({"r": 8, "base_model_name_or_path": str(export)}))
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    fresh_run_dir(tmp_path / "run")
+    moved = tmp_path / "run.1" / "export"
+    config = json.loads((moved / "adapter" / CONFIG_FILE).read_text())
+    assert config == {"r": 8, "base_model_name_or_path": str(moved)}
 
 
 @pytest.fixture(scope="module")

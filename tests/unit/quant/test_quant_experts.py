@@ -15,6 +15,7 @@ from random_models import save_random_model
 from same_bytes import same_bytes
 from torch import nn
 
+from qarl.align.levels import bf16_experts
 from qarl.errors import UserError
 from qarl.kernels.registry import BF16_KERNELS, EXPERTS_KERNELS
 from qarl.quant import QuantExperts, Scheme, get_scheme, invalidate_quantized, packed_state_dict, quantize_model
@@ -224,6 +225,11 @@ def test_bf16_is_published_under_the_names_that_save_pretrained_writes(folder: A
         tensors = dict(published)
         assert tensors.keys() == saved.keys()
         assert all(torch.equal(tensor, saved[name]) for name, tensor in tensors.items())
+    aligned = bf16_experts(load(folder), None)
+    for name, experts in aligned.items():
+        model.set_submodule(name, experts)
+    assert dict(packed_state_dict(model)).keys() == saved.keys()
+    assert all(layer.stale for layer in aligned.values()), "a kernel got the weights, which FSDP2 may have sharded"
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     assert unstacked_shapes(shapes) == {name: tuple(t.shape) for name, t in saved.items()}
     parts = dict(unstacked(model.state_dict().items()))

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, SCHEMES, TINY, Record, Row, Run, in_process
 from qarl.checkpoint.resumable import tensors_digest
 from qarl.data.rewards import arithmetic
+from qarl.quant.state_dict import low_bit_layers
 
 SETTINGS: dict[str, Any] = {
     "model": str(TINY),
@@ -87,7 +88,9 @@ def train(settings: dict[str, Any]) -> Row:
 def base_shared(trainer: Any) -> float:
     """Return the share of the base's bytes that are in the memory of the engine of this process."""
     theirs = {tensor.untyped_storage().data_ptr() for tensor in trainer.engine.receiver.storage().values()}
-    base = [tensor for _, tensor in trainer.policy.published_tensors()]
+    model = trainer.policy.model
+    base = [p for p in model.parameters() if not p.requires_grad and not p.is_meta]
+    base += [t for layer in low_bit_layers(model).values() for kept in layer.stored.values() for t in kept.values()]
     return sum(t.nbytes for t in base if t.untyped_storage().data_ptr() in theirs) / sum(t.nbytes for t in base)
 
 

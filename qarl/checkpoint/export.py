@@ -65,8 +65,10 @@ def export(request: ExportRequest) -> str:
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
     size = sum(path.stat().st_size for path in weight_files(output))
     line = f"{request.output}: step {source.step} of {request.run}, {kind}, {size / 1e6:.4g} MB of weights"
-    experts = any(".experts." in name for name in linears)
-    return ". ".join([line, *limits(scheme.name, experts=experts)])
+    sentences = limits(scheme.name, linears)
+    if any(".experts." in name for name in linears):
+        sentences.append("Both load format=bf16")
+    return ". ".join([line, *sentences])
 
 
 def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:

@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qarl.checkpoint.model_files import ModelFiles, limits, linears_of, packed, read_tensors, save_model
+from qarl.checkpoint.model_files import (
+    ModelFiles,
+    limits,
+    limits_of_adapter,
+    linears_of,
+    packed,
+    read_tensors,
+    save_model,
+)
 from qarl.checkpoint.read_weights import BASE_FILE, open_source
 from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
 from qarl.errors import UserError
@@ -70,7 +78,8 @@ def export_adapter(trained: Trained, output: Path, format: str, trust_remote_cod
     adapter = trained.adapter
     save_model(output, files, tensors, scheme=scheme, ignore=quant["ignore"], adapter=adapter)
     what = f"the base, {scheme.name}, and in {FOLDER}/ the adapter, r={adapter.r}, {adapter.nbytes / 1e6:.4g} MB"
-    return ". ".join([what, *limits(scheme.name, experts=bool(experts_of(files.config)), adapter=True)])
+    of_adapter = limits_of_adapter(scheme.name, experts=bool(experts_of(files.config)))
+    return ". ".join([what, *limits(scheme.name, linears), *of_adapter])
 
 
 def _local(path: str) -> Path:

@@ -165,14 +165,15 @@ def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_rem
     return set(select_linears(model_of(folder, trust_remote_code=trust_remote_code), scheme, ignore)[0])
 
 
-def limits(scheme_name: str, *, experts: bool, adapter: bool = False) -> list[str]:
-    """Return what other programs cannot do with a folder, a sentence each. `experts`, `adapter`: what it has."""
-    sentences = [_W4A8] if scheme_name == "w4a8" else []
-    if experts and scheme_name != "bf16":
-        sentences.append(_EXPERTS if adapter else f"{_EXPERTS}; both load format=bf16")
-    if adapter:
-        sentences += [_ADAPTER_BESIDE_EXPERTS] * experts + [_ADAPTER_ON_INT8] * (scheme_name == "w8a8")
-    return sentences
+def limits(scheme_name: str, linears: Iterable[str]) -> list[str]:
+    """Return what other programs cannot do with a folder whose `linears` are quantized, a sentence each."""
+    low_bit_experts = any(".experts." in name for name in linears)
+    return [_W4A8] * (scheme_name == "w4a8") + [_EXPERTS] * low_bit_experts
+
+
+def limits_of_adapter(scheme_name: str, *, experts: bool) -> list[str]:
+    """Return what plain vLLM cannot do with an adapter on a base. `experts`: whether the base has any."""
+    return [_ADAPTER_BESIDE_EXPERTS] * experts + [_ADAPTER_ON_INT8] * (scheme_name == "w8a8")
 
 
 def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:

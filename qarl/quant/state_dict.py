@@ -31,11 +31,11 @@ def packed_state_dict(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of the model under its checkpoint name, in layer order.
 
-    A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. In a model without any
-    (`quant.align=off`), the linears that `scheme` and `ignore` select are quantized here. A tied `lm_head.weight` is
-    left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints. `stacks`: leave them whole
-    (`qarl.quant.experts`). `RolloutEngine.publish` takes both, but whole stacks are published
-    faster.
+    A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by, or in scheme bf16 its
+    weights. In a model without low-bit layers (`quant.align=off`), the linears that `scheme` and `ignore` select are
+    quantized here. A tied `lm_head.weight` is left out. Stacks of experts are split into matrices, as in Hugging Face
+    checkpoints. `stacks`: leave them whole (`qarl.quant.experts`). `RolloutEngine.publish` takes both, but whole stacks
+    are published faster.
 
     Tensors are not copied, so clone any that must outlive the next optimizer step.
     """

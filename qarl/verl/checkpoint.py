@@ -44,8 +44,8 @@ import yaml
 
 from qarl.checkpoint.read_weights import load_part, refuse_code, step_of, what_is_missing, whole_and_torn
 from qarl.checkpoint.storage import StorageError, fresh_run_dir, remove_folder, write_json, write_text
+from qarl.checks.check import NotCheckedError, RunInputs
 from qarl.checks.memory import checkpoint_bytes, readable
-from qarl.checks.model_size import ModelSize
 from qarl.config import Config
 from qarl.console import note, say
 from qarl.errors import UserError
@@ -159,14 +159,18 @@ def _make_newest(run_dir: Path, folder: Path) -> None:
     write_text(folder.parent / TRACKER, str(step_of(folder)))
 
 
-def check_room(config: Config, size: ModelSize) -> None:
+def check_room(config: Config, inputs: RunInputs) -> None:
     """Raise UserError if the run will save and the disk has no room for a checkpoint and the export. verl ends a run
-    whose disk is full. If `save_contents` says what a checkpoint has, its size is not known, and nothing is checked."""
+    whose disk is full. Nothing is checked if `save_contents` says what a checkpoint has, or if the model's config lacks
+    a number."""
     trainer, folder = config.trainer, (config.run_dir / "checkpoints").resolve()
     saves = trainer.save_freq > 0 or trainer.save_minutes > 0 or trainer.save_final
     if not saves or any("save_contents" in key for key in config.verl):
         return
-    sizes = checkpoint_bytes(size, config)
+    try:
+        sizes = checkpoint_bytes(inputs.size, config)
+    except NotCheckedError:
+        return
     needed = sizes["resumable"] + (sizes["export"] if trainer.save_final else 0)
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     if (free := shutil.disk_usage(existing).free) < needed:
@@ -184,7 +188,10 @@ class Saving:
     def __init__(self, trainer: Any) -> None:
         self._freq, self._seconds = trainer.save_freq, 60 * trainer.get("save_minutes", -1)
         self._last = trainer.get("total_training_steps")
-        self._keep = trainer.get("max_actor_ckpt_to_keep")
+        keep = trainer.get("max_actor_ckpt_to_keep")
+        self._keep = keep if keep and keep > 0 else None  # verl keeps all at 0 and below
+        begins = trainer.get("resume_from_path") if trainer.get("resume_mode") == "resume_path" else None
+        self._begins = Path(begins).resolve() if begins else None
         self._checkpoints = Path(trainer.default_local_dir)
         self.begin()
 
@@ -212,17 +219,21 @@ class Saving:
         self.begin()
         if what_is_missing(folder) is not None:
             return
+        replaced = self._passing() if self._keep is None else self._surplus(folder)
         try:
-            for other in self._passing() if self._keep is None else self._surplus():
-                if step_of(other) < step_of(folder):
+            for other in replaced:
+                # A repeated command begins again from the checkpoint that resume_from_path names.
+                if step_of(other) < step_of(folder) and other.resolve() != self._begins and not other.is_symlink():
                     remove_folder(other)
         except StorageError as error:
             _log.warning("an old checkpoint stays, training continues: %s", error)
 
-    def _surplus(self) -> list[Path]:
-        """Return all but the newest complete checkpoints. verl removes those that this process has written."""
+    def _surplus(self, folder: Path) -> list[Path]:
+        """Return the complete checkpoints before the newest ones up to that in `folder`. verl itself removes those that
+        this process has written."""
         whole, _ = whole_and_torn(self._checkpoints)
-        return [whole[step] for step in sorted(whole)[: -self._keep]]
+        steps = sorted(step for step in whole if step <= step_of(folder))
+        return [whole[step] for step in steps[: -(self._keep or len(steps))]]
 
     def _passing(self) -> list[Path]:
         return [mark.parent for mark in self._checkpoints.glob(f"global_step_*/{BY_TIME}") if step_of(mark.parent)]

@@ -65,7 +65,7 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     checks.refuse_unsupported(config)
     set_environment(config, on_cpu)
     with stage("checking data, model and machine", imports=True):
-        check_room(config, check_run(config).size)
+        check_room(config, check_run(config))
     resolved = verl_config(config, on_cpu=on_cpu)
     with open_verl_run(config) as start_step:
         write_resolved(config, config.run_dir / "config.yaml")

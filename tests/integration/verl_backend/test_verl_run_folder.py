@@ -141,6 +141,13 @@ def test_a_resumed_run_replaces_only_what_was_saved_by_time(loop, tmp_path):
     assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [3, 9]
     assert loop(1, start=9, total=12, **{"trainer.save_freq": 12, "trainer.max_ckpt_to_keep": 2}) == [12]
     assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [9, 12]
+    begins = {
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": str(tmp_path / "checkpoints/global_step_9"),
+    }
+    keys = {"trainer.save_freq": 1, "trainer.max_ckpt_to_keep": 2}
+    assert loop(1, start=12, total=15, **keys, **begins) == [13, 14, 15]
+    assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [9, 14, 15], "a repeated command begins with 9"
 
 
 def test_a_run_does_not_start_on_a_disk_without_room_for_a_checkpoint(tmp_path, monkeypatch):
@@ -151,9 +158,10 @@ def test_a_run_does_not_start_on_a_disk_without_room_for_a_checkpoint(tmp_path, 
     for free, wrong in ((sum(sizes.values()), False), (sum(sizes.values()) - 1, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
         with pytest.raises(UserError, match="no room for a checkpoint") if wrong else nullcontext():
-            check_room(config, size)
+            check_room(config, SimpleNamespace(size=size))
+    monkeypatch.undo()
     never = {"trainer.save_minutes": -1, "trainer.save_final": False}
-    check_room(quickstart(output_dir=str(tmp_path), **never), size)
+    check_room(quickstart(output_dir=str(tmp_path), **never), None)
 
 
 def test_a_run_goes_on_from_verls_newest_checkpoint(opened, tmp_path):

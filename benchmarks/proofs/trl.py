@@ -90,7 +90,9 @@ def base_shared(trainer: Any) -> float:
     theirs = {tensor.untyped_storage().data_ptr() for tensor in trainer.engine.receiver.storage().values()}
     model = trainer.policy.model
     base = [p for p in model.parameters() if not p.requires_grad and not p.is_meta]
-    base += [t for layer in low_bit_layers(model).values() for kept in layer.stored.values() for t in kept.values()]
+    base += [
+        t for layer in low_bit_layers(model).values() for kept in (layer.stored or {}).values() for t in kept.values()
+    ]
     return sum(t.nbytes for t in base if t.untyped_storage().data_ptr() in theirs) / sum(t.nbytes for t in base)
 
 

@@ -79,26 +79,31 @@ def expand(shrunk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Adapter(torch.autograd.Function):
-    """(x Aᵀ) (B factor)ᵀ, BF16 [M, N], for x [M, K], A [r, K] and B [N, r] in BF16. `factor` is a power of two."""
+    """y + (x Aᵀ) (B factor)ᵀ, BF16 [M, N], for y [M, N], x [M, K], A [r, K] and B [N, r] in BF16.
+
+    `factor` is a power of two, so it rounds nothing wherever the backward multiplies by it: here the smallest products.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float
+    ) -> torch.Tensor:
         product = F.linear if is_gpu(x.device) else _row_by_row
         shrunk = product(x.float(), a.float()).to(x.dtype)
         ctx.save_for_backward(x, a, b, shrunk)
         ctx.factor = factor
-        return expand(shrunk, b * factor)
+        return expand(shrunk, b * factor).add_(y)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, a, b, shrunk = ctx.saved_tensors
-        need_x, need_a, need_b, _ = ctx.needs_input_grad
-        grad = grad_outputs[0] * ctx.factor
-        grad_shrunk = grad @ b
+        (grad,), (x, a, b, shrunk) = grad_outputs, ctx.saved_tensors
+        _, need_x, need_a, need_b, _ = ctx.needs_input_grad
+        grad_shrunk = (grad @ b).mul_(ctx.factor)
         return (
+            grad,
             grad_shrunk @ a if need_x else None,
             grad_shrunk.t() @ x if need_a else None,
-            grad.t() @ shrunk if need_b else None,
+            (grad.t() @ shrunk).mul_(ctx.factor) if need_b else None,
             None,
         )
 
@@ -115,7 +120,8 @@ class AdaptedLinear(nn.Module):
         x = input.reshape(-1, input.shape[-1])
         if not len(x):
             return y
-        return y + _Adapter.apply(x, self.lora_A, self.lora_B, self.lora_factor).view(y.shape)
+        total: torch.Tensor = _Adapter.apply(y.flatten(0, -2), x, self.lora_A, self.lora_B, self.lora_factor)
+        return total.view(y.shape)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -84,6 +84,7 @@ def under_trl(backend: str, model: str, scheme: str, level: str, steps: int) -> 
     }
     if model == "experts":
         settings |= {"model": str(ROOT / MODELS[model]["model.path"]), "quant_ignore": ROUTERS}
+        settings |= {"router_aux_loss_coef": 0}  # which QaRL under TRL requires of experts
     (outcome,) = trl.run(settings)
     return [{"actor/grad_norm": entry["grad_norm"]} | entry for entry in outcome["history"]], outcome["level"]
 

@@ -1,4 +1,4 @@
-"""One launch: a process that builds one scheme at one level, warms up, checks the linears, and times a few rounds.
+"""One launch: a process that builds one case, warms up, checks the linears, and times a few rounds.
 
 vLLM keeps process-wide state, so each engine needs its own process. The spread over launches therefore includes
 differences between processes, such as memory pages. A process writes one answer and exits.
@@ -6,7 +6,8 @@ differences between processes, such as memory pages. A process writes one answer
 `check_linears` compares every linear of the decoder layers, in trainer and engine, with a reference before anything is
 timed. The reference quantizes the trainer's BF16 weight and multiplies in exact PyTorch (`qarl.kernels.reference`). So
 the check finds an unpublished weight and a wrong kernel, even one that multiplies in BF16 instead of int8 (int8 changes
-results by 0.6%). If the mismatch (mean |δ|) is over its limit, the trainer ends the launch.
+results by 0.6%). With adapters it compares the bases, and the reference multiplies by the frozen low-bit tensors. If
+the mismatch (mean |δ|) is over its limit, the trainer ends the launch.
 """
 
 from __future__ import annotations
@@ -205,16 +206,19 @@ def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
         for fused, parts in PARTS.items():
             if leaf == parts[0]:
                 linears: dict[str, nn.Linear] = {f"{block}.{part}": ours[f"{block}.{part}"] for part in parts}
-                _compare(linears, policy.scheme, theirs[f"{block}.{fused}"] if theirs else None)
+                wrapped = f"{block}.{fused}.base_layer"  # in vLLM's linear with adapters
+                engines = theirs[wrapped if wrapped in theirs else f"{block}.{fused}"] if theirs else None
+                _compare(linears, policy.scheme, engines, policy.device)
 
 
-def _compare(linears: dict[str, nn.Linear], scheme: Scheme, engines: nn.Module | None) -> None:
+def _compare(linears: dict[str, nn.Linear], scheme: Scheme, engines: nn.Module | None, device: torch.device) -> None:
     first = next(iter(linears.values()))
-    generator = torch.Generator(first.weight.device).manual_seed(0)
-    x = torch.randn(ROWS, first.in_features, generator=generator, device=first.weight.device).bfloat16()
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(ROWS, first.in_features, generator=generator, device=device).bfloat16()
     expected = {name: reference(linear, scheme, x) for name, linear in linears.items()}
     allowed = ALLOWED_FP8 if scheme.name == "fp8" else ALLOWED
-    outputs = [(name, "the trainer", layer(x)) for name, layer in linears.items() if isinstance(layer, QuantLinear)]
+    low_bit = {name: layer for name, layer in linears.items() if isinstance(layer, QuantLinear)}
+    outputs = [(name, "the trainer", QuantLinear.forward(layer, x)) for name, layer in low_bit.items()]
     if engines is not None:
         parts = engines(x)[0].split([true.shape[1] for true in expected.values()], -1)
         outputs += [(name, "the engine", y) for name, y in zip(linears, parts, strict=True)]
@@ -230,7 +234,11 @@ def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tenso
         bias = None if linear.bias is None else linear.bias.float()
         return F.linear(x.float(), linear.weight.float(), bias)
     kernel = LINEAR_KERNELS[scheme.name][-1]
-    return kernel.linear(x, kernel.prepare(quantize(linear.weight, scheme).tensors), linear.bias)
+    if isinstance(linear, QuantLinear) and linear.frozen:
+        low_bit = linear.quantized()
+    else:
+        low_bit = quantize(linear.weight, scheme)
+    return kernel.linear(x, kernel.prepare(low_bit.tensors), linear.bias)
 
 
 # What a launch runs: the real local trainer and engine, a copy of a model, and random prompts.
@@ -249,6 +257,7 @@ def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
         actor={f"{name}_micro_batch_size_per_gpu": arguments.micro_batch_size for name in ("ppo", "log_prob")},
         quant={"mismatch_limit": 5.0},  # random weights differ by more than those of a trained model
         optim={"lr": 1e-6},
+        lora={"r": case.lora_r},
     )
 
 

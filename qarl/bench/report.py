@@ -147,16 +147,22 @@ def _seconds(document: Document) -> str:
 
 
 def _ratios(document: Document) -> str:
-    """Return the table of speedups over BF16 at level `off` (as in the paper), and of each level's cost over `off`."""
+    """Return the table of speedups over BF16 at level `off` (as in the paper), of each level's cost over `off`, and of
+    that of adapters over all weights."""
     phases, level = RATIOS[document["kind"]], document["kind"] != "publish"
-    cases = {(result["scheme"], result["level"]): result for result in document["results"]}
+    cases = {(result["scheme"], result["level"], result.get("lora_r", 0)): result for result in document["results"]}
+    adapters = any(rank for *_, rank in cases)
     head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]
+    head += ["update / all weights", "step / all weights"] if adapters else []
 
     def row(result: Result) -> Iterable[str]:
-        base = cases.get(("bf16", "off" if level else None))
+        base = cases.get(("bf16", "off" if level else None, 0))
         yield from (_ratio(base, result, phase) for phase in phases)
         if level:
-            yield _ratio(result, cases.get((result["scheme"], "off")), "step")
+            yield _ratio(result, cases.get((result["scheme"], "off", 0)), "step")
+        if adapters:
+            whole = cases.get((result["scheme"], result["level"], 0))
+            yield from (_ratio(result, whole, phase) for phase in ("update", "step"))
 
     return f"Speed relative to BF16{' at `off`' * level}:\n\n{_table(document, head, row)}"
 
@@ -185,12 +191,14 @@ def _throughput(document: Document) -> str:
 
 
 def _label_titles(document: Document) -> list[str]:
-    return ["scheme"] if document["kind"] == "publish" else ["scheme", "level"]
+    adapters = any(result.get("lora_r") for result in document["results"])
+    return ["scheme"] if document["kind"] == "publish" else ["scheme", "level", *(["r"] if adapters else [])]
 
 
 def _labels(document: Document, result: Result) -> list[str]:
     level, applied = result["level"], result.get("level_applied") or result["level"]
-    labels = [result["scheme"], f"`{level}`" + f" (ran as `{applied}`)" * (applied != level)]
+    level = f"`{level}`" + f" (ran as `{applied}`)" * (applied != level)
+    labels = [result["scheme"], level, str(result.get("lora_r") or "all weights")]
     return labels[: len(_label_titles(document))]
 
 

@@ -3,12 +3,14 @@
 python -m qarl.bench steps                                  all schemes; on a CPU with a model of 135M parameters
 python -m qarl.bench steps model=Qwen3-8B layers=4 schemes=bf16,fp8 json=FILE.json
 python -m qarl.bench trainer                                old log-probs and update, without an engine
+python -m qarl.bench trainer schemes=bf16,w4a16 levels=model lora_r=0,32    adapters beside all weights
 python -m qarl.bench publish                                quantize and publish, part by part
 
-A case is a scheme at a level. A turn launches every case once, and there are `launches` turns. Because cases take
-turns, a change in the machine's speed affects all of them equally. Each turn starts with a different case. A launch is
-a process, and only one runs at a time. If a case fails or has wrong numbers in any launch, it gets no figures, and the
-exit code is 1. The file is written after every launch, so Ctrl-C loses only the current launch.
+A case is a scheme at a level, with adapters of a rank or without. A turn launches every case once, and there are
+`launches` turns. Because cases take turns, a change in the machine's speed affects all of them equally. Each turn
+starts with a different case. A launch is a process, and only one runs at a time. If a case fails or has wrong numbers
+in any launch, it gets no figures, and the exit code is 1. The file is written after every launch, so Ctrl-C loses only
+the current launch.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product, starmap
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from qarl.bench import report
@@ -36,13 +39,15 @@ LEVELS = ("off", "linears", "model", "exact")
 
 
 class Case(NamedTuple):
-    """The scheme and level that a launch measures. For `publish`, `level` is empty."""
+    """The scheme, level and rank of adapters that a launch measures. For `publish`, `level` is empty."""
 
     scheme: str
     level: str
+    lora_r: int = 0
 
     def __str__(self) -> str:
-        return f"{self.scheme}, level {self.level}" if self.level else self.scheme
+        level, rank = f", level {self.level}" * bool(self.level), f", r={self.lora_r}" * bool(self.lora_r)
+        return self.scheme + level + rank
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
@@ -52,6 +57,7 @@ class Arguments:
     layers           number of decoder layers to keep; all by default
     schemes          bf16,w8a8,fp8,w4a16; all ratios are relative to bf16
     levels           off,linears,model,exact; all but exact by default, which `model` is on a CPU; bf16 has no `linears`
+    lora_r           0,32: ranks of adapters on a frozen base; 0, the default, trains all weights
     prompts, n       prompts per step, and responses per prompt
     prompt_length    number of random tokens in a prompt
     response_length  exact number of tokens in a response
@@ -71,6 +77,7 @@ class Arguments:
     layers: PositiveInt | None = None
     schemes: Schemes = ROLLOUT_SCHEMES
     levels: Annotated[tuple[Literal[*LEVELS], ...], Commas] = LEVELS[:3]  # type: ignore[valid-type]  # not written out
+    lora_r: Annotated[tuple[NonNegativeInt, ...], Commas] = (0,)
     prompts: PositiveInt = 8
     n: PositiveInt = 4
     prompt_length: PositiveInt = 8
@@ -111,12 +118,14 @@ class Arguments:
         return self.micro_batch or self.sequences // self.mini_batches
 
     def cases(self) -> list[Case]:
-        """Return the cases in order, BF16 first. BF16 has no case `linears`, which would be the same as `off`."""
+        """Return the cases in order, BF16 first. BF16 has no case `linears`, which would be the same as `off`. Adapters
+        have no case `off` of a quantized base, which QaRL refuses."""
         schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
         if self.part == "publish":
             return [Case(scheme, "") for scheme in schemes]
-        levels = sorted(set(self.levels), key=LEVELS.index)
-        return [Case(s, level) for s in schemes for level in levels if (s, level) != ("bf16", "linears")]
+        every = product(schemes, sorted(set(self.levels), key=LEVELS.index), sorted(set(self.lora_r)))
+        cases = starmap(Case, every)
+        return [c for c in cases if c.level != ("linears" if c.scheme == "bf16" else "off" if c.lora_r else "")]
 
 
 def _check(arguments: Arguments) -> None:
@@ -129,6 +138,9 @@ def _check(arguments: Arguments) -> None:
         what = f"prompt_length + response_length = {wanted}, but the model has only {positions} positions"
         raise UserError(what, where=where)
     check_divides(arguments, "mini_batches", "prompts")
+    if arguments.part == "publish" and any(arguments.lora_r):
+        why = "its parts are those of a publish of all weights"
+        raise UserError("publish has no adapters", where=where, why=why, fix="run steps, which publishes them, too")
     if source.size.experts:
         raise UserError(
             f"{source.name} is a mixture of experts", where=where, why="this benchmark supports only dense models",
@@ -197,6 +209,7 @@ class Measured:
             self.results.pop(case, None)
             return
         about = {"scheme": case.scheme, "level": case.level or None, "level_applied": launched["level_applied"]}
+        about |= {"lora_r": case.lora_r} if case.lora_r else {}
         about |= {"kernels": launched["kernels"], "layers": self.arguments.depth}
         result = self.results.setdefault(case, about | {"phases": {}, "peak_bytes": {"step": 0}})
         for name in launched["rounds"][0]:

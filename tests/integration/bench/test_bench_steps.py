@@ -108,6 +108,21 @@ def test_launches_take_turns_and_figures_are_medians_over_them(
     assert "Medians over 3 launches" in said and said.startswith("SmolLM2-135M, random weights: 135M")
 
 
+def test_adapters_beside_all_weights(
+    launches: Callable[[Launch], list[Case]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`off` and `linears` have cases where a run has them."""
+    order = launches(lambda arguments, case, folder: figures(3.0 if case.lora_r else 4.0))
+    options = ["schemes=bf16,fp8", "levels=off,linears", "lora_r=32,0", "launches=1"]
+    assert main(["steps", "device=cpu", *options]) == 0
+    fp8 = [Case("fp8", "off"), Case("fp8", "linears"), Case("fp8", "linears", 32)]
+    assert order == [Case("bf16", "off"), Case("bf16", "off", 32), *fp8]
+    mine = [line for line in capsys.readouterr().out.splitlines() if " (ran as `off`) | 32 |" in line]
+    beside = "| 1.00 (1.00-1.00) | 0.75 (0.75-0.75) |"
+    assert [line.endswith(beside) for line in mine] == [False, True, False], "seconds, ratios, memory"
+    assert main(["publish", "device=cpu", "lora_r=8"]) == 2 and "no adapters" in capsys.readouterr().err
+
+
 def test_a_case_with_wrong_numbers_gets_no_figures(
     launches: Callable[[Launch], list[Case]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,9 +238,11 @@ def test_engines_that_hold_other_weights(publishing: PublishBench, monkeypatch: 
 
 
 @pytest.mark.vllm
-def test_a_training_step(folder: Path) -> None:
+@pytest.mark.parametrize("lora_r", [0, 8])
+def test_a_training_step(folder: Path, lora_r: int) -> None:
     """The trainer's own step, at the weights that it moved and published."""
-    bench = StepBench(tiny(folder, part="steps"), Case("w8a8", "model"), str(folder))
+    bench = StepBench(tiny(folder, part="steps"), Case("w8a8", "model", lora_r), str(folder))
+    assert (bench.policy.adapters is not None) == bool(lora_r)
     with bench.trainer.engine:
         bench.round()  # the engine's first request takes longer
         phases = bench.round()
@@ -237,3 +254,7 @@ def test_a_training_step(folder: Path) -> None:
         bench.length = 9
         with pytest.raises(WrongNumbers, match="not 9 tokens long"):
             bench.round()
+        if stored := bench.policy.model.get_submodule("model.layers.1.mlp.up_proj").stored:
+            stored["weight"]["weight_scale"].mul_(1.25)  # this base is in the trainer's memory and in the engine's
+            with pytest.raises(WrongNumbers, match=r"layers\.1\.mlp\.up_proj: the engine differs"):
+                check_linears(bench.policy, bench.engine)

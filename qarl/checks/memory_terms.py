@@ -24,7 +24,8 @@ full length, V the vocabulary and H the hidden size.
                   more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
                   bytes for each weight of lm_head, unless adapters leave it frozen.
     engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance. With adapters on a CPU, what the local
-                  trainer cannot share, and A for each token of a batch, 6 bytes a number.
+                  trainer cannot share, and A for each token of a batch, 6 bytes a number; or the base, which is there
+                  twice until the first publish, if that is more.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
     reference     With a KL term. Locally a second copy of the weights in the model's dtype and of what `low_bit` keeps
                   between steps. With verl P * 4 bytes, or P * 2 if its model_dtype is bf16, divided by R. On GPUs verl
@@ -374,7 +375,10 @@ def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) 
     """Return, for one GPU, the engine's parts of the memory and the bytes of its KV cache."""
     parallel = config.rollout.tensor_model_parallel_size
     shares = config.lora.r and config.backend == "local" and device == "cpu"
-    weights = not_shared(size, config) if shares else published(size, config) // parallel
+    gathered = gathered_adapters(size, config) if device == "cpu" else 0
+    every = published(size, config) // parallel
+    weights = not_shared(size, config) if shares else every
+    twice = every - weights  # nothing is gathered before the first publish, after which the trainer shares these
     weights += own_layout(size, config) + 2 * adapter_parameters(size, config)
     if device == "cpu":  # vLLM packs embed_tokens and lm_head, and keeps the originals
         weights += 2 * size.embedding_parameters
@@ -390,7 +394,8 @@ def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) 
         Part("vLLM: weights", weights, phases),
         Part("vLLM: KV cache", max(kv_cache, 0), phases),
         Part("vLLM: workspace (allowance)", ENGINE_WORKSPACE_BYTES, phases),
-        Part("vLLM: A and B, gathered", gathered_adapters(size, config) if device == "cpu" else 0, ("rollout",)),
+        Part("vLLM: A and B, gathered", gathered, ("rollout",)),
+        Part("vLLM: what more the start takes, with the base twice", max(twice - gathered, 0), ("rollout",)),
         Part("vLLM asleep (allowance)", asleep if sleeps else 0, PHASES[1:]),
     ]
     return parts, kv_cache

@@ -187,8 +187,7 @@ class RouterReplay:
 
     def begin(self, module: Any, micro_batch: Any, input_ids: torch.Tensor) -> None:
         """Call before a forward of `input_ids`, [B, T] padded on the right or [1, tokens] packed."""
-        self._replay.close()
-        self._routing = self._record = None
+        self.stop()
         routed = micro_batch.get("routed_experts", None)
         if routed is None:
             return
@@ -196,6 +195,11 @@ class RouterReplay:
         self._replay.enter_context(replayed_routing(module, routing))
         if not torch.is_grad_enabled():
             self._routing, self._record = routing, self._replay.enter_context(recorded_routing(module))
+
+    def stop(self) -> None:
+        """Let the model's own routers choose."""
+        self._replay.close()
+        self._routing = self._record = None
 
     def end(self) -> None:
         """Call after a forward. If it ran without gradients (to compute log-probs), update the counts for `take`."""

@@ -283,6 +283,7 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
 
     mask, roots = rows["response_mask"].to(get_device_id()), Roots()
     routing, engine.routing = engine.routing, RouterReplay()  # so that these forwards do not enter its counts
+    routing.stop()  # it replays the last forward of the pass before, which had other tokens
     try:
         with ExitStack() as stack:
             alone = engine.quant.tensor_model_parallel_size == 1
@@ -294,7 +295,7 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
                 stack.enter_context(published_forward(engine.module, engine.scheme, engine.ignore))
             roots.add(engine.module, log_probs, rollout, mask)
     finally:
-        engine.routing.begin(engine.module, {}, mask)  # ends its replay
+        engine.routing.stop()
         engine.routing = routing
     delta, noise, tokens = summed([roots.delta, roots.noise, roots.tokens], engine.get_data_parallel_group())
     check_noise(times_noise(delta, noise, tokens), level=level, tokens=tokens)

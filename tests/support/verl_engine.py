@@ -90,6 +90,8 @@ def make_data(
         row["advantages"] = rows["advantages"][i].expand(length)
         for name in ("old_log_probs", "rollout_log_probs"):
             row[name] = rows[name][i, :length]
+        if "routed_experts" in rows:
+            row["routed_experts"] = rows["routed_experts"][i, : prompt + length]
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
     data = tu.get_tensordict({name: nested(values) for name, values in columns.items()}, {})

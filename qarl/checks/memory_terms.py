@@ -311,9 +311,9 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
 
 
 def on_host(size: ModelSize, config: Config, offload: bool) -> list[Part]:
-    """Return the parts in host memory beside GPUs: what the local engine moves there while it sleeps, and what verl
-    offloads while it is not used."""
-    sleeps = config.backend == "local" and config.rollout.free_cache_engine
+    """Return the parts in host memory beside GPUs: what the engine moves there while it sleeps, and what verl offloads
+    while it is not used. verl's engines drop weights that it publishes whole."""
+    sleeps = (config.backend == "local" or config.lora.r) and config.rollout.free_cache_engine
     masters = (4 if config.optim.master_dtype == "fp32" else 2) * (adapter_parameters(size, config) or size.parameters)
     offloaded = (masters + optimizer_state(size, config)) // ranks(config) if offload else 0
     return [

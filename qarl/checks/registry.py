@@ -209,16 +209,10 @@ def _reward(config: Config, reward_fn: RewardFn, train_prompts: PromptDataset) -
     score_responses(reward_fn, train_prompts[:1], [""], timeout_s=config.reward.timeout_s)
 
 
-def _adapters(config: Config, machine: Machine, model: nn.Module) -> Findings:
-    """Say what is trained if adapters are asked for. Raise UserError if a target is unknown or the backend has none."""
+def _adapters(config: Config, model: nn.Module) -> Findings:
+    """Say what is trained if adapters are asked for. Raise UserError if a target is unknown, or vLLM serves none."""
     if not config.lora.r:
         return
-    if config.backend == "verl" and not machine.on_cpu:
-        raise UserError(
-            "verl's backend has no adapters on GPUs yet",
-            where=f"lora.r={config.lora.r}",
-            fix="set backend=local, or lora.r=0 to train all weights",
-        )
     check_adapters(model.config)
     targets = target_linears(model, config.lora.target_modules)
     trained = config.lora.r * sum(map(sum, targets.values()))

@@ -199,8 +199,9 @@ class Adapters:
         model.requires_grad_(False)
         for module in model.modules():
             if isinstance(module, QuantLayer) and module.scheme.quantized:
-                module.to(device).freeze()
-        model.to(device)
+                self._move(module, device)
+                module.freeze()
+        self._move(model, device)
         generator = torch.Generator().manual_seed(seed)
         self.layers: dict[str, AdaptedLinear] = {}
         for name, (rows, columns) in target_linears(model, config.target_modules).items():
@@ -213,6 +214,10 @@ class Adapters:
             layer.lora_B = nn.Parameter(torch.zeros(rows, self.rank, dtype=dtype, device=where))
             layer.lora_factor = config.factor
             self.layers[name] = layer
+
+    def _move(self, module: nn.Module, device: torch.device) -> None:
+        """Move the weights of `module` to `device`, but for those of frozen layers, which are there already."""
+        module.to(device)
 
     @torch.no_grad()
     def share(self, storage: Mapping[str, torch.Tensor]) -> None:

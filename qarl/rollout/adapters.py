@@ -5,7 +5,7 @@ takes adapters only as folders in peft's format, so the adapter is written to a 
 has a new id and name: vLLM reads the folder of an id once, and tells apart the cached prefixes of adapters by their
 names. Then the engine is asked which adapters it has, and A and B are compared bit for bit with those that its layers
 will multiply by. That finds an adapter that was not loaded, that misses a layer, or that was scaled twice. Until all
-of this has succeeded, the engine refuses to generate.
+of this has succeeded, the engine refuses to generate. An adapter of zeros after another one is refused.
 
 `EngineAdapter` does this in the engine's process. An adapter from another process arrives as a stream, like weights
 (`qarl.rollout.publish.wire`), and `AdapterReceiver` passes it on once its checksums are right.
@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class EngineAdapter:
     version         the version of the adapter that the engine generates with, or None
     stale_because   why there is none
     request         vLLM's name for it, which every request must carry
+    acts            whether a publish since the base's has had a B that is not 0
     """
 
     def __init__(self, engine: Any, model: nn.Module, spec: AdapterSpec) -> None:
@@ -100,6 +101,7 @@ class EngineAdapter:
         self.version: int | None = None
         self.stale_because = "no adapter has been published to it yet"
         self.request: Any = None
+        self.acts = False
         self._published = 0
         self._stacks = {
             name: stacks for name, stacks in _stacks(model).items() if name.rpartition(".")[2] in spec.targets
@@ -129,14 +131,32 @@ class EngineAdapter:
         self.mark_stale(f"the publish of the adapter of version {version} did not complete")
         tensors: list[NamedTensor] = list(adapter.tensors.items())
         check_complete(tensors, self.expected)
+        acts = any(bool(tensor.any()) for name, tensor in tensors if name.endswith(B))
+        if self.acts and not acts:
+            raise UserError(
+                f"every B of the adapter of version {version} is 0",
+                why="those of a version before were not, and no update makes all of them 0",
+                fix="see what has changed the trainer's adapter since",
+            )
         checked = time.perf_counter()
         previous = self.request and self.request.lora_int_id
         self._remove(self.present() - {previous})  # what a publish that failed has left
         request = self._load(adapter, version)
         self._remove({previous} & self.present())
         self._check_arrived(adapter, request, version)
-        self.request, self.version = request, version
+        self.request, self.version, self.acts = request, version, acts
         return {"validate": checked - start, "apply": time.perf_counter() - checked}
+
+    def publish_loud(self, adapter: Adapter) -> None:
+        """Publish an adapter like `adapter`, with a large random B, for a probe. Then there is no current version."""
+        generator = torch.Generator().manual_seed(0)
+        loud = {
+            n: torch.randn(t.shape, generator=generator).to(t) if n.endswith(B) else t
+            for n, t in adapter.tensors.items()
+        }
+        self.publish(replace(adapter, tensors=loud), version=-1)
+        self.acts = False
+        self.mark_stale("a probe has replaced its adapter")
 
     def _load(self, adapter: Adapter, version: int) -> Any:
         """Load `adapter` under a new id and name. Return vLLM's request for it."""

@@ -101,7 +101,7 @@ class RolloutEngine:
         _tidy_up_at_exit()
         _OPEN.add(self)
         self._dynamo_was_disabled: bool | None = None
-        self._asleep = False
+        self._asleep = self._adapters_act = False
         if torch.cuda.is_available():
             engine_config.before_start(self.config.gpu_memory_utilization)
         elif eager(self.config.enforce_eager):
@@ -262,6 +262,7 @@ class RolloutEngine:
         start = time.perf_counter()
         if self.adapter is not None:
             self.adapter.mark_stale(f"only the base of version {version} has been published to it, and no adapter")
+            self.adapter.acts = False
         try:
             published = list(tensors)
             check_complete(published, self.expected)
@@ -280,7 +281,7 @@ class RolloutEngine:
 
     def publish_adapter(self, adapter: Adapter, *, version: int) -> PublishReport:
         """Replace the engine's adapter, as `version`. The base must have been published. After any exception the engine
-        refuses to generate until an adapter is published.
+        refuses to generate until an adapter is published. The first time, a probe shows that adapters act.
 
         Raises:
             UserError: there is no base, the adapter does not fit it, or the engine does not multiply by the adapter.
@@ -292,11 +293,33 @@ class RolloutEngine:
             raise no_place("its base has not been published", "call publish with the tensors of the base first")
         self.wake_up()
         target = self.adapter
+        if not self._adapters_act:
+            self._probe_adapters(target, adapter)
         seconds = self._run(lambda: target.publish(adapter, version=version))
         if not self.reset_prefix_cache():
             target.mark_stale("vLLM could not reset its prefix cache: requests are still running")
             raise RuntimeError(target.stale_because)
         return PublishReport(version, len(adapter.tensors), adapter.nbytes, 0, 0, seconds)
+
+    def _probe_adapters(self, target: EngineAdapter, adapter: Adapter) -> None:
+        """Raise UserError if a large adapter like `adapter` does not change vLLM's log-prob of a token."""
+        self._run(lambda: target.publish_loud(adapter))
+        prompt: Any = {"prompt_token_ids": [0, 0]}
+        params = engine_config.sampling_params(SamplingConfig(1, temperature=0.0), None)
+
+        def log_probs(lora_request: Any) -> list[float]:
+            (output,) = self._run(lambda: self.llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request))
+            return _sampled_log_probs(output.outputs[0])
+
+        # Apart: in a batch with an adapter, vLLM 0.29 on a CPU gives it to requests without one, too.
+        without, beside = log_probs(None), log_probs(target.request)
+        if without == beside:
+            raise UserError(
+                "the rollout engine computes as if it had no adapter",
+                why="vLLM has loaded one with a large B, and the log-prob of a token is that of the base",
+                fix="report it, with the log of the engine's start; lora.r=0 trains all weights",
+            )
+        self._adapters_act = True
 
     def _run(self, call: Callable[[], Any]) -> Any:
         """Return `call()`, which uses vLLM. Turn exceptions into EngineFailed, except vLLM's refusal of a request."""

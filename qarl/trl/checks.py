@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from qarl.errors import UserError
@@ -110,10 +109,8 @@ def check_adapter_args(args: QaRLConfig) -> None:
     reentrant = bool(args.gradient_checkpointing and kwargs.get("use_reentrant"))
     frozen = "the embeddings are frozen, so no gradient would reach the adapters"
     best, whole = "load_best_model_at_end", "transformers would look for a whole model in the checkpoint"
-    moved = "accelerate would move the model after its base has been quantized and frozen"
     reference = "the reference is the base alone, so TRL would copy weights to parameters that it does not have"
     for wrong, name, why, fix in (
-        (torch.cuda.is_available(), "a GPU", moved, "hide the GPUs (CUDA_VISIBLE_DEVICES=''), or use backend=local"),
         (getattr(args, best), best, whole, "set it to False"),
         (args.sync_ref_model, "sync_ref_model", reference, "set it to False"),
         (reentrant, "gradient_checkpointing_kwargs", frozen, "set use_reentrant=False in it"),

@@ -56,6 +56,11 @@ def load_replica() -> type[Any]:
             await super().run_server(args)
             self.engine = AdaptedClient(self.engine)
 
+        def _resolve_sleep_level(self) -> int:
+            """Return 1: the engine's weights wait in host memory, and a publish after the sleep is the adapter alone.
+            At level 2, verl's choice for weights that it publishes whole, the base would be lost."""
+            return 1
+
         async def qarl_has_base(self) -> bool:
             """Return whether the engine has the weights that adapters are added to."""
             return all(await self.engine.collective_rpc("qarl_has_base"))

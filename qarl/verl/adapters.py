@@ -1,6 +1,6 @@
 """Adapters in verl's actor: a frozen base on every rank, A and B sharded by FSDP2 (docs/lora.md).
 
-    before FSDP2      every rank gets the first rank's weights, quantizes the linears and frees their BF16 weights
+    before FSDP2      layer by layer every rank gets the first rank's weights, quantizes them and frees the BF16 ones
     FSDP2             shards what is left: A and B in FP32, and frozen in BF16 embeddings, norms and unquantized linears
     first publish     the base and the adapter; later ones the adapter alone, as long as all servers have the base
     checkpoints       A and B instead of the model, and the digests of the base (`BASE_FILE`)
@@ -26,7 +26,7 @@ from qarl.checkpoint.resumable import tensor_digest
 from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.lora.layers import Adapters
-from qarl.quant.convert import QuantReport, quantize_model
+from qarl.quant.linear import QuantLayer
 from qarl.quant.scheme import Scheme
 from qarl.quant.state_dict import packed_state_dict
 from qarl.rollout.publish.delta import Tally
@@ -36,38 +36,40 @@ from qarl.verl.publish import Publication, numbered, run_identity
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
-def quantize_whole(module: nn.Module, *, scheme: Scheme, ignore: tuple[str, ...], device: torch.device) -> QuantReport:
-    """Quantize the linears of `module` on every rank. Call this before FSDP2 wraps it.
-
-    verl loads weights only on the first rank, and leaves those of others on the meta device. Here all get them."""
-    for owner in module.modules():
-        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if tensor.is_meta:
-                    whole = torch.empty_like(tensor, device=device)
-                    table[name] = nn.Parameter(whole) if isinstance(tensor, nn.Parameter) else whole
-                torch.distributed.broadcast(table[name].detach(), src=0)
-    return quantize_model(module, scheme=scheme, ignore=ignore)
-
-
 class ActorAdapters(Adapters):
     """The adapters of verl's actor, and what verl's checkpoint manager sees of the model: their tensors alone.
 
     frozen   the parameters that FSDP2 must leave alone: those of quantized weights, which are on the meta device
     tally    counts the bytes of the last publish"""
 
-    def __init__(self, module: Any, config: Any, *, scheme: Scheme, ignore: tuple[str, ...], seed: int) -> None:
-        """Freeze `module`, which is quantized, aligned and whole, and give its linears adapters, in place."""
-        super().__init__(module, config, seed=seed, base=module.config.name_or_path, dtype=torch.float32)
+    def __init__(
+        self, module: Any, config: Any, *, scheme: Scheme, ignore: tuple[str, ...], seed: int, device: torch.device
+    ) -> None:
+        """Freeze `module`, which is quantized and aligned, and give its linears adapters, in place, on `device`."""
+        base = module.config.name_or_path
+        super().__init__(module, config, seed=seed, base=base, dtype=torch.float32, device=device)
         self.frozen = {parameter for parameter in module.parameters() if parameter.is_meta}
         self.tally = Tally()
         self._scheme, self._ignore = scheme, ignore
         self._digests: Mapping[str, str] = {}
         if torch.distributed.get_rank() == 0:
             self._digests = {name: tensor_digest(tensor) for name, tensor in self._base(stacks=False)}
+
+    def _move(self, module: nn.Module, device: torch.device) -> None:
+        """Give every rank the first rank's tensors. verl loads weights only there, and leaves those of others on the
+        meta device, unless weights are tied."""
+        for owner in module.modules():
+            tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+            for table in () if isinstance(owner, QuantLayer) and owner.frozen else tables:
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    if tensor.is_meta:
+                        whole = torch.empty_like(tensor, device=device)
+                        table[name] = nn.Parameter(whole, False) if isinstance(tensor, nn.Parameter) else whole
+                    else:
+                        tensor.data = tensor.data.to(device)  # tied weights stay tied
+                    torch.distributed.broadcast(table[name].detach(), src=0)
 
     def _base(self, *, stacks: bool) -> Named:
         return packed_state_dict(self.model, scheme=self._scheme, ignore=self._ignore, stacks=stacks)

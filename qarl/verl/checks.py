@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 QUANT = f"{ACTOR}.fsdp_config.quant"
 OVERRIDES = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides"
-NO_GPU = "verl's backend has no adapters on GPUs yet"
 RECEIVER = f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls"
 
 OWN_KEYS = {
@@ -266,7 +265,6 @@ def refuse_other_engine(composed: Any, quant: QuantSettings) -> None:
     rank = OmegaConf.select(composed, f"{ROLLOUT}.engine_kwargs.vllm.max_lora_rank") or 0
     rows.append(("lora.r", quant.lora.r or 0, rank))
     problems = [(mine != value, f"{QUANT}.{name}", mine, value, why) for name, mine, value in rows]
-    problems.append((quant.lora.r and not on_cpu, f"{QUANT}.lora.r", quant.lora.r, 0, NO_GPU))
     receiver = str(OmegaConf.select(composed, RECEIVER) or "verl.")
     why = "it is no receiver for what QaRL publishes: verl's does not know the records of a publish"
     good = f"{PLUGIN}.worker_extension.QaRLWorkerExtension"

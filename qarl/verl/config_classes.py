@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal, cast
 
-import torch
 from hydra.experimental.callback import Callback
 from pydantic import ValidationError, create_model
 from verl.utils.device import get_device_name
@@ -26,7 +25,7 @@ from qarl.config.types import Section
 from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
 from qarl.tbpo.config import KEYS, TBPOConfig
-from qarl.verl.checks import NO_GPU, as_dict, check_composed, refuse
+from qarl.verl.checks import as_dict, check_composed, refuse
 from qarl.verl.config import fsdp_engine_fields
 
 _LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
@@ -182,7 +181,6 @@ def check_engine_config(model: Any, engine: Any) -> None:
             (engine.offload_policy, f"{shards}.offload_policy", True, False, "shards are quantized on the GPU"),
             (engine.forward_only, reference, "it", plain, "a reference is not quantized"),
             (engine.qat.enable, f"{shards}.qat.enable", True, False, "qat would quantize the weights a second time"),
-            (adapts and torch.cuda.is_available(), f"{shards}.quant.lora.r", adapts, 0, NO_GPU),
             (lora > 0, "actor_rollout_ref.model.lora_rank", lora, "0, and QaRL's lora.r to the rank", verls),
             (adapts and stored != "bf16", f"{shards}.model_dtype", stored, "bf16", "the base is frozen"),
         ]

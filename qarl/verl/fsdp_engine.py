@@ -43,12 +43,13 @@ from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, check_mismatch
 from qarl.optim.muon import shard_axis
 from qarl.optim.muon_adamw import MuonAdamW
+from qarl.quant.convert import quantize_model
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.meta_model import check_buffers, restore_buffers
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.wire import DeltaSender
 from qarl.verl import forward, step_measurements
-from qarl.verl.adapters import ActorAdapters, gathered, quantize_whole
+from qarl.verl.adapters import ActorAdapters, gathered
 from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base
 from qarl.verl.checkpoint import check_files, check_record, save_record
 from qarl.verl.config_classes import QuantFSDPEngineConfig, check_engine_config
@@ -114,17 +115,18 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         device = torch.device(get_device_name())
         report: Any = "linears: BF16 in the forward"
         if self.quant.lora.r:
-            report = quantize_whole(module, scheme=self.scheme, ignore=self.ignore, device=device)
+            report = quantize_model(module, scheme=self.scheme, ignore=self.ignore, device=device)
         elif self.scheme.quantized and self.quant.align != "off":
             report = quantize_before_sharding(module, scheme=self.scheme, ignore=self.ignore, device=device)
         engine: dict[str, Any] = {"workers": self.quant.tensor_model_parallel_size, "eager": self.quant.enforce_eager}
+        engine |= {"adapters": bool(self.quant.lora.r)}
         aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, **engine)
         self.align, self.limit_level = aligned.level, aligned.limit_level
         check_rows(module.config, packed=self.use_remove_padding)
         self._head = forward.replace_head(module, len(self.model_config.tokenizer), self.quant.head_dtype)
         if self.quant.lora.r:
             options: dict[str, Any] = {"scheme": self.scheme, "ignore": self.ignore, "seed": self.engine_config.seed}
-            self.adapters = ActorAdapters(module, self.quant.lora, **options)
+            self.adapters = ActorAdapters(module, self.quant.lora, device=device, **options)
         if self.rank == 0:
             _log.info("%s\n%s\n%s", report, aligned, self.adapters or "")
         return module

@@ -17,6 +17,7 @@ from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, SCHEME, greedy, load_model
 from fresh_vllm import greedy_in_a_fresh_vllm
 from safetensors import SafetensorError
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from qarl.checkpoint.model_files import ModelFiles, save_model
 from qarl.config.lora import LoraConfig
@@ -178,15 +179,30 @@ def test_an_adapter_that_arrives_as_a_stream_is_the_one_that_was_sent(based, ada
         receiver.feed(stream)
 
 
-def test_an_adapter_of_zeros_is_the_base(based, adapters):
+def test_an_adapter_of_zeros_is_the_base_and_follows_no_other(based, adapters):
     adapter = adapters.adapter()
     zeros = {name: torch.zeros_like(tensor) for name, tensor in adapter.tensors.items()}
     based.publish_adapter(replace(adapter, tensors=zeros), version=1)
     first = greedy(based)
     based.publish_adapter(changed(adapters, 1), version=2)
     assert greedy(based) != first
-    based.publish_adapter(replace(adapter, tensors=zeros), version=3)
-    assert greedy(based) == first
+    with pytest.raises(UserError, match="every B of the adapter of version 3 is 0"):
+        based.publish_adapter(replace(adapter, tensors=zeros), version=3)
+    with pytest.raises(UserError, match="refuses to generate"):
+        greedy(based)
+
+
+def test_an_engine_that_multiplies_by_no_adapter_is_refused(based, adapters, monkeypatch):
+    """It has loaded the adapter, and its layers have the right A and B."""
+    monkeypatch.setattr(based, "_adapters_act", False)
+    with monkeypatch.context() as change:
+        change.setattr(PunicaWrapperCPU, "add_lora_linear", lambda *arguments, **options: None)
+        with pytest.raises(UserError, match="as if it had no adapter"):
+            based.publish_adapter(adapters.adapter(), version=1)
+    with pytest.raises(UserError, match="a probe has replaced its adapter"):
+        greedy(based)
+    based.publish_adapter(adapters.adapter(), version=1)
+    assert based._adapters_act and greedy(based)
 
 
 def test_each_version_has_an_id_and_a_name_of_its_own(based, adapters):

@@ -32,8 +32,7 @@ PEFT_NAMES = {"lora_dropout": "dropout", "lora_bias": "bias", "lora_alpha": "alp
 class LoraConfig(Section):
     """Adapters (LoRA) on a frozen base: only two small matrices per linear are trained and published.
 
-    docs/lora.md has the gain in memory and bytes, and the learning rate. On GPUs
-    only with `backend: local`."""
+    docs/lora.md has the gain in memory and bytes, and the learning rate."""
 
     r: Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512] | None = 0
     """Rank of the adapters, one of vLLM's. 0 or null: no adapters, all weights are trained."""

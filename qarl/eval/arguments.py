@@ -9,8 +9,10 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from qarl.checkpoint.storage import EXPORT
 from qarl.config import Config, load_config
 from qarl.errors import UserError
+from qarl.lora.adapter import FOLDER
 
 BF16 = "bf16"
 TASK_LENGTHS = (4096, 2048)
@@ -77,6 +79,14 @@ def settings_of(request: EvalRequest) -> Settings:
             where=str(request.model),
             why="it has no BF16 weights: its adapter was trained on the quantized base, and is not merged",
             fix=f"leave against out, or set against={config.model.path}, the base in BF16 without an adapter",
+        )
+    exported = request.model / EXPORT
+    if config and config.lora.r and request.step is None and exported.is_dir() and not (exported / FOLDER).is_dir():
+        raise UserError(
+            "the export of the run has lost its adapter",
+            where=str(exported / FOLDER),
+            why="the base alone is another policy than the one that was trained",
+            fix=f"restore the folder, or remove {exported}: then the last checkpoint is exported",
         )
     alien = _OF_FILES if request.tasks else _OF_TASKS
     if ignored := [name for name in alien if getattr(request, name) not in (None, False)]:

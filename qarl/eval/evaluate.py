@@ -132,6 +132,7 @@ def engine_of(folder: Path, request: EvalRequest, settings: Settings, adapter: A
     if (config := settings.config) is not None:
         more |= {
             "max_num_seqs": config.rollout.max_num_seqs,
+            "max_num_batched_tokens": config.rollout.max_num_batched_tokens,
             "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
             "kv_cache_gib": config.rollout.cpu_kvcache_space_gib,
             "enforce_eager": config.rollout.enforce_eager,

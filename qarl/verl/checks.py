@@ -262,9 +262,19 @@ def refuse_other_engine(composed: Any, quant: QuantSettings) -> None:
     }
     why = f"{ROLLOUT} makes it that in the engine, and the actor computes as the engine only if both are equal"
     rows = [(name, getattr(quant, name), value) for name, value in engines_values.items()]
-    rank = OmegaConf.select(composed, f"{ROLLOUT}.engine_kwargs.vllm.max_lora_rank") or 0
-    rows.append(("lora.r", quant.lora.r or 0, rank))
+    vllm = as_dict(OmegaConf.select(composed, f"{ROLLOUT}.engine_kwargs.vllm"))
+    rows.append(("lora.r", quant.lora.r or 0, vllm.get("max_lora_rank") or 0))
     problems = [(mine != value, f"{QUANT}.{name}", mine, value, why) for name, mine, value in rows]
+    if quant.lora.r:
+        workers, backend = rollout.tensor_model_parallel_size, rollout.checkpoint_engine.backend
+        enabled = vllm.get("enable_lora", False)
+        adapts = "the engine gets an adapter, which is compared with the layers of its one worker"
+        together = "separate rollout workers do not tell the actor whether they have the adapter's base"
+        problems += [
+            (not enabled, f"{ROLLOUT}.engine_kwargs.vllm.enable_lora", enabled, True, adapts),
+            (workers != 1, f"{ROLLOUT}.tensor_model_parallel_size", workers, 1, adapts),
+            (backend != "naive", f"{ROLLOUT}.checkpoint_engine.backend", backend, "naive", together),
+        ]
     receiver = str(OmegaConf.select(composed, RECEIVER) or "verl.")
     why = "it is no receiver for what QaRL publishes: verl's does not know the records of a publish"
     good = f"{PLUGIN}.worker_extension.QaRLWorkerExtension"

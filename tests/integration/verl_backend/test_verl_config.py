@@ -162,6 +162,9 @@ def test_adapters_are_told_to_actor_and_engine():
         (f"{ACTOR}.checkpoint.save_contents", ["model", "hf_model"], "save_contents"),
         ("actor_rollout_ref.model.lora_rank", 8, "model.lora_rank"),
         (f"{VLLM}.max_lora_rank", 16, "quant.lora.r"),
+        (f"{VLLM}.enable_lora", False, "enable_lora"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", 2, "tensor_model_parallel_size"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend", "qarl", "checkpoint_engine.backend"),
         (f"{ACTOR}.fsdp_config.model_dtype", "fp32", "model_dtype"),
     ],
 )

@@ -77,6 +77,11 @@ def test_a_run_lends_its_settings_and_arguments_win(tmp_path: Path) -> None:
     write_resolved(adapted, adapted.run_dir / "config.yaml")
     with pytest.raises(UserError, match="not possible for a run with adapters"):
         settings_of(EvalRequest(adapted.run_dir, "bf16"))
+    (adapted.run_dir / "export" / "adapter").mkdir(parents=True)
+    settings_of(EvalRequest(adapted.run_dir))
+    (adapted.run_dir / "export" / "adapter").rmdir()
+    with pytest.raises(UserError, match="lost its adapter"):
+        settings_of(EvalRequest(adapted.run_dir))
     export = tmp_path / "export"
     export.mkdir()
     with pytest.raises(UserError, match="cannot be scored"):

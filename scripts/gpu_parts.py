@@ -156,6 +156,7 @@ SECOND = (
       for scheme in ("w4a16", "fp8", "w8a8")),
     *(Part(f"lora_{scheme}", 110, _LORA[scheme], None, _TRAINED) for scheme in SCHEMES[1:]),
     Part("verl", 170, f"{training('w4a16', 'linears', False)} backend=verl", None, _VERL),
+    Part("lora_verl", 170, f"{_LORA['w4a16']} backend=verl", None, _VERL),
     Part("triton", 170, f"{_PYTEST} tests/integration/kernels/triton_kernels",
          f"{_PYTEST} tests/integration/kernels/triton_kernels/test_compat.py", _TESTED),
     Part("all_steps", 170, f"{_STEPS} response_length=256 levels=off,linears,model rounds=1 warmup=1 device=cuda",

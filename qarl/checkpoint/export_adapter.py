@@ -66,7 +66,7 @@ def export_adapter(trained: Trained, output: Path, format: str, trust_remote_cod
         raise UserError(
             f"format={format} is not possible for a run with adapters",
             why="the adapter would have to be merged into an unquantized base, but it was trained on the quantized one",
-            fix="use format=quantized, which writes base and adapter; peft's merge_and_unload merges them",
+            fix="use format=quantized, which writes base and adapter",
         )
     quant, path = trained.config["quant"], trained.config["model"]["path"]
     scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])

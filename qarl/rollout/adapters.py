@@ -19,7 +19,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,6 +91,7 @@ class EngineAdapter:
     stale_because   why there is none
     request         vLLM's name for it, which every request must carry
     acts            whether a publish since the base's has had a B that is not 0
+    proved          whether the engine has shown that it multiplies by an adapter (`prove`)
     """
 
     def __init__(self, engine: Any, model: nn.Module, spec: AdapterSpec) -> None:
@@ -101,7 +102,7 @@ class EngineAdapter:
         self.version: int | None = None
         self.stale_because = "no adapter has been published to it yet"
         self.request: Any = None
-        self.acts = False
+        self.acts = self.proved = False
         self._published = 0
         self._stacks = {
             name: stacks for name, stacks in _stacks(model).items() if name.rpartition(".")[2] in spec.targets
@@ -147,16 +148,27 @@ class EngineAdapter:
         self.request, self.version, self.acts = request, version, acts
         return {"validate": checked - start, "apply": time.perf_counter() - checked}
 
-    def publish_loud(self, adapter: Adapter) -> None:
-        """Publish an adapter like `adapter`, with a large random B, for a probe. Then there is no current version."""
+    def prove(self, adapter: Adapter, log_probs: Callable[[Any], list[float]]) -> None:
+        """Publish an adapter like `adapter` with a large random B. Then the engine has no current one.
+
+        `log_probs`: log-probs of a prompt with vLLM's request for an adapter, or with None. Raise UserError if they are
+        the same. They are asked for one by one: in a batch vLLM 0.29 on a CPU gives the adapter to all."""
         generator = torch.Generator().manual_seed(0)
-        loud = {
-            n: torch.randn(t.shape, generator=generator).to(t) if n.endswith(B) else t
-            for n, t in adapter.tensors.items()
-        }
-        self.publish(replace(adapter, tensors=loud), version=-1)
+
+        def loud(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return torch.randn(tensor.shape, generator=generator).to(tensor) if name.endswith(B) else tensor
+
+        tensors = {name: loud(name, tensor) for name, tensor in adapter.tensors.items()}
+        self.publish(replace(adapter, tensors=tensors), version=-1)
         self.acts = False
         self.mark_stale("a probe has replaced its adapter")
+        if log_probs(None) == log_probs(self.request):
+            raise UserError(
+                "the rollout engine computes as if it had no adapter",
+                why="vLLM has loaded one with a large B, and the log-prob of a token is that of the base",
+                fix="report it, with the log of the engine's start; lora.r=0 trains all weights",
+            )
+        self.proved = True
 
     def _load(self, adapter: Adapter, version: int) -> Any:
         """Load `adapter` under a new id and name. Return vLLM's request for it."""

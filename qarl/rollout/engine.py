@@ -32,6 +32,7 @@ from qarl.quant.experts import is_of_expert, stacked
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, vllm_plugin
 from qarl.rollout.adapters import EngineAdapter, no_place, servable
+from qarl.rollout.completions import routed_experts, sampled_log_probs, top_tokens
 from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager, kernel_request, own_kernels
 from qarl.rollout.publish.manifest import (
     Manifest,
@@ -101,7 +102,7 @@ class RolloutEngine:
         _tidy_up_at_exit()
         _OPEN.add(self)
         self._dynamo_was_disabled: bool | None = None
-        self._asleep = self._adapters_act = False
+        self._asleep = False
         if torch.cuda.is_available():
             engine_config.before_start(self.config.gpu_memory_utilization)
         elif eager(self.config.enforce_eager):
@@ -219,7 +220,7 @@ class RolloutEngine:
         preemptions = self._preemptions()
         outputs = self._run(lambda: self.llm.generate(requests, params, use_tqdm=False, lora_request=adapter))
         completions = [output.outputs[0] for output in outputs]
-        log_probs = [_sampled_log_probs(c) for c in completions]
+        log_probs = [sampled_log_probs(c) for c in completions]
         for i, values in enumerate(log_probs):
             if not all(map(math.isfinite, values)):
                 self.mark_stale(f"response {i} of the last call had a log-prob that is not finite", nan=True)
@@ -231,9 +232,9 @@ class RolloutEngine:
             rollout_log_probs=log_probs,
             finish_reasons=[str(c.finish_reason) for c in completions],
             weight_version=version,
-            top_token_ids=[_top_tokens(c) for c in completions] if sampling.top_tokens else None,
+            top_token_ids=[top_tokens(c) for c in completions] if sampling.top_tokens else None,
             preemptions=self._preemptions() - preemptions,
-            routed_experts=[_routed_experts(c) for c in completions] if self.config.return_routed_experts else None,
+            routed_experts=[routed_experts(c) for c in completions] if self.config.return_routed_experts else None,
             sampled=[fingerprint(*row) for row in zip(prompts, tokens, log_probs, strict=True)],
         )
 
@@ -293,33 +294,20 @@ class RolloutEngine:
             raise no_place("its base has not been published", "call publish with the tensors of the base first")
         self.wake_up()
         target = self.adapter
-        if not self._adapters_act:
-            self._probe_adapters(target, adapter)
+        if not target.proved:
+            self._run(lambda: target.prove(adapter, self._log_probs))
         seconds = self._run(lambda: target.publish(adapter, version=version))
         if not self.reset_prefix_cache():
             target.mark_stale("vLLM could not reset its prefix cache: requests are still running")
             raise RuntimeError(target.stale_because)
         return PublishReport(version, len(adapter.tensors), adapter.nbytes, 0, 0, seconds)
 
-    def _probe_adapters(self, target: EngineAdapter, adapter: Adapter) -> None:
-        """Raise UserError if a large adapter like `adapter` does not change vLLM's log-prob of a token."""
-        self._run(lambda: target.publish_loud(adapter))
-        prompt: Any = {"prompt_token_ids": [0, 0]}
+    def _log_probs(self, adapter: Any) -> list[float]:
+        """Return the log-prob of the likeliest token after a prompt, with or without an adapter, for a probe."""
         params = engine_config.sampling_params(SamplingConfig(1, temperature=0.0), None)
-
-        def log_probs(lora_request: Any) -> list[float]:
-            (output,) = self._run(lambda: self.llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request))
-            return _sampled_log_probs(output.outputs[0])
-
-        # Apart: in a batch with an adapter, vLLM 0.29 on a CPU gives it to requests without one, too.
-        without, beside = log_probs(None), log_probs(target.request)
-        if without == beside:
-            raise UserError(
-                "the rollout engine computes as if it had no adapter",
-                why="vLLM has loaded one with a large B, and the log-prob of a token is that of the base",
-                fix="report it, with the log of the engine's start; lora.r=0 trains all weights",
-            )
-        self._adapters_act = True
+        prompt: Any = {"prompt_token_ids": [0, 0]}
+        (output,) = self._run(lambda: self.llm.generate(prompt, params, use_tqdm=False, lora_request=adapter))
+        return sampled_log_probs(output.outputs[0])
 
     def _run(self, call: Callable[[], Any]) -> Any:
         """Return `call()`, which uses vLLM. Turn exceptions into EngineFailed, except vLLM's refusal of a request."""
@@ -403,21 +391,3 @@ def _close_all() -> None:
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
     """Make the receiver. vLLM calls this in its worker, which is in this process."""
     return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct)
-
-
-def _sampled_log_probs(completion: Any) -> list[float]:
-    flat = completion.logprobs  # vLLM's FlatLogprobs, in which the sampled token is the first of its position
-    if len(flat) != len(completion.token_ids):
-        raise RuntimeError(f"vLLM returned {len(flat)} log-probs for {len(completion.token_ids)} tokens")
-    return [flat.logprobs[start] for start in flat.start_indices]
-
-
-def _top_tokens(completion: Any) -> list[int]:
-    flat = completion.logprobs
-    places = (range(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True))
-    return [next(flat.token_ids[i] for i in position if flat.ranks[i] == 1) for position in places]
-
-
-def _routed_experts(completion: Any) -> torch.Tensor:
-    routed = completion.routed_experts
-    return torch.tensor(routed, dtype=torch.uint8 if routed.dtype.itemsize == 1 else torch.int16)

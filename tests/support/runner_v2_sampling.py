@@ -17,7 +17,7 @@ import torch
 from gpu_lock import load_libcuda, pretend
 
 from qarl.kernels.log_probs import Truncation, sampling_mask
-from qarl.rollout.engine import _sampled_log_probs, _top_tokens
+from qarl.rollout.completions import sampled_log_probs, top_tokens
 
 ROWS, VOCABULARY = 8, 640
 
@@ -46,11 +46,11 @@ def log_probs(logits: torch.Tensor) -> dict[str, Any]:
         processor = LogprobsProcessor(None, FlatLogprobs(), None, 0.0, top, None)
         processor._update_sample_logprobs(tensors.tolists())
         completion = SimpleNamespace(token_ids=sampled.tolist(), logprobs=processor.logprobs)
-        ours = torch.tensor(_sampled_log_probs(completion), dtype=torch.float64)
+        ours = torch.tensor(sampled_log_probs(completion), dtype=torch.float64)
         figures[f"off_{top}"] = float((ours - exact[torch.arange(ROWS), sampled]).abs().max())
         figures[f"shape_{top}"] = list(tensors.logprobs.shape)
         if top:
-            figures["top_tokens"] = _top_tokens(completion) == logits.argmax(-1).tolist()
+            figures["top_tokens"] = top_tokens(completion) == logits.argmax(-1).tolist()
     return figures
 
 

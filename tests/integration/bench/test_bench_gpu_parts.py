@@ -46,10 +46,10 @@ def runs_of(parts: Iterable[Part], folder: Path, gpus: int) -> Iterator[tuple[Pa
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    for name in ("Qwen3-0.6B", "Qwen3-30B-A3B"):
-        (tmp_path / name / "model").mkdir(parents=True)
+    for name, folder in (("Qwen3-0.6B", ""), ("Qwen3-0.6B", "Qwen3-0.6B"), ("Qwen3-30B-A3B", "Qwen3-30B-A3B")):
+        (tmp_path / folder / "model").mkdir(parents=True)
         config_file = ROOT / "qarl" / "bench" / "models" / name / "config.json"
-        (tmp_path / name / "model" / "config.json").write_text(config_file.read_text())
+        (tmp_path / folder / "model" / "config.json").write_text(config_file.read_text())
     return tmp_path
 
 
@@ -80,7 +80,7 @@ def test_verl_takes_the_keys_of_the_parts_that_run_in_it(
         if config.backend == "verl":
             checks.refuse_unsupported(config)
             configs[part.name] = verl_config(config, on_cpu=False)
-    assert configs.keys() == {"verl", "experts_verl", "ranks", "tensor_parallel", "short_30b", "whole_30b"}
+    assert configs.keys() == {"verl", "lora_verl", "experts_verl", "ranks", "tensor_parallel", "short_30b", "whole_30b"}
     short = configs["short_30b"]
     assert short.data.train_batch_size == 64 and short.data.max_response_length == 2048
     assert short.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 8192

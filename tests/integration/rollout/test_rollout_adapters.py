@@ -194,7 +194,7 @@ def test_an_adapter_of_zeros_is_the_base_and_follows_no_other(based, adapters):
 
 def test_an_engine_that_multiplies_by_no_adapter_is_refused(based, adapters, monkeypatch):
     """It has loaded the adapter, and its layers have the right A and B."""
-    monkeypatch.setattr(based, "_adapters_act", False)
+    monkeypatch.setattr(based.adapter, "proved", False)
     with monkeypatch.context() as change:
         change.setattr(PunicaWrapperCPU, "add_lora_linear", lambda *arguments, **options: None)
         with pytest.raises(UserError, match="as if it had no adapter"):
@@ -202,7 +202,7 @@ def test_an_engine_that_multiplies_by_no_adapter_is_refused(based, adapters, mon
     with pytest.raises(UserError, match="a probe has replaced its adapter"):
         greedy(based)
     based.publish_adapter(adapters.adapter(), version=1)
-    assert based._adapters_act and greedy(based)
+    assert based.adapter.proved and greedy(based)
 
 
 def test_each_version_has_an_id_and_a_name_of_its_own(based, adapters):

@@ -1,0 +1,28 @@
+"""Reads vLLM's completions: sampled log-probs, likeliest tokens, and the experts that routers chose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def sampled_log_probs(completion: Any) -> list[float]:
+    """Return the log-prob of each token. Raise RuntimeError if one has none."""
+    flat = completion.logprobs  # vLLM's FlatLogprobs, in which the sampled token is the first of its position
+    if len(flat) != len(completion.token_ids):
+        raise RuntimeError(f"vLLM returned {len(flat)} log-probs for {len(completion.token_ids)} tokens")
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
+def top_tokens(completion: Any) -> list[int]:
+    """Return the likeliest token at each position."""
+    flat = completion.logprobs
+    places = (range(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True))
+    return [next(flat.token_ids[i] for i in position if flat.ranks[i] == 1) for position in places]
+
+
+def routed_experts(completion: Any) -> torch.Tensor:
+    """Return the experts of each token but the last, uint8 or int16 [tokens - 1, layers, k]."""
+    routed = completion.routed_experts
+    return torch.tensor(routed, dtype=torch.uint8 if routed.dtype.itemsize == 1 else torch.int16)

@@ -23,7 +23,14 @@ _VERIFIED = re.compile(r"rank (\d+): resumed state equals the saved one by check
 
 
 def verl_resume(
-    record: Record, *, kills: int = 5, ranks: int = 1, seed: int = 0, seconds: float = 30.0, signals: str = "SIGKILL"
+    record: Record,
+    *,
+    kills: int = 5,
+    ranks: int = 1,
+    seed: int = 0,
+    seconds: float = 30.0,
+    signals: str = "SIGKILL",
+    lora_r: int = 0,
 ) -> None:
     """End runs by a signal at random moments, resume them, and compare state by checksum and prompts by step.
 
@@ -34,18 +41,21 @@ def verl_resume(
     chance = random.Random(seed)
     for number in range(kills):
         delay = chance.uniform(0.0, seconds)
-        if record.wants(name := f"{signals} | {ranks} ranks | {seed}.{number}"):
-            row = resumed(f"{signals}{ranks}_{seed}_{number}", FOLDER / "verl_resume", ranks, signals, delay)
+        adapters = f" | r={lora_r}" if lora_r else ""
+        if record.wants(name := f"{signals} | {ranks} ranks{adapters} | {seed}.{number}"):
+            run = f"{signals}{ranks}_{lora_r}_{seed}_{number}"
+            row = resumed(run, FOLDER / "verl_resume", ranks, signals, delay, lora_r)
             record.add(name, row, ok=row.pop("as_it_should"))
 
 
-def resumed(name: str, root: Path, ranks: int, signals: str, delay: float) -> Row:
+def resumed(name: str, root: Path, ranks: int, signals: str, delay: float, lora_r: int) -> Row:
     """One kill and one resume: what was compared, and whether it was equal."""
     settings = QUIET | {
         "trainer.save_final": True,
         "trainer.total_training_steps": LAST,
         "trainer.save_freq": SAVE_FREQ,
         "trainer.n_gpus_per_node": ranks,
+        "lora.r": lora_r,
     }
     killed, again = root / f"{name}.killed", root / f"{name}.resumed"
     Run.clear(name, root)

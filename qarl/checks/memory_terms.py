@@ -395,7 +395,7 @@ def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) 
         Part("vLLM: KV cache", max(kv_cache, 0), phases),
         Part("vLLM: workspace (allowance)", ENGINE_WORKSPACE_BYTES, phases),
         Part("vLLM: A and B, gathered", gathered, ("rollout",)),
-        Part("vLLM: what more the start takes, with the base twice", max(twice - gathered, 0), ("rollout",)),
+        Part("vLLM: second copy of the base, at the start", max(twice - gathered, 0), ("rollout",)),
         Part("vLLM asleep (allowance)", asleep if sleeps else 0, PHASES[1:]),
     ]
     return parts, kv_cache

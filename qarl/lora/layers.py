@@ -120,7 +120,7 @@ class AdaptedLinear(nn.Module):
         x = input.reshape(-1, input.shape[-1])
         if not len(x):
             return y
-        total: torch.Tensor = _Adapter.apply(y.flatten(0, -2), x, self.lora_A, self.lora_B, self.lora_factor)
+        total: torch.Tensor = _Adapter.apply(y.reshape(-1, y.shape[-1]), x, self.lora_A, self.lora_B, self.lora_factor)
         return total.view(y.shape)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -41,6 +41,11 @@ SLACK = 2**20
 """Bytes of the other files of an adapter, and more."""
 
 
+PROBE = [0, 1]
+"""The prompt of `EngineAdapter.prove`. If its tokens were equal, attention would return the same whatever q and k
+are."""
+
+
 @dataclass(frozen=True)
 class AdapterSpec:
     """The adapters that an engine can serve. `targets`: the last parts of the names of the linears that have one."""
@@ -148,21 +153,22 @@ class EngineAdapter:
         self.request, self.version, self.acts = request, version, acts
         return {"validate": checked - start, "apply": time.perf_counter() - checked}
 
-    def prove(self, adapter: Adapter, log_probs: Callable[[Any], list[float]]) -> None:
+    def prove(self, adapter: Adapter, version: int, log_prob: Callable[[Any], float]) -> None:
         """Publish an adapter like `adapter` with a large random B. Then the engine has no current one.
 
-        `log_probs`: log-probs of a prompt with vLLM's request for an adapter, or with None. Raise UserError if they are
-        the same. They are asked for one by one: in a batch vLLM 0.29 on a CPU gives the adapter to all."""
+        `version`: what errors name. `log_prob`: that of the likeliest token after `PROBE`, with vLLM's request for an
+        adapter or with None. Raise UserError if the two are equal. They are asked for one by one: in a batch vLLM 0.29
+        on a CPU gives the adapter to all."""
         generator = torch.Generator().manual_seed(0)
 
         def loud(name: str, tensor: torch.Tensor) -> torch.Tensor:
             return torch.randn(tensor.shape, generator=generator).to(tensor) if name.endswith(B) else tensor
 
         tensors = {name: loud(name, tensor) for name, tensor in adapter.tensors.items()}
-        self.publish(replace(adapter, tensors=tensors), version=-1)
+        self.publish(replace(adapter, tensors=tensors), version=version)
         self.acts = False
         self.mark_stale("a probe has replaced its adapter")
-        if log_probs(None) == log_probs(self.request):
+        if log_prob(None) == log_prob(self.request):
             raise UserError(
                 "the rollout engine computes as if it had no adapter",
                 why="vLLM has loaded one with a large B, and the log-prob of a token is that of the base",

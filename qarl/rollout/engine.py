@@ -31,7 +31,7 @@ from qarl.process import configure_vllm_process
 from qarl.quant.experts import is_of_expert, stacked
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, vllm_plugin
-from qarl.rollout.adapters import EngineAdapter, no_place, servable
+from qarl.rollout.adapters import PROBE, EngineAdapter, no_place, servable
 from qarl.rollout.completions import routed_experts, sampled_log_probs, top_tokens
 from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager, kernel_request, own_kernels
 from qarl.rollout.publish.manifest import (
@@ -294,20 +294,20 @@ class RolloutEngine:
             raise no_place("its base has not been published", "call publish with the tensors of the base first")
         self.wake_up()
         target = self.adapter
-        if not target.proved:
-            self._run(lambda: target.prove(adapter, self._log_probs))
+        if not target.proved and self.config.max_model_len > len(PROBE):
+            self._run(lambda: target.prove(adapter, version, self._log_prob))
         seconds = self._run(lambda: target.publish(adapter, version=version))
         if not self.reset_prefix_cache():
             target.mark_stale("vLLM could not reset its prefix cache: requests are still running")
             raise RuntimeError(target.stale_because)
         return PublishReport(version, len(adapter.tensors), adapter.nbytes, 0, 0, seconds)
 
-    def _log_probs(self, adapter: Any) -> list[float]:
-        """Return the log-prob of the likeliest token after a prompt, with or without an adapter, for a probe."""
+    def _log_prob(self, adapter: Any) -> float:
+        """Return the log-prob of the likeliest token after `PROBE`, with or without an adapter."""
         params = engine_config.sampling_params(SamplingConfig(1, temperature=0.0), None)
-        prompt: Any = {"prompt_token_ids": [0, 0]}
+        prompt: Any = {"prompt_token_ids": PROBE}
         (output,) = self._run(lambda: self.llm.generate(prompt, params, use_tqdm=False, lora_request=adapter))
-        return sampled_log_probs(output.outputs[0])
+        return sampled_log_probs(output.outputs[0])[0]
 
     def _run(self, call: Callable[[], Any]) -> Any:
         """Return `call()`, which uses vLLM. Turn exceptions into EngineFailed, except vLLM's refusal of a request."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from qarl.errors import UserError
@@ -91,6 +92,9 @@ def check_args(args: Any, arguments: dict[str, Any]) -> None:
         if value not in allowed:
             fix = f"set it to {' or '.join(map(str, allowed))}"
             raise UserError(f"QaRLTrainer does not support {name}={value!r}", where=name, why=why, fix=fix)
+    if args.use_cpu and torch.cuda.is_available():
+        why, fix = "rollouts would run on the GPU", "hide the GPUs (CUDA_VISIBLE_DEVICES='')"
+        raise UserError("QaRLTrainer does not support use_cpu beside a GPU", where="use_cpu", why=why, fix=fix)
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
         where, why = "fsdp, or accelerate's configuration", "a publish needs all weights in each process"
         fix = "use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights"

@@ -283,7 +283,7 @@ def quantized(model: Any, config: Config, adapters: Callable[[torch.nn.Module], 
     model.set_attn_implementation("sdpa")
     model.config.attention_dropout = 0.0
     quant = config.quant
-    # Where accelerate would move it later. Adapters move it themselves, layer by layer.
+    # Kernels are chosen for a device, before accelerate moves the model. Adapters move it themselves, layer by layer.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if adapters is None:
         model.to(device)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from verl.utils.device import get_device_id
 
 from qarl.checkpoint.read_weights import BASE_FILE
 from qarl.checkpoint.resumable import tensor_digest
@@ -134,5 +135,7 @@ class ActorAdapters(Adapters):
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor that FSDP2 may have sharded. All ranks must call this together."""
+    """Return the whole of a tensor that FSDP2 may have sharded, on the actor's device, from which verl may have
+    offloaded it. All ranks must call this together."""
+    tensor = tensor.detach().to(get_device_id(), non_blocking=True)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -24,6 +24,7 @@ from qarl.config.errors import from_pydantic, show
 from qarl.config.types import Section
 from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
+from qarl.rollout.vllm_plugin import experts_of
 from qarl.tbpo.config import KEYS, TBPOConfig
 from qarl.verl.checks import as_dict, check_composed, refuse
 from qarl.verl.config import fsdp_engine_fields
@@ -176,12 +177,16 @@ def check_engine_config(model: Any, engine: Any) -> None:
         other = dtype not in ("bf16", "bfloat16")
         verls = "verl's adapters are peft's modules, which do not compute as vLLM does"
         wraps = "it replaces or wraps layers that QaRL computes as vLLM does"
+        experts = bool(experts_of(getattr(model, "hf_config", None)))
+        fp8_experts = adapts and experts and engine.quant.scheme == "fp8" and get_device_name() == "cuda"
+        two_kernels = "beside adapters vLLM multiplies FP8 experts by Triton on a GPU, and the actor by CUTLASS"
         problems += [
             (other, f"{shards}.mixed_precision.param_dtype", dtype, "bf16", "vLLM uses BF16"),
             (engine.offload_policy, f"{shards}.offload_policy", True, False, "shards are quantized on the GPU"),
             (engine.forward_only, reference, "it", plain, "a reference is not quantized"),
             (engine.qat.enable, f"{shards}.qat.enable", True, False, "qat would quantize the weights a second time"),
             (lora > 0, "actor_rollout_ref.model.lora_rank", lora, "0, and QaRL's lora.r to the rank", verls),
+            (fp8_experts, f"{shards}.quant.scheme", "fp8", "w4a16", two_kernels),
             (adapts and stored != "bf16", f"{shards}.model_dtype", stored, "bf16", "the base is frozen"),
         ]
         for name in ("use_fused_kernels", "enable_activation_offload", "use_liger"):

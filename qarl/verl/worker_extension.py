@@ -85,6 +85,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         """Return whether the adapter's receiver takes `item`, the next one of a stream."""
         if item[0] == BEGIN:
             self._qarl_takes_adapter = "adapter" in read_record(*item)
+            if not self._qarl_takes_adapter and self._qarl_adapter_receiver is not None:
+                self._qarl_adapter_receiver.target.acts = False  # of another base
         return self._qarl_takes_adapter
 
     def update_weights_from_ipc(

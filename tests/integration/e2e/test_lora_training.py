@@ -40,6 +40,7 @@ CASES = {
     "experts fp8": ["quant.scheme=fp8", *MOE],
     "experts bf16": ["quant.scheme=bf16", *MOE],
     "two targets": ["lora.target_modules=[v_proj,down_proj]", "lora.alpha=32"],
+    "queries alone": ["lora.target_modules=[q_proj]"],
     "muon": ["optim.name=muon", "optim.muon_lr=1e-3"],
     "KL": ["actor.use_kl_loss=true"],
     "checkpointing": ["model.gradient_checkpointing=true"],

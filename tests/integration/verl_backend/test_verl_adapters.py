@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,20 @@ from fresh_vllm import greedy_in_a_fresh_vllm
 from fsdp_ranks import BANDS, LORA, QUANT, assert_same_gradients, local_update, make_rows, run_engine
 from random_models import save_random_model
 from safetensors.torch import load_file
-from verl_runs import REWARD, run_quickstart
+from verl_runs import REWARD, quickstart, run_quickstart
 
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
+from qarl.process import answer_for_vllm
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT
 
 pytest.importorskip("verl")
+
+from omegaconf import OmegaConf
+
+from qarl.verl.checks import check_composed
+from qarl.verl.run import verl_config
+
 pytestmark = [needs_w4a16_cpu, pytest.mark.timeout(900)]
 
 
@@ -30,23 +38,30 @@ def model(tmp_path_factory) -> str:
     return str(save_random_model(tmp_path_factory.mktemp("model")))
 
 
+CASES = {"r=8": (LORA, False), "r=8, tied": (LORA, True), "r=1: a rank has no row of A": ({"r": 1, "alpha": 2}, False)}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request, tmp_path_factory, model):
+    """The section `lora`, and a model. verl gives all ranks the weights of one that is tied."""
+    lora, tied = request.param
+    return lora, str(save_random_model(tmp_path_factory.mktemp("tied"), tie=True)) if tied else model
+
+
 @pytest.fixture(scope="module")
-def rows(model):
-    return make_rows(model)
-
-
-@pytest.fixture(scope="module", params=[LORA, {"r": 1, "alpha": 2}], ids=["r=8", "r=1: a rank has no row of A"])
-def lora(request):
-    return request.param
+def rows(case):
+    return make_rows(case[1])
 
 
 @pytest.fixture(scope="module")
-def local(model, rows, lora):
+def local(case, rows):
+    lora, model = case
     return local_update(model, rows, lora=lora)
 
 
 @pytest.fixture(scope="module")
-def results(model, rows, lora, tmp_path_factory):
+def results(case, rows, tmp_path_factory):
+    lora, model = case
     job = {"quant": QUANT | {"lora": lora}, "bands": BANDS, "lr": 1e-2, "micro": 2, "engine": {"model_dtype": "bf16"}}
     folder = tmp_path_factory.mktemp("engine")
     jobs = {world: job | {"checkpoint": str(folder / f"step{world}")} for world in (1, 2)}
@@ -108,6 +123,59 @@ def test_each_request_names_the_adapter_that_the_engine_has() -> None:
     client.answer = "no adapter has been published to it yet"
     with pytest.raises(UserError, match="refuses to generate"):
         asyncio.run(first(AdaptedClient(client).generate(prompt="")))
+
+
+def test_sleeping_servers_leave_the_base_in_host_memory(monkeypatch) -> None:
+    """Level 2 would lose it, and nobody would publish it again."""
+    answer_for_vllm()
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+    from qarl.verl.adapter_server import load_replica
+
+    vllm = {"enable_lora": True, "worker_extension_cls": "qarl.verl.worker_extension.QaRLWorkerExtension"}
+    config = SimpleNamespace(engine_kwargs={"vllm": vllm})
+    monkeypatch.setattr(vLLMReplica, "__init__", lambda replica: setattr(replica, "config", config))
+    server = load_replica()().server_class.__ray_metadata__.modified_class
+    assert server._resolve_sleep_level(None) == 1
+    for name in ("_sleep_hybrid", "release_kv_cache"):
+        assert "_resolve_sleep_level" in getattr(vLLMHttpServer, name).__code__.co_names
+
+
+VLLM, ACTOR = "actor_rollout_ref.rollout.engine_kwargs.vllm", "actor_rollout_ref.actor"
+
+
+def test_adapters_are_told_to_actor_and_engine():
+    composed = verl_config(quickstart(**{"lora.r": 8, "lora.target_modules": ["v_proj", "q_proj"]}), on_cpu=True)
+    engine = OmegaConf.select(composed, VLLM)
+    assert (engine.enable_lora, engine.max_lora_rank, engine.max_loras) == (True, 8, 1)
+    assert list(engine.lora_target_modules) == ["q_proj", "v_proj"]
+    actor = composed.actor_rollout_ref.actor.fsdp_config
+    assert (actor.quant.lora.r, actor.model_dtype, composed.actor_rollout_ref.model.lora_rank) == (8, "bf16", 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "where"),
+    [
+        (f"{ACTOR}.checkpoint.save_contents", ["model", "hf_model"], "save_contents"),
+        ("actor_rollout_ref.model.lora_rank", 8, "model.lora_rank"),
+        (f"{VLLM}.max_lora_rank", 16, "quant.lora.r"),
+        (f"{VLLM}.enable_lora", False, "enable_lora"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend", "qarl", "checkpoint_engine.backend"),
+        (f"{ACTOR}.fsdp_config.model_dtype", "fp32", "model_dtype"),
+    ],
+)
+def test_what_adapters_do_not_go_with_in_verl(key, value, where):
+    with pytest.raises(UserError) as caught:
+        verl_config(quickstart(**{"lora.r": 8}, verl={key: value}), on_cpu=True)
+    assert caught.value.where.endswith(where)
+
+
+def test_adapters_need_engines_of_one_worker_on_verls_command_line_too():
+    composed = verl_config(quickstart(**{"lora.r": 8}), on_cpu=True)
+    composed.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
+    composed.actor_rollout_ref.actor.fsdp_config.quant.tensor_model_parallel_size = 2
+    with pytest.raises(UserError, match="tensor_model_parallel_size=2 cannot be used"):
+        check_composed(composed)
 
 
 RUN = {

@@ -144,36 +144,6 @@ def test_what_qarl_can_use_is_not_refused(verl, more):
     assert verl_config(quickstart(verl=verl, **more), on_cpu=True)
 
 
-VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-
-
-def test_adapters_are_told_to_actor_and_engine():
-    composed = verl_config(quickstart(**{"lora.r": 8, "lora.target_modules": ["v_proj", "q_proj"]}), on_cpu=True)
-    engine = OmegaConf.select(composed, VLLM)
-    assert (engine.enable_lora, engine.max_lora_rank, engine.max_loras) == (True, 8, 1)
-    assert list(engine.lora_target_modules) == ["q_proj", "v_proj"]
-    actor = composed.actor_rollout_ref.actor.fsdp_config
-    assert (actor.quant.lora.r, actor.model_dtype, composed.actor_rollout_ref.model.lora_rank) == (8, "bf16", 0)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "where"),
-    [
-        (f"{ACTOR}.checkpoint.save_contents", ["model", "hf_model"], "save_contents"),
-        ("actor_rollout_ref.model.lora_rank", 8, "model.lora_rank"),
-        (f"{VLLM}.max_lora_rank", 16, "quant.lora.r"),
-        (f"{VLLM}.enable_lora", False, "enable_lora"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size", 2, "tensor_model_parallel_size"),
-        ("actor_rollout_ref.rollout.checkpoint_engine.backend", "qarl", "checkpoint_engine.backend"),
-        (f"{ACTOR}.fsdp_config.model_dtype", "fp32", "model_dtype"),
-    ],
-)
-def test_what_adapters_do_not_go_with_in_verl(key, value, where):
-    with pytest.raises(UserError) as caught:
-        verl_config(quickstart(**{"lora.r": 8}, verl={key: value}), on_cpu=True)
-    assert caught.value.where.endswith(where)
-
-
 @pytest.mark.parametrize("key", OWN_KEYS)
 def test_what_qarl_has_a_key_for_is_not_set_in_the_section_verl(key):
     """What QaRL checked, and the steps by which it tells a finished run, would be those of another run."""

@@ -116,9 +116,9 @@ OPTIONS = [
     ({"lora__r": 8, "lora__target_modules": ["q_proj"]}, "vLLM: A and B, gathered", 4096 * 8 * 6 * 64),
     ({}, "vLLM: A and B, gathered", None),
     # At first vLLM has the base, too: 34784 and 26240 bytes, in place of 20 * 6 * 96 of A.
-    ({"lora__r": 1, **FEW_TOKENS}, "vLLM: what more the start takes, with the base twice", 34784 + 26240 - 11520),
-    ({"lora__r": 8, **FEW_TOKENS}, "vLLM: what more the start takes, with the base twice", None),
-    ({**FEW_TOKENS}, "vLLM: what more the start takes, with the base twice", None),
+    ({"lora__r": 1, **FEW_TOKENS}, "vLLM: second copy of the base, at the start", 34784 + 26240 - 11520),
+    ({"lora__r": 8, **FEW_TOKENS}, "vLLM: second copy of the base, at the start", None),
+    ({**FEW_TOKENS}, "vLLM: second copy of the base, at the start", None),
     ({"lora__r": 8}, "FP32 gradient sums", 4 * 14848),
     ({"lora__r": 8}, "BF16 gradients of a micro-batch", 2 * 14848),
     ({"lora__r": 8}, "weights, BF16", 2 * (74560 - 61440 + 14848)),

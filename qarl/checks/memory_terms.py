@@ -24,8 +24,7 @@ full length, V the vocabulary and H the hidden size.
                   more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
                   bytes for each weight of lm_head, unless adapters leave it frozen.
     engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance. With adapters on a CPU, what the local
-                  trainer cannot share, and A for each token of a batch, 6 bytes a number; or the base, which is there
-                  twice until the first publish, if that is more.
+                  trainer cannot share, and A for each token (6 bytes a number), or at the start a second base.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
     reference     With a KL term. Locally a second copy of the weights in the model's dtype and of what `low_bit` keeps
                   between steps. With verl P * 4 bytes, or P * 2 if its model_dtype is bf16, divided by R. On GPUs verl

@@ -28,8 +28,9 @@ from qarl.checkpoint.model_files import (
 )
 from qarl.checkpoint.read_weights import BASE_FILE, open_source
 from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
+from qarl.config.lora import FOLDER
 from qarl.errors import UserError
-from qarl.lora.adapter import FOLDER, WEIGHTS_FILE, A, Adapter, read_adapter
+from qarl.lora.adapter import WEIGHTS_FILE, A, Adapter, read_adapter
 from qarl.lora.layers import adapted_leaves
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.vllm_plugin import experts_of

@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from qarl.checkpoint.storage import whole_folder
+from qarl.config.lora import FOLDER
 from qarl.errors import UserError
-from qarl.lora.adapter import FOLDER, WEIGHTS_FILE, Adapter, write_adapter
+from qarl.lora.adapter import WEIGHTS_FILE, Adapter, write_adapter
 from qarl.quant.convert import select_linears
 from qarl.quant.meta_model import meta_model
 from qarl.quant.quantize import quantize

@@ -25,6 +25,8 @@ REFUSED = {
     "init_lora_weights": "A starts at random and B at zero, so that the first rollouts are those of the base",
 }
 """Settings of peft's LoraConfig that QaRL refuses, and why."""
+FOLDER = "adapter"
+"""The folder of the adapter in an export."""
 PEFT_NAMES = {"lora_dropout": "dropout", "lora_bias": "bias", "lora_alpha": "alpha", "rank": "r"}
 """Other names of keys, most of them peft's, and QaRL's."""
 

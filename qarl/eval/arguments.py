@@ -11,8 +11,8 @@ from pydantic.dataclasses import dataclass
 
 from qarl.checkpoint.storage import EXPORT
 from qarl.config import Config, load_config
+from qarl.config.lora import FOLDER
 from qarl.errors import UserError
-from qarl.lora.adapter import FOLDER
 
 BF16 = "bf16"
 TASK_LENGTHS = (4096, 2048)
@@ -86,7 +86,7 @@ def settings_of(request: EvalRequest) -> Settings:
             "the export of the run has lost its adapter",
             where=str(exported / FOLDER),
             why="the base alone is another policy than the one that was trained",
-            fix=f"restore the folder, or remove {exported}: then the last checkpoint is exported",
+            fix="restore the folder, or export a checkpoint with `qarl export`, if the run has one, and score that",
         )
     alien = _OF_FILES if request.tasks else _OF_TASKS
     if ignored := [name for name in alien if getattr(request, name) not in (None, False)]:

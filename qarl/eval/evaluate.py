@@ -19,6 +19,7 @@ from typing import Any
 from qarl.checkpoint.export import ExportRequest, export
 from qarl.checkpoint.model_files import read_tensors
 from qarl.checkpoint.storage import EXPORT, write_json
+from qarl.config.lora import FOLDER
 from qarl.console import say, stage
 from qarl.data.prompts import Prompt, load_prompts, prompt_options
 from qarl.data.rewards import get_reward_fn, score_responses
@@ -26,7 +27,7 @@ from qarl.errors import UserError
 from qarl.eval.arguments import BF16, EvalRequest, Settings
 from qarl.eval.harness import find_tasks, score_tasks, sets_of
 from qarl.eval.scores import Estimate, average, differences, interval, normal
-from qarl.lora.adapter import FOLDER, Adapter, read_adapter
+from qarl.lora.adapter import Adapter, read_adapter
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.adapters import AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
@@ -42,8 +43,9 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
         scores: dict[str, Sets] = {}
         samples: dict[str, int] = {}
         for label, folder in folders(request, stack):
+            what = f"scoring {label}" + " with its adapter" * (folder / FOLDER).is_dir()
             if manager is not None:
-                with stage(f"scoring {label}"):
+                with stage(what):
                     engine_config = engine_of(folder, request, settings, adapter_of(folder))
                     results = score_tasks(folder, engine_config, manager, request)
                 scores[label] = sets_of(results, request.task_names)
@@ -51,7 +53,7 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
             prompts = _prompts(request, settings, folder)
             for prompt in prompts:
                 samples[prompt.data_source] = max(samples.get(prompt.data_source, 1), prompt.samples or 1)
-            with stage(f"scoring {label}"):
+            with stage(what):
                 scores[label] = score_model(folder, prompts, request, settings)
     estimates = tabulated(scores, averaged=manager is None)  # metrics of one task are no sets to average
     if request.output:

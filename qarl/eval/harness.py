@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from qarl.config.errors import nearest
+from qarl.config.lora import FOLDER
 from qarl.console import say
 from qarl.errors import UserError
 from qarl.eval.arguments import EvalRequest
-from qarl.lora.adapter import FOLDER
 from qarl.process import answer_for_vllm, configure_vllm_process
 from qarl.quant.meta_model import default_dtype_kept
 from qarl.rollout.adapters import servable

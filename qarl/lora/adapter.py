@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from qarl.config.lora import FOLDER
 from qarl.errors import UserError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-FOLDER = "adapter"
-"""The folder of the adapter in an export."""
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 PLAIN: dict[str, Any] = {
     "bias": "none",

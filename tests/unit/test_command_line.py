@@ -120,6 +120,13 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert "quickstart.yaml" in done.stdout
 
 
+def test_what_is_imported_before_threads_are_limited_imports_no_torch() -> None:
+    """Later `limit_threads` would change nothing."""
+    modules = "qarl.eval.__main__, qarl.eval.arguments, qarl.doctor.__main__, qarl.demo.__main__, qarl.warm_start"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
 ENDS = {"at the end": ("", "", 0), "in the middle": ("1", "", READER_LEFT), "with an error": ("", "bad", 2)}
 
 

@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from qarl.checkpoint.model_files import ModelFiles, save_model
-from qarl.config.lora import LoraConfig
+from qarl.config.lora import FOLDER, LoraConfig
 from qarl.errors import UserError
-from qarl.lora.adapter import FOLDER, Adapter
+from qarl.lora.adapter import Adapter
 from qarl.lora.layers import Adapters
 from qarl.quant import packed_state_dict
 from qarl.rollout import adapters as rollout_adapters

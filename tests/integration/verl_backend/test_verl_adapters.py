@@ -4,6 +4,7 @@ of each request, and whole runs (docs/lora.md)."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,8 +129,12 @@ def test_each_request_names_the_adapter_that_the_engine_has() -> None:
 def test_sleeping_servers_leave_the_base_in_host_memory(monkeypatch) -> None:
     """Level 2 would lose it, and nobody would publish it again."""
     answer_for_vllm()
+    root = logging.getLogger()
+    levels = [(each, each.level) for each in (root, *root.handlers)]
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+    for each, level in levels:  # the import changes them, also pytest's handlers
+        each.setLevel(level)
     from qarl.verl.adapter_server import load_replica
 
     vllm = {"enable_lora": True, "worker_extension_cls": "qarl.verl.worker_extension.QaRLWorkerExtension"}

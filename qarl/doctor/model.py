@@ -35,6 +35,8 @@ _SHARD = (
     "set optim.master_dtype=bf16, or verl's param_offload and optimizer_offload (backend=verl, "
     f"verl.{OFFLOAD[0]}=true), or shard over more GPUs (trainer.n_gpus_per_node)"
 )
+_ADAPTED = "lower lora.r, on a CPU also rollout.max_num_batched_tokens, or train a smaller model"
+"""In place of `_SHARD` with adapters, whose base is in BF16 or fewer bits and whole on each GPU."""
 REMEDIES = {
     "rollout": f"lower rollout.gpu_memory_utilization (on CPU rollout.cpu_kvcache_space_gib), {_SHARD}",
     "old_log_prob": "lower actor.log_prob_micro_batch_size_per_gpu (by tokens: log_prob_max_token_len_per_gpu), "
@@ -213,6 +215,7 @@ def planned_memory(
         kernels=layouts,
     )
     phase, needed = plan.peak
+    remedy = REMEDIES[phase].replace(_SHARD, _ADAPTED) if config.lora.r else REMEDIES[phase]
     if machine.on_cpu:
         here = min(config.trainer.n_gpus_per_node, ranks(config))
         place, limit = f"{here} rank{'s' if here > 1 else ''} on this CPU", memory.available_memory()
@@ -224,7 +227,7 @@ def planned_memory(
         f"{place}: {readable(needed)} needed at the peak (phase {phase}), of {readable(limit)}",
         needed,
         limit,
-        fix=("leave out the KL term, " if kl else "") + REMEDIES[phase],
+        fix=("leave out the KL term, " if kl else "") + remedy,
         lines=plan.table(),
     )
     if plan.host:

@@ -188,3 +188,11 @@ def test_the_doctor_names_the_reference_policy(monkeypatch: pytest.MonkeyPatch) 
     (finding,) = [finding for finding in findings if "needed at the peak" in finding.what]
     assert finding.status == "error" and (finding.fix or "").startswith("leave out the KL term, ")
     assert any("reference policy" in line for line in finding.lines)
+
+
+def test_what_the_doctor_advises_for_adapters_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 1)
+    for setting, possible in (("lora.r=0", True), ("lora.r=8", False)):
+        findings = topic_of("memory", setting)
+        (finding,) = [finding for finding in findings if "needed at the peak" in finding.what]
+        assert ("optim.master_dtype=bf16" in (finding.fix or "")) == possible

@@ -89,10 +89,9 @@ def base_shared(trainer: Any) -> float:
     """Return the share of the base's bytes that are in the memory of the engine of this process."""
     theirs = {tensor.untyped_storage().data_ptr() for tensor in trainer.engine.receiver.storage().values()}
     model = trainer.policy.model
-    base = [p for p in model.parameters() if not p.requires_grad and not p.is_meta]
-    base += [
-        t for layer in low_bit_layers(model).values() for kept in (layer.stored or {}).values() for t in kept.values()
-    ]
+    base: list[Any] = [p for p in model.parameters() if not p.requires_grad and not p.is_meta]
+    for layer in low_bit_layers(model).values():
+        base += [tensor for tensors in (layer.stored or {}).values() for tensor in tensors.values()]
     return sum(t.nbytes for t in base if t.untyped_storage().data_ptr() in theirs) / sum(t.nbytes for t in base)
 
 

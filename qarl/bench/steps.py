@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import product, starmap
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -123,9 +123,10 @@ class Arguments:
         schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
         if self.part == "publish":
             return [Case(scheme, "") for scheme in schemes]
-        every = product(schemes, sorted(set(self.levels), key=LEVELS.index), sorted(set(self.lora_r)))
-        cases = starmap(Case, every)
-        return [c for c in cases if c.level != ("linears" if c.scheme == "bf16" else "off" if c.lora_r else "")]
+        levels, ranks = sorted(set(self.levels), key=LEVELS.index), sorted(set(self.lora_r))
+        missing = {("bf16", "linears", rank) for rank in ranks}
+        missing |= {(scheme, "off", rank) for scheme in schemes for rank in ranks if scheme != "bf16" and rank}
+        return [Case(*case) for case in product(schemes, levels, ranks) if case not in missing]
 
 
 def _check(arguments: Arguments) -> None:

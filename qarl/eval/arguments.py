@@ -81,7 +81,8 @@ def settings_of(request: EvalRequest) -> Settings:
             fix=f"leave against out, or set against={config.model.path}, the base in BF16 without an adapter",
         )
     exported = request.model / EXPORT
-    if config and config.lora.r and request.step is None and exported.is_dir() and not (exported / FOLDER).is_dir():
+    lost = exported.is_dir() and not (exported / FOLDER).is_dir()
+    if config and config.lora.r and request.step is None and lost:
         raise UserError(
             "the export of the run has lost its adapter",
             where=str(exported / FOLDER),

@@ -95,10 +95,12 @@ class Policy:
         """`router_replay`: a value of `rollout.router_replay`. Batches without routing are not replayed.
         `head_dtype`: a value of `model.head_dtype`. `kernels`: a value of `quant.kernels`.
         `eager`: whether the engine runs without CUDA graphs. `adapters`: freezes the model and gives it adapters.
-        `device`: where the model will run, if not where it is. Only `adapters` moves it.
+        `device`: where to move the model, if it is not there. `adapters` moves it layer by layer.
 
         Raise UserError if `head_dtype` is fp32 without `plain_head`, or if something has cast the model's buffers."""
         check_buffers(model)
+        if adapters is None and device is not None:
+            model.to(device)
         self.model, self.scheme, self.ignore = model, scheme, ignore
         self.called = model
         quantized = align != "off" and scheme.quantized
@@ -148,8 +150,6 @@ class Policy:
             raise lacks_tensors(config.model.path, loading["missing_keys"])
         check_finite(model, config.model.dtype)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if not config.lora.r:
-            model.to(device)
         model.train(config.model.gradient_checkpointing)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})

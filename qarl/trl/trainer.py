@@ -283,10 +283,6 @@ def quantized(model: Any, config: Config, adapters: Callable[[torch.nn.Module], 
     model.set_attn_implementation("sdpa")
     model.config.attention_dropout = 0.0
     quant = config.quant
-    # Kernels are chosen for a device, before accelerate moves the model. Adapters move it themselves, layer by layer.
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if adapters is None:
-        model.to(device)
     return Policy(
         model,
         get_scheme(quant.scheme, group_size=quant.group_size),
@@ -296,7 +292,7 @@ def quantized(model: Any, config: Config, adapters: Callable[[torch.nn.Module], 
         kernels=quant.kernels,
         eager=config.rollout.enforce_eager is True,
         adapters=adapters,
-        device=device,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),  # before accelerate moves it
     )
 
 

@@ -78,7 +78,7 @@ class ActorAdapters(Adapters):
     def publication(self, version: int, *, with_base: bool) -> Publication:
         """Return the publish of the adapter, after its base if `with_base`. All ranks must read it together."""
         settings = {"r": self.rank, "alpha": self.alpha, "targets": self.targets, "base": self.base}
-        rounded = ((name, gathered(tensor).bfloat16()) for name, tensor in self.tensors().items())
+        rounded = ((name, gathered(tensor, torch.bfloat16)) for name, tensor in self.tensors().items())
         streams = [encode_publish(rounded, version=version, run=run_identity(), adapter=settings)]
         if with_base:
             base = ((name, gathered(tensor)) for name, tensor in self._base(stacks=True))
@@ -134,8 +134,10 @@ class ActorAdapters(Adapters):
             ours[name].copy_(tensor)
 
 
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
+def gathered(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the whole of a tensor that FSDP2 may have sharded, on the actor's device, from which verl may have
-    offloaded it. All ranks must call this together."""
+    offloaded it. All ranks must call this together. `dtype`: what to cast numbers to that are not integers."""
     tensor = tensor.detach().to(get_device_id(), non_blocking=True)
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -219,7 +219,7 @@ class Saving:
         self.begin()
         if what_is_missing(folder) is not None:
             return
-        replaced = self._passing() if self._keep is None else self._surplus(folder)
+        replaced = self._surplus(folder, self._keep) if self._keep else self._passing()
         try:
             for other in replaced:
                 # A repeated command begins again from the checkpoint that resume_from_path names.
@@ -228,12 +228,12 @@ class Saving:
         except StorageError as error:
             _log.warning("an old checkpoint stays, training continues: %s", error)
 
-    def _surplus(self, folder: Path) -> list[Path]:
-        """Return the complete checkpoints before the newest ones up to that in `folder`. verl itself removes those that
-        this process has written."""
+    def _surplus(self, folder: Path, keep: int) -> list[Path]:
+        """Return the complete checkpoints before the newest `keep` ones up to that in `folder`. verl itself removes
+        those that this process has written."""
         whole, _ = whole_and_torn(self._checkpoints)
         steps = sorted(step for step in whole if step <= step_of(folder))
-        return [whole[step] for step in steps[: -(self._keep or len(steps))]]
+        return [whole[step] for step in steps[:-keep]]
 
     def _passing(self) -> list[Path]:
         return [mark.parent for mark in self._checkpoints.glob(f"global_step_*/{BY_TIME}") if step_of(mark.parent)]

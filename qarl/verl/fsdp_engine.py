@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import MixedPrecisionPolicy, apply_fsdp2, fsdp2_load_full_state_dict
 from verl.workers.config.optimizer import build_optimizer as verls_optimizer
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
@@ -341,13 +342,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return self.adapters.publication(version, with_base=not servers_have_base(**asked)).reserve()
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        def gather(entry: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                entry = entry.detach().to(get_device_id(), non_blocking=True)
-                if entry.is_floating_point():
-                    entry = entry.to(torch.bfloat16)
-                return gathered(entry)
-
+        gather = partial(gathered, dtype=torch.bfloat16)
         here = torch.device(get_device_name())
         return sharded_wire_tensors(self.module, gather, scheme=self.scheme, ignore=self.ignore, device=here)
 

@@ -102,7 +102,8 @@ class SignFinder:
 def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics that only the rules use, as far as `metrics` has what they are made of.
 
-    skew/net, skew/own   sums over the signs of the advantage of C(r w) - C(r), and of |C(r)|
+    skew/net, skew/own   sums over the signs of the advantage of C(r_rollout) - C(r), and of |C(r)|, where r is a
+                         token's ratio to the old policy and r_rollout that to the rollout policy
     actor/update_size    NaN if it is 0, or contains a mismatch of at least `LARGE_K3`, because the old log-probs are
                          the rollout's
     ratio/mismatched     actor/ratio_size if it contains such a mismatch: there, and with bypass_mode
@@ -216,7 +217,7 @@ def _update_size(series: Series) -> Seen:
 
 
 def _skew(series: Series) -> Seen:
-    """Look for a net push of the mismatch: C(r w) - C(r) summed over both signs, which symmetric noise leaves at 0."""
+    """Look for a net push of the mismatch: C(r_rollout) - C(r) summed over both signs, which noise leaves near 0."""
     points, own = series["skew/net"], series["skew/own"]
     if len(points) < 2 * EARLY:
         return None
@@ -228,8 +229,8 @@ def _skew(series: Series) -> Seen:
         return None
     since = _since(points, lambda value: value * push > 0 and abs(value) >= abs(push) / 2)
     text = (
-        f"the mismatch pushes samples of the two signs unequally: C(r w) - C(r) summed over the signs is {push:.2g} "
-        f"(median of {EARLY} steps), {before:.2g} in the first {EARLY}; |C(r)| alone is {floor:.2g}"
+        "the mismatch pushes tokens of the two signs unequally: C(r_rollout) - C(r) summed over the signs is "
+        f"{push:.2g} (median of {EARLY} steps), {before:.2g} in the first {EARLY}; |C(r)| alone is {floor:.2g}"
     )
     return since, text
 

@@ -21,9 +21,8 @@ from qarl.tbpo.metrics import (
     means,
     response_metrics,
     response_statistics,
-    token_metrics,
-    token_statistics,
 )
+from qarl.tbpo.tokens import class_metrics, token_statistics
 
 _VERL = {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "clipped_lower", "actor/ppo_kl": "ppo_kl"}
 """Maps verl's metrics of a call, which are means over its tokens, to the names of our sums."""
@@ -79,13 +78,13 @@ def loss_statistics(
     `uses_ratio`: whether the loss has a ratio.
 
     The ratios of a response are geometric means over its kept tokens, as TBPO's are, so that runs can be compared. They
-    are to `against`: the old log-probs, or with bypass_mode the rollout's. The size of the update is always to the old
-    ones, so it contains the mismatch only if those are the rollout's."""
+    are to `against`: the old log-probs, or with bypass_mode the rollout's. The size of the update, and the statistics
+    of tokens without the prefix `rollout_`, are always to the old ones, so they contain the mismatch only if those are
+    the rollout's."""
     with torch.no_grad():
         nonempty, tokens = keep.any(dim=-1), keep.sum()
         deviation = ratio_deviation(sequence_log_ratio(log_prob, against, keep))
-        to_rollout = ratio_deviation(sequence_log_ratio(log_prob, rollout_log_prob, keep))
-        values = response_statistics(deviation, to_rollout, advantage, nonempty)
+        values = response_statistics(deviation, advantage, nonempty)
         values["sum/kept_tokens"] = tokens.double()
         lengths = keep.sum(dim=-1)
         if uses_ratio:
@@ -93,7 +92,7 @@ def loss_statistics(
         update = ratio_deviation(sequence_log_ratio(log_prob, old_log_prob, keep))
         values["max/update"] = largest_update(update, lengths)
         values |= {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
-    return as_numbers(values) | token_statistics(log_prob, old_log_prob, advantage, keep)
+        return as_numbers(values, token_statistics(log_prob, old_log_prob, rollout_log_prob, advantage, keep))
 
 
 def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -103,7 +102,8 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
         actor/pg_clipfrac: share of tokens that are clipped
         actor/pg_clipfrac_lower: share of tokens that are clipped by dual clip's third bound
         actor/ppo_kl: mean of old_log_prob - log_prob over tokens
-        actor/zero_advantage_frac, actor/seq_ratio_*, actor/update_size, actor/*zero_centred_loss_*: as for TBPO
+        actor/zero_advantage_frac, actor/seq_ratio_*, actor/update_size, actor/*zero_centred_loss_*, actor/*k1,
+            actor/*k3: as for TBPO
         actor/ratio_size: the same as actor/update_size for the ratio of the loss (`reinforce` has none). With
             bypass_mode, and if the old log-probs are the rollout's, it contains the mismatch
     For every loss with a correction:
@@ -130,14 +130,14 @@ def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float
     """Return the metrics of later mini-batches, with `_after_first` appended to their names.
 
     For TBPO, `qarl.tbpo.after_first_metrics` defines them. For other losses, these are `pg_clipfrac*` of
-    `reduce_metrics` and (under their own names) the metrics of `qarl.tbpo.metrics.token_metrics`.
+    `reduce_metrics` and (under their own names) the metrics of `qarl.tbpo.tokens.class_metrics`.
 
     `statistics`: from all mini-batches of a step except the first, in which every ratio is 1 by construction."""
     later = list(statistics)
     if any(_IS_TBPO in name for name in later):
         return tbpo.after_first_metrics(later)
     clipped = {name: value for name, value in reduce_metrics(later).items() if "/pg_clipfrac" in name}
-    return {f"{name}_after_first": value for name, value in clipped.items()} | token_metrics(combine(later))
+    return {f"{name}_after_first": value for name, value in clipped.items()} | class_metrics(combine(later))
 
 
 def update_metrics(mini_batches: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]:

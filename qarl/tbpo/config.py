@@ -73,7 +73,12 @@ class TBPOConfig:
 KEYS = tuple(key.name for key in fields(TBPOConfig) if key.name != "loss_agg_mode")
 """The keys of TBPO in the section `actor` of a run's config. `loss_agg_mode` is a key of every loss."""
 BINS = (1e-3, 1e-2, 1e-1)
-"""Edges between classes of tokens, as probabilities under the old policy, for `qarl.tbpo.metrics.token_statistics`."""
+"""Edges between classes of tokens, as probabilities, for `qarl.tbpo.tokens`."""
 CLASSES = ("tail", "rare", "unlikely", "likely")
 SIGNS = ("pos", "neg")
 """Signs of the advantage."""
+POLICIES = ("", "now_")
+"""In names of metrics: the policy whose probability chooses the class of a token, the old one or the current one."""
+MAX_LOG_RATIO = 20.0
+"""Log ratios are clipped to this maximum, so that no ratio exceeds e^20 = 4.9e8. There is no minimum, because the
+exponential of a negative number cannot overflow."""

@@ -46,12 +46,9 @@ from typing import Any
 
 import torch
 
-from qarl.tbpo.config import TBPOConfig
-from qarl.tbpo.metrics import tbpo_statistics, token_statistics
-
-MAX_LOG_RATIO = 20.0
-"""Log ratios are clipped to this maximum, so that no ratio exceeds e^20 = 4.9e8. There is no minimum, because the
-exponential of a negative number cannot overflow."""
+from qarl.tbpo.config import MAX_LOG_RATIO, TBPOConfig
+from qarl.tbpo.metrics import tbpo_statistics
+from qarl.tbpo.tokens import token_statistics
 
 
 def sequence_log_ratio(log_prob: torch.Tensor, reference_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -131,11 +128,10 @@ def tbpo_loss(
     loss = response_loss.sum() / denominator
 
     with torch.no_grad():
-        to_rollout = ratio_deviation(log_ratio + log_mismatch)
+        tokens = token_statistics(log_prob, old_log_prob, rollout_log_prob, advantage, valid)
         statistics = tbpo_statistics(
-            deviation, to_rollout, mismatch, weight, advantage, (lower, upper), in_band, lengths, config
+            deviation, mismatch, weight, advantage, (lower, upper), in_band, lengths, tokens, config
         )
-        statistics |= token_statistics(log_prob, old_log_prob, advantage, valid)
     return loss, statistics
 
 

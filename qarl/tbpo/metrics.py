@@ -3,11 +3,9 @@
 A statistic's key is `sum/NAME`, `min/NAME`, `max/NAME` or `all/NAME`. The prefix says how to combine the values of
 micro-batches and ranks. A value of `all/NAME` is a list, and lists are concatenated.
 
-The QaRL paper (arXiv 2604.07853, section 3.2) finds that the error tokens of quantized rollouts are unlikely tokens of
-negative samples (figure 4c), and that their ratios have the heaviest tail (figure 5b). `token_statistics` show both in
-every run.
+Statistics of single tokens are in `qarl.tbpo.tokens`.
 
-Legend: B responses, T token positions.
+Legend: B responses.
 """
 
 from __future__ import annotations
@@ -19,7 +17,8 @@ from typing import Any
 
 import torch
 
-from qarl.tbpo.config import BINS, CLASSES, SIGNS, TBPOConfig
+from qarl.tbpo.config import TBPOConfig
+from qarl.tbpo.tokens import Vectors, class_metrics, contribution_metrics
 
 
 def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -27,7 +26,7 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
 
     Metrics over no response (such as neg_outside_band_frac without negative samples) are left out.
 
-    All metrics are over responses, not tokens:
+    All metrics are over responses, except for those of `qarl.tbpo.tokens.contribution_metrics`:
         actor/pos_outside_band_frac, actor/neg_outside_band_frac: share of the responses with A > 0 (A < 0) that are
             outside their band. If the share is near 1, the policy learns almost nothing
         actor/inside_band_frac: share of the responses with A != 0 that are inside their band
@@ -36,9 +35,6 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
         actor/update_size: the largest |r - 1| * sqrt(T), T the tokens of the response
         actor/seq_tis_imp_ratio_mean, _max: w before the cap
         actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: share of all responses with w > C (w < 1/C)
-        actor/zero_centred_loss_pos, _neg: -(r - 1) A, summed over the responses with A > 0 (A < 0) and divided by the
-            number of all responses. Both are near 0 while the policy is near the old one (arXiv 2605.14220, eq. 5)
-        actor/rollout_zero_centred_loss_pos, _neg: the same with r * w, the ratio to the rollout policy, instead of r
         actor/band_p95: 95% quantile of |r - 1| * sqrt(T / band_reference_length), over the responses with A != 0. Bands
             of this width, with `band_scaling="length"`, would leave 5% of them outside
         actor/band_factor_p95: the current bands, multiplied by this number, would leave 5% of them outside
@@ -66,7 +62,7 @@ def combine(statistics: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Return metrics about bands from `reduce_metrics`, with `_after_first` appended to their names. Also return the
-    metrics of `token_metrics`.
+    metrics of `qarl.tbpo.tokens.class_metrics`.
 
     `statistics`: from all mini-batches of a step except the first. In the first mini-batch r is 1 by construction, so
     only later mini-batches show whether the bands fit and how far updates move tokens."""
@@ -74,19 +70,21 @@ def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float
     metrics = reduce_metrics(later)
     about_bands = ("_band_frac", "/band_p95", "/band_factor_p95")
     renamed = {f"{name}_after_first": value for name, value in metrics.items() if name.endswith(about_bands)}
-    return renamed | token_metrics(combine(later))
+    return renamed | class_metrics(combine(later))
 
 
 def response_metrics(total: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of combined `response_statistics`, or {} if there was no response."""
+    """Return the metrics that every loss has, from combined `response_statistics` and statistics of tokens, or {} if
+    there was no response."""
     if not total.get("sum/responses"):
         return {}
     low, high = total["min/deviation"], total["max/deviation"]
-    return means(total, {f"actor/{name}": (key, "responses") for name, key in _RESPONSE_MEANS.items()}) | {
+    return means(total, _RESPONSE_MEANS) | {
         "actor/seq_ratio_min": 1 + low,
         "actor/seq_ratio_max": 1 + high,
         "actor/seq_ratio_abs_dev_max": max(abs(low), abs(high)),
         "actor/update_size": total["max/update"],
+        **contribution_metrics(total),
     }
 
 
@@ -106,12 +104,8 @@ _COMBINE: dict[str, Callable[[list[Any]], Any]] = {
     "all": lambda lists: list(chain.from_iterable(lists)),
 }
 _RESPONSE_MEANS = {
-    "zero_advantage_frac": "zero",
-    "seq_ratio_mean": "ratio",
-    "zero_centred_loss_pos": "centred_pos",
-    "zero_centred_loss_neg": "centred_neg",
-    "rollout_zero_centred_loss_pos": "rollout_centred_pos",
-    "rollout_zero_centred_loss_neg": "rollout_centred_neg",
+    "actor/zero_advantage_frac": ("zero", "responses"),
+    "actor/seq_ratio_mean": ("ratio", "responses"),
 }
 _MEANS = {
     "actor/pos_outside_band_frac": ("pos_outside", "pos"),
@@ -125,16 +119,16 @@ _MEANS = {
 
 def tbpo_statistics(
     deviation: torch.Tensor,
-    rollout_deviation: torch.Tensor,
     mismatch: torch.Tensor,
     weight: torch.Tensor,
     advantage: torch.Tensor,
     band: tuple[torch.Tensor, torch.Tensor],
     in_band: torch.Tensor,
     lengths: torch.Tensor,
+    tokens: Vectors,
     config: TBPOConfig,
 ) -> dict[str, Any]:
-    """Return sums and extremes over the non-empty responses, and two lists over the responses with A != 0:
+    """Return sums and extremes over the non-empty responses, `tokens`, and two lists over the responses with A != 0:
 
     all/scaled_distance   |r - 1| * sqrt(T / band_reference_length)
     all/bands_away        r - 1 divided by the band's edge of the same sign, so 1 is on the edge; 0 without such an edge
@@ -151,14 +145,14 @@ def tbpo_statistics(
         "below_cap": nonempty & (mismatch < weight),
         "mismatch": torch.where(nonempty, mismatch, 0.0),
     }
-    values = response_statistics(deviation, rollout_deviation, advantage, nonempty)
+    values = response_statistics(deviation, advantage, nonempty)
     values |= {f"sum/{name}": value.double().sum() for name, value in sums.items()}
     values["max/update"] = largest_update(deviation, lengths)
     values["max/mismatch"] = mismatch.double().masked_fill(~nonempty, -math.inf).amax()
     scaled = deviation.abs() * (lengths / config.band_reference_length).sqrt()
     away = deviation / torch.where(deviation < 0, *band)
     scaled_distance, bands_away = torch.stack([scaled, away])[:, advantage != 0].double().tolist()
-    return {**as_numbers(values), "all/scaled_distance": scaled_distance, "all/bands_away": bands_away}
+    return {**as_numbers(values, tokens), "all/scaled_distance": scaled_distance, "all/bands_away": bands_away}
 
 
 def largest_update(deviation: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -168,68 +162,25 @@ def largest_update(deviation: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
     return (deviation.double().abs() * lengths.sqrt()).amax()
 
 
-def as_numbers(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return all values with one transfer from the device to the CPU."""
-    return dict(zip(values, torch.stack([value.detach().double() for value in values.values()]).tolist(), strict=True))
+def as_numbers(values: Mapping[str, torch.Tensor], vectors: Vectors | None = None) -> dict[str, float]:
+    """Return all values with one transfer from the device to the CPU. `values`: scalars."""
+    vectors = vectors or {}
+    scalars = torch.stack([value.detach().double() for value in values.values()])
+    numbers = torch.cat([scalars, *vectors.values()]).tolist()
+    return dict(zip([*values, *chain.from_iterable(vectors)], numbers, strict=True))
 
 
 def response_statistics(
-    deviation: torch.Tensor, rollout_deviation: torch.Tensor, advantage: torch.Tensor, nonempty: torch.Tensor
+    deviation: torch.Tensor, advantage: torch.Tensor, nonempty: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the statistics that every loss has, FP64 scalars. `deviation`: r - 1. `rollout_deviation`: the
-    same of the ratio to the rollout. `nonempty`: which responses count. All are [B]."""
-    pos, neg = nonempty & (advantage > 0), nonempty & (advantage < 0)
-    centred, rollout_centred = -deviation * advantage, -rollout_deviation * advantage
+    """Return the statistics of responses that every loss has, FP64 scalars. `deviation`: r - 1. `nonempty`: which
+    responses count. All are [B]."""
     sums = {
         "responses": nonempty,
         "zero": nonempty & (advantage == 0),
         "ratio": torch.where(nonempty, 1 + deviation, 0.0),
-        "centred_pos": torch.where(pos, centred, 0.0),
-        "centred_neg": torch.where(neg, centred, 0.0),
-        "rollout_centred_pos": torch.where(pos, rollout_centred, 0.0),
-        "rollout_centred_neg": torch.where(neg, rollout_centred, 0.0),
     }
     values = {f"sum/{name}": value.double().sum() for name, value in sums.items()}
     values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
     values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
     return values
-
-
-def token_statistics(
-    log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantage: torch.Tensor, valid: torch.Tensor
-) -> dict[str, float]:
-    """Return counts, sums and maxima of |log_prob - old_log_prob| for each sign of advantage and class of old_log_prob.
-
-    log_prob, old_log_prob: [B, T]. advantage: [B]; tokens with A = 0 are left out. valid: bool [B, T]."""
-    edges = torch.tensor(BINS, dtype=torch.float64, device=valid.device).log()
-    kind = torch.bucketize(old_log_prob.detach()[valid].double(), edges)
-    moved = (log_prob.detach().double() - old_log_prob.detach().double()).abs()[valid]
-    sign = advantage[:, None].expand(valid.shape)[valid]
-    sums = {}
-    for name, chosen in (("pos", sign > 0), ("neg", sign < 0)):
-        for index, label in enumerate(CLASSES):
-            values = torch.where(chosen & (kind == index), moved, 0.0)
-            sums[f"sum/tokens/{name}_{label}"] = (chosen & (kind == index)).sum().double()
-            sums[f"sum/moved/{name}_{label}"] = values.sum()
-            sums[f"max/moved/{name}_{label}"] = values.max() if values.numel() else values.sum()
-    return as_numbers(sums)
-
-
-def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics from combined statistics of `token_statistics`. A sign without tokens is left out.
-
-    SIGN is pos or neg. CLASS is one of `CLASSES`. A token counts only in the first class that contains it.
-        tokens/SIGN_CLASS_frac: share of the tokens of that sign
-        tokens/SIGN_CLASS_moved_mean, _moved_max: |log-ratio| of these tokens in nats; left out if there are none
-    """
-    metrics = {}
-    for sign in SIGNS:
-        counts = {label: total.get(f"sum/tokens/{sign}_{label}", 0.0) for label in CLASSES}
-        everything = sum(counts.values())
-        for label, count in counts.items():
-            if everything:
-                metrics[f"tokens/{sign}_{label}_frac"] = count / everything
-            if count:
-                metrics[f"tokens/{sign}_{label}_moved_mean"] = total[f"sum/moved/{sign}_{label}"] / count
-                metrics[f"tokens/{sign}_{label}_moved_max"] = total[f"max/moved/{sign}_{label}"]
-    return metrics

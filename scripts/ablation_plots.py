@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from qarl.metrics.plots import series, trailing_mean
+from qarl.metrics.plots import trailing_mean
+from qarl.metrics.series import series
 
 PANELS = (
     ("critic/score/mean", "mean reward of sampled responses", False),

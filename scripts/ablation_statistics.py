@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qarl.bench.report import markdown_table
-from qarl.metrics.plots import series
+from qarl.metrics.series import series
 
 EXACT_WAYS = 20_000
 """Up to this number all ways are counted. Beyond it, this number is drawn at random, always the same ones."""

@@ -1,12 +1,11 @@
 """Plot a run from metrics.jsonl, to `plots/*.png` in its folder.
 
 A figure whose metrics were not logged is left out. `CHARTS` has the figures of lines, for these PNG files and for
-report.html, which also shows several runs in the same charts.
+report.html, which also shows several runs in the same charts. `qarl.metrics.bars` has the figures of bars.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from qarl.metrics.bars import BARS, plot_bars
+from qarl.metrics.series import series
 from qarl.metrics.tracker import read_metrics
 
 
@@ -82,9 +83,27 @@ CHARTS = (
         smooth=True,
     ),
     Chart(
-        "Loss contribution C(r) = (1 - r) A",
+        "Loss contribution C(r) = (1 - r) A of the tokens",
         "by the sign of A",
-        {"actor/zero_centred_loss_pos": "A > 0", "actor/zero_centred_loss_neg": "A < 0"},
+        {
+            "actor/zero_centred_loss_pos": "A > 0",
+            "actor/zero_centred_loss_neg": "A < 0",
+            "actor/rollout_zero_centred_loss_pos": "A > 0, to the rollout",
+            "actor/rollout_zero_centred_loss_neg": "A < 0, to the rollout",
+        },
+        file="contributions",
+        smooth=True,
+    ),
+    Chart(
+        "KL estimates of the tokens' ratios",
+        "nats per token",
+        {
+            "actor/k1": "K1",
+            "actor/k3": "K3",
+            "actor/rollout_k1": "K1, to the rollout",
+            "actor/rollout_k3": "K3, to the rollout",
+        },
+        file="kl",
         smooth=True,
     ),
     Chart("Response length", "tokens", {"response_length/mean": "mean", "response_length/max": "longest"}),
@@ -98,18 +117,8 @@ _PARTS_OF_UPDATE = ("forward", "backward", "optimizer")
 def plot_run(run_dir: str | Path) -> list[Path]:
     """Write the run's `plots/*.png` and return their paths. Raise UserError if there is no metrics.jsonl."""
     entries, output = read_metrics(run_dir), Path(run_dir) / "plots"
-    return [path for chart in CHARTS if chart.file and (path := _plot_lines(chart, entries, output))]
-
-
-def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values of a metric. Skip values that are not finite and, if `positive`, values up to 0."""
-    points = [
-        (entry["step"], float(entry[key]))
-        for entry in entries
-        if isinstance(entry.get(key), (int, float)) and math.isfinite(entry[key]) and not (positive and entry[key] <= 0)
-    ]
-    steps, values = zip(*points, strict=True) if points else ((), ())
-    return np.asarray(steps), np.asarray(values, dtype=float)
+    lines = [path for chart in CHARTS if chart.file and (path := _plot_lines(chart, entries, output))]
+    return lines + [path for chart in BARS if (path := plot_bars(chart, entries, output))]
 
 
 def _plot_lines(chart: Chart, entries: Sequence[Mapping[str, Any]], output: Path) -> Path | None:

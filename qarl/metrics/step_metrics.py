@@ -21,6 +21,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from qarl.metrics.weight_bins import W_BINS
+
 # verl's bound on log-ratios before exp, and its default truncation of token weights.
 SAFETY_BOUND = 20.0
 ROLLOUT_IS_THRESHOLD = 2.0
@@ -28,7 +30,6 @@ ROLLOUT_IS_THRESHOLD = 2.0
 _PIECE = 1 << 20
 """Tokens that are computed together, so that FP64 intermediates stay small."""
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Returns the sum of a tensor over all ranks, element by element."""
@@ -45,6 +46,8 @@ def mismatch_metrics(
     - `mismatch/ess`: effective sample size of the token weights min(exp(δ), 2), as a fraction of the number of tokens.
       It is called `rollout_is_eff_sample_size` in verl
     - `mismatch/ppl_ratio`: mean over responses of the trainer's perplexity divided by the rollout's
+    - `mismatch/w_to_50`, ..., `mismatch/w_above_200` (`W_BINS`): histogram of w, the geometric mean of exp(δ) over a
+      response (the weight of TBPO before its cap): share of the responses with w up to 0.5, from there to 0.8, ...
     - `mismatch/pearson`: correlation of the two probabilities over tokens, called `rollout_actor_probs_pearson_corr` in
       verl. It is NaN if one of the two is constant
 
@@ -72,10 +75,11 @@ def token_mismatch(
     )
     mean_delta = sums_of_responses / lengths
     mine = torch.stack([filled.sum().double(), lengths.sum().double(), (-mean_delta).exp().sum()])
-    totals = reduce(torch.cat((mine, torch.stack([_sums(*piece) for piece in pieces]).sum(0))))
-    responses, tokens, perplexities, *sums = totals.tolist()
+    totals = reduce(torch.cat((mine, torch.stack([_sums(*piece) for piece in pieces]).sum(0), _histogram(mean_delta))))
+    responses, tokens, perplexities, *sums = totals[: -len(W_BINS)].tolist()
     if not tokens:
         return {}
+    histogram = (totals[-len(W_BINS) :] / responses).tolist()
     magnitude, surprise, k3, weight, weight_squares, mean, other_mean = (total / tokens for total in sums)
     spreads = torch.stack([_spread(*piece, mean, other_mean) for piece in pieces])
     together, own, other = reduce(spreads.sum(0)).tolist()
@@ -88,7 +92,14 @@ def token_mismatch(
         "ppl_ratio": perplexities / responses,
         "pearson": together / math.sqrt(own * other) if own * other > 0 else math.nan,
     }
-    return {f"mismatch/{name}": value for name, value in values.items()}
+    return {f"mismatch/{name}": value for name, value in values.items()} | dict(zip(W_BINS, histogram, strict=True))
+
+
+def _histogram(mean_delta: torch.Tensor) -> torch.Tensor:
+    """Return the number of responses in each bin of `W_BINS`, FP64. NaN is in none. `mean_delta`: log w of each."""
+    w = mean_delta.exp()
+    edges = torch.tensor([-math.inf, *W_BINS.values()], dtype=torch.float64, device=w.device)
+    return (w[:, None] <= edges).sum(0).diff().double()
 
 
 def _sums(old: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:

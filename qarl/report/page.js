@@ -136,6 +136,33 @@ function lineChart(parent, chart) {
   });
 }
 
+// Groups of bars over the whole run. On a logarithmic axis a bar of 0 has no height.
+function barChart(parent, chart) {
+  const heights = chart.groups.flatMap(([, values]) => values).filter(Number.isFinite);
+  const figure = make(parent, "figure");
+  make(figure, "figcaption", {}, `${chart.title} (${chart.unit})`);
+  const said = chart.groups.map(([label, values]) => `${label}: ${chart.names.map((name, i) => `${name} ${values[i] === null ? "none" : show(values[i])}`).join(", ")}`).join("; ");
+  const svg = make(figure, "svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${chart.title}. ${said}` });
+  const axis = scale(heights, chart.log, true);
+  for (const tick of axis.ticks) {
+    make(svg, "line", { class: "axis", x1: LEFT, x2: W - RIGHT, y1: axis.y(tick), y2: axis.y(tick) });
+    make(svg, "text", { class: "tick", x: LEFT - 4, y: axis.y(tick) + 4, "text-anchor": "end" }, show(tick));
+  }
+  const room = (W - LEFT - RIGHT) / chart.names.length, width = 0.8 * room / chart.groups.length;
+  chart.names.forEach((name, i) => {
+    const left = LEFT + (i + 0.1) * room;
+    make(svg, "text", { class: "tick", x: LEFT + (i + 0.5) * room, y: H - 6, "text-anchor": "middle" }, name);
+    chart.groups.forEach(([label, values], place) => {
+      if (values[i] === null) return;
+      const top = axis.y(values[i]);
+      const bar = make(svg, "rect", { class: `area c${place % 7}`, x: left + place * width, y: top, width, height: H - BOTTOM - top });
+      make(bar, "title", {}, `${label}, ${name}: ${show(values[i])}`);
+    });
+  });
+  const readout = make(figure, "p", { class: "readout" });
+  chart.groups.forEach(([label], place) => make(readout, "span", { class: `key c${place % 7}` }, `${label}  `));
+}
+
 function phaseChart(parent) {
   const named = data.phases.filter((phase) => data.series[`timing_s/${phase}`]);
   if (!named.length) return;
@@ -263,6 +290,7 @@ warnings(document.getElementById("warnings"));
 summary(document.getElementById("summary"));
 const charts = make(document.getElementById("charts"), "div", { class: "grid" });
 for (const chart of data.charts) lineChart(charts, chart);
+for (const chart of data.bars) barChart(charts, chart);
 phaseChart(charts);
 samples(document.getElementById("samples"));
 allMetrics(document.getElementById("metrics"));

@@ -32,6 +32,7 @@ from qarl.checkpoint.storage import read_lines, write_text
 from qarl.config import Config
 from qarl.console import say
 from qarl.errors import UserError
+from qarl.metrics.bars import bars_of_report
 from qarl.metrics.plots import CHARTS, phases_of
 from qarl.metrics.tracker import read_metrics
 from qarl.metrics.warning_log import WARNINGS_FILE
@@ -92,6 +93,7 @@ def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
             for chart in CHARTS
             for key, label in chart.lines.items()
         ],
+        "bars": bars_of_report({run: read_metrics(folder) for run, folder in zip(names, run_dirs, strict=True)}),
         "phases": [],
         "warnings": [
             warning | {"sign": f"{warning['sign']}, {run}"}
@@ -148,6 +150,7 @@ def contents(run_dir: str | Path) -> dict[str, Any]:
         "summary": json.loads(_text(summary), parse_constant=str) if summary.is_file() else None,
         "series": {name: series for name in names if (series := series_of(entries, name))},
         "charts": [asdict(chart) | {"lines": list(chart.lines.items())} for chart in CHARTS],
+        "bars": bars_of_report({"": entries}),
         "phases": phases_of(entries),
         "warnings": sorted(read_lines(run_dir / WARNINGS_FILE), key=lambda warning: warning["since_step"]),
         "samples": fitting_samples(read_samples(run_dir)),

@@ -43,6 +43,18 @@ def test_definitions_are_verls(spread: float) -> None:
     )
 
 
+def test_the_histogram_of_w_by_hand() -> None:
+    """One response in each bin, and one of NaN, which is in none."""
+    of_responses = torch.tensor([0.4, 0.7, 0.9, 0.97, 1.0, 1.03, 1.2, 1.9, 5.0, math.nan, 7.0])
+    mask = torch.ones(11, 3, dtype=torch.bool)
+    mask[10] = False  # an empty response is in none, either
+    old = of_responses.double().log()[:, None] + torch.tensor([0.1, -0.1, 0.0])
+    metrics = mismatch_metrics(old, torch.zeros(11, 3), mask)
+    shares = {name: value for name, value in metrics.items() if name.startswith("mismatch/w_")}
+    assert shares == pytest.approx(dict.fromkeys(shares, 0.1))
+    assert len(shares) == 9
+
+
 def test_bf16_log_probs_are_subtracted_in_fp32() -> None:
     old, rollout = torch.tensor([[-4.03125]]).bfloat16(), torch.tensor([[-0.0078125]]).bfloat16()
     metrics = mismatch_metrics(old, rollout, torch.ones(1, 1))
@@ -66,6 +78,9 @@ def in_float64(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> 
     delta, weights = all_deltas[chosen], np.minimum(np.exp(all_deltas[chosen]), 2.0)
     of_responses = (all_deltas.sum(1) / chosen.sum(1).clip(1))[chosen.any(1)]
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999, "max": 1.0}
+    edges = [-np.inf, 0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2, np.inf]
+    counts, _ = np.histogram(np.exp(of_responses), edges)
+    names = ("to_50", "to_80", "to_95", "to_99", "to_101", "to_105", "to_125", "to_200", "above_200")
     return {f"mismatch/abs_{name}": np.quantile(abs(delta), share) for name, share in shares.items()} | {
         "mismatch/abs_mean": abs(delta).mean(),
         "mismatch/k1": -delta.mean(),
@@ -73,6 +88,7 @@ def in_float64(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> 
         "mismatch/ess": weights.mean() ** 2 / (weights**2).mean(),
         "mismatch/ppl_ratio": np.exp(-of_responses).mean(),
         "mismatch/pearson": np.corrcoef(p, q)[0, 1],
+        **{f"mismatch/w_{name}": count / len(of_responses) for name, count in zip(names, counts, strict=True)},
     }
 
 

@@ -139,6 +139,16 @@ def test_the_start_is_the_base_and_depends_on_the_seed_alone(pristine_model):
     assert all(torch.equal(first[name], other[name]) == name.endswith("lora_B.weight") for name in first)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(96, 64), (32, 1024)])
+def test_a_starts_with_the_numbers_of_torchs_kaiming_uniform(rows, columns):
+    """peft calls it with a = sqrt(5): uniform within 1 / sqrt(K), the width of the input. B is zero."""
+    adapters = Adapters(Model(rows, columns, "bf16"), LoraConfig(r=8), seed=5, base="base")
+    generator = torch.Generator().manual_seed(5)
+    start = nn.init.kaiming_uniform_(torch.empty(8, columns), a=5**0.5, generator=generator)
+    assert torch.equal(adapters.layers["proj"].lora_A, start.bfloat16())
+    assert not adapters.layers["proj"].lora_B.any()
+
+
 def test_the_folder_is_that_of_peft(pristine_model, tmp_path):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

@@ -10,6 +10,7 @@ import torch
 from same_bytes import same_bytes
 
 from qarl.optim import rounding
+from qarl.optim.muon_adamw import MuonAdamW
 from qarl.optim.rounding import Region, random_bits, rounding_key, stochastic_round
 
 KEY = rounding_key(0, "w", 1)
@@ -62,3 +63,23 @@ def test_stochastic_rounding_keeps_every_bf16_number() -> None:
     numbers = ~every.isnan()
     assert same_bytes(rounded[numbers], every[numbers])
     assert rounded[~numbers].isnan().all()
+
+
+def test_every_update_of_the_optimizer_draws_new_bits() -> None:
+    """64 updates by a quarter of a BF16 step move every weight by 16 steps, give or take sqrt(64 * 1/4 * 3/4) = 3.5.
+
+    With the bits of one update in all of them, a weight would move by all 64 steps or by none."""
+    step = 2.0**-7
+    weight = torch.nn.Parameter(torch.full((64, 64), 1.75, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)  # AdamW's update is 1 as long as the gradient is
+    optimizer = MuonAdamW([("weight", weight)], lr=step / 4, eps=0.0)
+    for _ in range(64):
+        optimizer.step()
+    moved = (1.75 - weight.detach().double()) / step
+    assert abs(float(moved.mean()) - 16) < 5 * math.sqrt(12 / moved.numel())
+    assert float(moved.std()) == pytest.approx(math.sqrt(12), rel=0.1)
+
+
+def test_a_key_depends_on_seed_name_and_update() -> None:
+    keys = [rounding_key(seed, name, update) for seed in (0, 1) for name in ("a", "b") for update in (1, 2)]
+    assert len(set(keys)) == len(keys)

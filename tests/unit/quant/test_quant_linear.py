@@ -127,6 +127,23 @@ def test_quantized_once_per_update_and_again_after_it():
         assert is_current(layer)
 
 
+@pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
+def test_the_gradient_after_an_update_is_that_of_the_new_weight(scheme, kernel):
+    """The backward keeps the dequantized weight of an update, and must drop it with the next."""
+    try:
+        layer = make_layer(scheme=scheme, kernel=kernel)
+    except UserError as error:
+        pytest.skip(str(error))
+    grad = torch.randn(8, 96).bfloat16()
+    for _ in range(3):
+        x = torch.randn(8, 64).bfloat16().requires_grad_()
+        layer(x).backward(grad)
+        weight = rounded(dequantized_weight(layer))
+        assert_is_one_rounding_of(x.grad, grad.double() @ weight, grad.double().abs() @ weight.abs())
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(96, 64))
+
+
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
 def test_a_step_of_any_optimizer_is_noticed(options):
     """Fused optimizers change weights without advancing autograd's version counter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qarl.rollout.publish.delta import apply_changes, compare, find_changes
+from qarl.rollout.publish.delta import apply_changes, compare, find_changes, fingerprint_of
 
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32, torch.int64)
 SIZES = (0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 255, 257, 1000, 65_537)
@@ -117,3 +117,36 @@ def test_a_damaged_payload_changes_nothing(damage, message):
     with pytest.raises(ValueError, match=message):
         apply_changes(copy, damage(payload))
     assert raw(copy) == raw(base)
+
+
+@pytest.mark.parametrize(("count", "last"), [(1_000, 999), (1_000, 1_000), (1_000, 1_001), (70_000, 70_000)])
+def test_a_position_behind_the_last_word_is_refused(count, last):
+    """A payload of a larger tensor, whose position is one word too far, must not be applied to a smaller one."""
+    base = random_bits(count, torch.bfloat16)
+    larger = random_bits(count + 8, torch.bfloat16)
+    payload = changes(larger, with_other_words(larger, [3, last]))[1]
+    copy = base.clone()
+    if last < count:
+        apply_changes(copy, payload)
+        return
+    with pytest.raises(ValueError, match="positions do not fit 2 of"):
+        apply_changes(copy, payload)
+    assert raw(copy) == raw(base)
+
+
+def test_more_positions_than_values_are_refused():
+    base = random_bits(1_000, torch.bfloat16)
+    payload = changes(base, with_other_words(base, [3, 500, 700]))[1]
+    payload[8] = 2  # of the three words in the header
+    copy = base.clone()
+    with pytest.raises(ValueError, match="positions do not fit 2 of"):
+        apply_changes(copy, payload)
+    assert raw(copy) == raw(base)
+
+
+def test_a_fingerprint_depends_on_version_names_and_checksums():
+    digests = {"a": 1, "b": 2}
+    fingerprint = fingerprint_of(7, digests)
+    assert fingerprint == fingerprint_of(7, {"b": 2, "a": 1})
+    others = [(8, digests), (7, {"a": 1}), (7, {"a": 1, "b": 3}), (7, {"a": 2, "b": 1}), (7, {"a": 1, "c": 2})]
+    assert len({fingerprint, *(fingerprint_of(*other) for other in others)}) == len(others) + 1

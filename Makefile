@@ -15,7 +15,7 @@ HEAVY := slow or long or vllm or verl or compiles or gpu
 # where PYTHONDONTWRITEBYTECODE is set. It is no error that some packages contain files that do not compile.
 COMPILE := -$(PYTHON) -m compileall -qq -j 0
 
-.PHONY: setup one-lock quickstart model model-moe test test-fast test-slow test-trl test-gpu-stack lint clean
+.PHONY: setup one-lock quickstart model model-moe test test-fast test-slow test-trl test-gpu-stack release-check lint clean
 
 setup: $(VENV)/.installed-$(STACK)
 
@@ -83,5 +83,18 @@ test-gpu-stack:
 	$(MAKE) setup STACK=gpu VENV=$(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pytest -n $(CORES) --dist loadfile tests/gpu_stack
 
+# The wheel, in an empty environment and an empty folder: what somebody has who installs a release. Some eight minutes.
+RELEASE := build/release
+release-check: setup
+	rm -rf build dist
+	mkdir -p $(RELEASE)/work
+	$(BIN)/python -m pip wheel . --no-deps --quiet -w dist
+	$(PYTHON) -m venv $(RELEASE)/venv
+	$(RELEASE)/venv/bin/python -m pip install --no-deps --no-compile --quiet -r $(LOCK)
+	$(RELEASE)/venv/bin/python -m pip install --no-deps --quiet dist/*.whl
+	$(COMPILE) $(RELEASE)/venv/lib
+	cd $(RELEASE)/work && ../venv/bin/qarl --version && ../venv/bin/qarl demo trainer.total_training_steps=10
+	@test -f $(RELEASE)/work/runs/quickstart/export/config.json && echo "dist/ holds the wheel, which made a run and its export."
+
 clean:
-	rm -rf $(VENV) $(GPU_VENV) runs models data build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(GPU_VENV) runs models data build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -3,4 +3,4 @@
 Importing this package does not import torch, vllm or verl. Start with `python -m qarl.train config=quickstart.yaml`.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

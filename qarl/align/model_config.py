@@ -310,6 +310,10 @@ UNREAD = frozenset(key for key, verdict in VERDICTS.items() if verdict in (_LOAD
 }
 
 
+DECIDE_NOTHING = frozenset(key for key, reason in VERDICTS.items() if reason in (_LOADING, _TRAINING))
+"""Keys that change nothing of a forward."""
+
+
 def verdict(family: str, key: str) -> str | None:
     """Return `both`, `rotary`, `neither` or `refused`, with a reason, or None if the key is in no group."""
     if key in REFUSED and family in REFUSED[key].families:

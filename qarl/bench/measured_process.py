@@ -279,7 +279,7 @@ def make_trainer(arguments: Arguments, case: Case, folder: str, *, engine: bool)
     rows = random_tokens(hf_config.vocab_size, arguments.prompts, arguments.prompt_length)
     prompts = [Prompt(i, "random", [], ids, "") for i, ids in enumerate(rows)]
     sampler = PromptSampler(len(prompts), len(prompts), seed=0, shuffle=False)
-    parts = RunParts(Policy.load(config), tokenizer, 0, PromptDataset(prompts), [], sampler, random_reward)
+    parts = RunParts(Policy.load(config), tokenizer, 0, PromptDataset(prompts), [], sampler, random_reward, {})
     nobody: Any = object()
     return LocalTrainer(config, parts, None if engine else nobody)
 

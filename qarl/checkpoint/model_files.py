@@ -123,9 +123,14 @@ def write_model(
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of a model folder, one at a time. Raise UserError if the folder has no safetensors."""
     for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  safe_open is no mapping
-                yield name, file.get_tensor(name)
+        yield from read_file(path)
+
+
+def read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a safetensors file, one at a time."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  safe_open is no mapping
+            yield name, file.get_tensor(name)
 
 
 def header_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from qarl.align.levels import unconfirmed
 from qarl.checks import layers, model_folder
+from qarl.checks.inputs_record import Record, record_of
 from qarl.checks.machine import Machine, this_machine
 from qarl.checks.model import applied_level, check_served
 from qarl.checks.model_size import ModelSize
@@ -170,6 +171,18 @@ class RunInputs:
         config = self.config
         size = config.data.train_batch_size
         return PromptSampler(len(self.train_prompts), size, seed=config.seed, shuffle=config.data.shuffle)
+
+    @cached_property
+    def record(self) -> Record:
+        """What the run reads, as a checkpoint records it."""
+        return record_of(
+            self.config,
+            hf_config=self.hf_config,
+            tokenizer=self.tokenizer,
+            train=self.train_prompts,
+            val=self.val_prompts,
+            weight_files=self.weight_files,
+        )
 
     def _need_files(self, files: Sequence[str]) -> None:
         missing = [file for file in files if not Path(file).is_file()]

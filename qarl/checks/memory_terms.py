@@ -321,17 +321,21 @@ def on_host(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     ]
 
 
+def has_reference(config: Config) -> bool:
+    """Return whether the run has a reference policy, whose weights are those of `model.path`."""
+    keys = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+    in_verl = any(config.verl.get(plus + key) for key in keys for plus in ("", "+"))
+    return in_verl if config.backend == "verl" else config.actor.use_kl_loss
+
+
 def reference(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]) -> list[Part]:
     """Return the part for the reference policy of a KL term, which with verl is in host memory on GPUs."""
+    if not has_reference(config):
+        return []
     if config.backend == "verl":
-        keys = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
-        if not any(config.verl.get(plus + key) for key in keys for plus in ("", "+")):
-            return []
         dtype = str(config.verl.get("actor_rollout_ref.ref.fsdp_config.model_dtype", "fp32"))
         each, name = (2, "16 bits") if "16" in dtype else (4, "FP32")
         return [Part(f"reference policy, {name}, sharded", each * size.parameters // ranks(config))]
-    if not config.actor.use_kl_loss:
-        return []
     packed = sum(part.bytes for part in low_bit(size, config, align, kernels) if part.phases == PHASES)
     return [Part("reference policy: weights and low-bit tensors", 2 * bf16_weights(size, config) + packed)]
 

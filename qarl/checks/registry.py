@@ -23,6 +23,7 @@ from qarl.checks.model_folder import check_tied
 from qarl.config import Config
 from qarl.console import note as print_note
 from qarl.console import say
+from qarl.data.dated_template import fixed_date, written_dates
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
 from qarl.data.rewards import RewardFn, score_responses
 from qarl.errors import UserError
@@ -194,6 +195,18 @@ def _train_prompts(config: Config, train_prompts: PromptDataset, sampler: Prompt
         yield note(f"{train_prompts.num_filtered} training prompts over data.max_prompt_length are left out")
 
 
+def _date(tokenizer: Any, train_prompts: PromptDataset) -> Findings:
+    if dates := written_dates(tokenizer, (prompt.messages for prompt in train_prompts)):
+        today = ", ".join(dates.values())
+        yield warning(
+            f"the chat template writes today's date into the prompts ({today}): tomorrow the prompts are others, and a "
+            "resume is refused",
+            where="model.path: chat template",
+            why="the rest of the run would be trained on other prompts than its beginning",
+            fix=fixed_date(dates),
+        )
+
+
 def _val_prompts(val_prompts: PromptDataset | list[Any], train_prompts: PromptDataset) -> Findings:
     if shared := check_disjoint(train_prompts, val_prompts):
         yield warning(
@@ -251,6 +264,7 @@ CHECKS = (
     Check("kernels", "the trainer's log-probs apply the engine's sampling", _sampling),
     Check("data", "there is a reward function", lambda reward_fn: None),
     Check("data", "there are training prompts", _train_prompts),
+    Check("data", "the prompts are the same every day", _date),
     Check("data", "evaluation prompts are new", _val_prompts),
     Check("data", "the reward function scores a row", _reward),
     Check("weights", "all weight files can be opened", lambda weight_files: None),

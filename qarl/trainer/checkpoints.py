@@ -14,12 +14,11 @@ If a checkpoint cannot be written, the run prints a warning, logs `checkpoint/fa
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,8 @@ from qarl.checkpoint.resumable import (
 )
 from qarl.checkpoint.storage import StorageError, checkpoints_dir, remove_folder
 from qarl.console import stage
-from qarl.data.prompts import Prompt
+from qarl.data.dated_template import fixed_date, written_dates
+from qarl.data.digests import prompts_digest
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker, read_metrics
 from qarl.quant.convert import tied_names
@@ -182,6 +182,7 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
         **({"loss_scale": trainer.optimizer.loss_scale.state_dict()} if trainer.optimizer.loss_scale.active else {}),
         **({_AUTO: trainer.source.skipping.state_dict()} if trainer.config.actor.old_log_probs == "auto" else {}),
         "train_prompts": prompts_digest(trainer.parts.train_prompts),
+        "inputs": trainer.parts.record,
         "weights": tensors_digest(forward_weights(policy)),
         "published": published_digests(policy),
         "metrics": metrics,
@@ -194,12 +195,7 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
     Raise UserError if the checkpoint is damaged, or if its model, optimizer or data are different."""
     state = checkpoint.state
     if state["train_prompts"] != prompts_digest(trainer.parts.train_prompts):
-        raise UserError(
-            "the training prompts differ from those of the checkpoint",
-            where="data.train_files",
-            why="the files, the tokenizer or the chat template have changed since the checkpoint was written",
-            fix="restore the old files, tokenizer and chat template, or start fresh with a new name=...",
-        )
+        raise _other_prompts(trainer)
     _load_weights(trainer.policy, checkpoint)
     trainer.optimizer.load_state_dict(checkpoint.optimizer())
     if tensors_digest(forward_weights(trainer.policy)) != state["weights"]:
@@ -217,6 +213,18 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
     if trainer.config.actor.old_log_probs == "auto" and _AUTO in state:
         trainer.source.skipping.load_state_dict(state[_AUTO])
     trainer.step = checkpoint.step
+
+
+def _other_prompts(trainer: LocalTrainer) -> UserError:
+    """Return the error for a checkpoint of other prompts. One with a record of its inputs was compared before."""
+    why = "the files, the tokenizer or the chat template have changed since the checkpoint was written"
+    fix = "restore the old files, tokenizer and chat template, or start fresh with a new name=..."
+    messages = (prompt.messages for prompt in trainer.parts.train_prompts)
+    if dates := written_dates(trainer.tokenizer, messages):
+        why += f"; the template writes today's date ({', '.join(dates.values())})"
+        fix += f". If only the date differs: {fixed_date(dates)}, but with the date of the run's start"
+    what = "the training prompts differ from those of the checkpoint"
+    return UserError(what, where="data.train_files", why=why, fix=fix)
 
 
 @torch.no_grad()
@@ -259,14 +267,6 @@ def published_digests(policy: Policy) -> dict[str, str]:
             return digests
         policy.base_digests.update(digests)
     return policy.base_digests
-
-
-def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 of the prompts' tokens and ground truths, in order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(f"{prompt.prompt_token_ids}{prompt.ground_truth!r};".encode())
-    return digest.hexdigest()
 
 
 def rng_state() -> dict[str, Any]:

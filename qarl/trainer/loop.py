@@ -75,7 +75,7 @@ def train_in_run_folder(config: Config, *, started: float) -> dict[str, Any]:
     """Make all checks. Only then open the run folder, and call `train`, with the checkpoint if the run resumes."""
     check_free(config.run_dir)
     parts = prepare_run(config)
-    with open_run(config) as checkpoint:
+    with open_run(config, parts.record) as checkpoint:
         write_resolved(config, config.run_dir / "config.yaml")
         return train(config, started=started, checkpoint=checkpoint, parts=parts)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qarl.checks.generation import check_sampling
+from qarl.checks.inputs_record import Record
 from qarl.checks.model_folder import cannot_build
 from qarl.checks.registry import check_run
 from qarl.config import Config
@@ -33,6 +34,8 @@ class RunParts:
     val_prompts: PromptDataset | list[Any]
     sampler: PromptSampler
     reward_fn: RewardFn
+    record: Record
+    """What the run reads, for its checkpoints."""
 
 
 def prepare_run(config: Config) -> RunParts:
@@ -40,6 +43,7 @@ def prepare_run(config: Config) -> RunParts:
     verl_functions.require(objective_settings(config), advantages=config.algorithm.adv_estimator == "rloo")
     with stage("checking data, model and machine", imports=True):
         run = check_run(config)
+        record = run.record
     tokenizer = run.tokenizer
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     try:
@@ -50,7 +54,7 @@ def prepare_run(config: Config) -> RunParts:
     vocabulary = policy.model.get_output_embeddings().weight.shape[0]
     check_sampling(config, level=policy.align, vocabulary=vocabulary, on_cpu=policy.device.type == "cpu")
     return RunParts(
-        policy, tokenizer, pad_token_id or 0, run.train_prompts, run.val_prompts, run.sampler, run.reward_fn
+        policy, tokenizer, pad_token_id or 0, run.train_prompts, run.val_prompts, run.sampler, run.reward_fn, record
     )
 
 

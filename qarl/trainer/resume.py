@@ -22,6 +22,7 @@ from typing import Any
 
 from qarl.checkpoint.resumable import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
 from qarl.checkpoint.storage import checkpoints_dir, fresh_run_dir, holds_a_run, recover, set_aside
+from qarl.checks.inputs_record import Record
 from qarl.config import Config
 from qarl.config.errors import show
 from qarl.config.schema import default_values
@@ -29,17 +30,19 @@ from qarl.config.types import as_dotted
 from qarl.config.unused_keys import unread
 from qarl.console import note, say
 from qarl.errors import UserError
+from qarl.trainer.input_changes import Inputs
 
 
 def _keys(**sections: str) -> frozenset[str]:
     return frozenset(f"{section}.{key}" for section, keys in sections.items() for key in keys.split())
 
 
+_VALIDATION = _keys(rollout="val_temperature", data="val_files")
+"""Keys that only change what a validation measures."""
 _LENGTH = "trainer.total_training_steps"
 _FREE = {"name", "output_dir", "dry_run"} | _keys(
     trainer="total_training_steps test_freq val_before_train val_max_prompts logger plots report save_final save_freq "
     "save_minutes max_ckpt_to_keep resume_mode resume_from_path",
-    data="val_files",
     rollout="rebuild_on_failure",
     quant="mismatch_limit",
     reward="timeout_s",
@@ -56,6 +59,9 @@ _ROUNDING = _keys(
     "free_cache_engine",
 )
 """Keys that limit memory or set threads. If they change, the training is the same, but the rounding differs."""
+UNTRAINED = _FREE | _ROUNDING | _VALIDATION
+"""Every key that a resume may change."""
+_RANKS = _keys(trainer="nnodes n_gpus_per_node")
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,10 @@ class Start:
 
 
 @contextmanager
-def open_run(config: Config) -> Iterator[Checkpoint | None]:
+def open_run(config: Config, record: Record | None = None) -> Iterator[Checkpoint | None]:
     """Lock the run folder, and yield the checkpoint to resume from, or None if the run starts fresh.
+
+    `record`: what the run reads, to compare with what the run of the checkpoint read. None: compare only the configs.
 
     If the run starts fresh, earlier runs are moved aside. Files that a killed process left incomplete are removed. Call
     `make_newest` after the resume. Raises UserError if another process uses the run folder, and for
@@ -84,7 +92,7 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
     with lock_run(run_dir) as locked:
         for done in [*recover(run_dir), *recover(checkpoints_dir(run_dir), alone=locked)]:
             note(done)
-        start = find_start(config)
+        start = find_start(config, record)
         for folder, problem in start.damaged:
             name = set_aside(folder, "damaged").name
             note(f"{problem.what} ({problem.why}); it was renamed to {name}, and an earlier checkpoint is used")
@@ -98,9 +106,10 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
         yield start.checkpoint
 
 
-def find_start(config: Config) -> Start:
+def find_start(config: Config, record: Record | None = None) -> Start:
     """Return how a run of `config` starts. Checkpoints are read and compared with their digests. No file is changed.
-    Raise UserError if the checkpoint to resume from is missing or damaged, or if the config changes what is trained."""
+    `record`: as in `open_run`. Raise UserError if the checkpoint to resume from is missing or damaged, or if the
+    config, or what it names, changes what is trained."""
     settings, run_dir = config.trainer, config.run_dir
     if settings.resume_mode == "disable":
         return Start(fresh="trainer.resume_mode=disable")
@@ -114,7 +123,8 @@ def find_start(config: Config) -> Start:
     if start.checkpoint is None:
         return replace(start, fresh=why_fresh(run_dir))
     checkpoint = start.checkpoint
-    notes = check_changes(config, checkpoint.folder, checkpoint.step, checkpoint.config)
+    inputs = Inputs(checkpoint.state.get("inputs"), record) if record is not None else None
+    notes = check_changes(config, checkpoint.folder, checkpoint.step, checkpoint.config, inputs=inputs)
     return replace(start, notes=notes)
 
 
@@ -227,15 +237,20 @@ def check_changes(
     saved: Mapping[str, Any],
     *,
     also: Mapping[str, tuple[Any, Any]] | None = None,
+    inputs: Inputs | None = None,
 ) -> tuple[str, ...]:
     """Check that a run of `config` may resume from the checkpoint of `step` in `folder`. Return notes for the user.
 
-    `saved`: the config in the checkpoint. `also`: more changed keys with old and new value. Raises UserError if the run
-    may not resume."""
+    `saved`: the config in the checkpoint. `also`: more changed keys with old and new value. `inputs`: what the run read
+    and reads, if that is to be compared, too. Raises UserError if the run may not resume."""
     changed = changed_keys(saved, config)
-    other = {key: values for key, values in changed.items() if key not in _FREE | _ROUNDING} | dict(also or {})
+    other = {key: values for key, values in changed.items() if key not in UNTRAINED} | dict(also or {})
     if set(other.get("actor.old_log_probs", ())) == {"auto", "recompute"}:
         del other["actor.old_log_probs"]  # `auto` takes the rollout's log-probs where they are those of `recompute`
+    renamed = inputs.renamed(other) if inputs is not None else {}
+    other = {key: values for key, values in other.items() if key not in renamed}
+    if other.keys() and other.keys() <= _RANKS:
+        raise _other_ranks(folder, other)
     if other:
         raise UserError(
             f"the run cannot resume from {folder}: the config changes what is trained",
@@ -249,11 +264,15 @@ def check_changes(
             where=f"trainer.total_training_steps={config.trainer.total_training_steps}",
             fix="raise trainer.total_training_steps, or resume from an earlier checkpoint (resume_mode=resume_path)",
         )
-    notes = []
+    notes = [f"{key} was {show(old)}, now {show(new)}: it has the same content" for key, (old, new) in renamed.items()]
+    if inputs is not None:
+        notes += inputs.check(folder)
     if rounding := sorted(changed.keys() & _ROUNDING):
         notes.append(
             f"changed {', '.join(rounding)}: the training is the same, but rounds differently than an uninterrupted run"
         )
+    if validation := sorted(changed.keys() & _VALIDATION):
+        notes.append(f"changed {', '.join(validation)}: figures of validations before and after cannot be compared")
     if _LENGTH in changed and config.optim.lr_scheduler_type == "cosine":
         before, now = changed[_LENGTH]
         notes.append(
@@ -263,11 +282,25 @@ def check_changes(
     return tuple(notes)
 
 
-def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> (value in the checkpoint, value now) for each changed key that is in both configs.
+def _other_ranks(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> UserError:
+    return UserError(
+        f"the run cannot resume from {folder} on another number of ranks",
+        where="; ".join(f"{key} was {show(old)}, now {show(new)}" for key, (old, new) in changed.items()),
+        why="in a checkpoint of verl each rank has its own part of the weights and of the optimizer's state",
+        fix="set these keys to their old values; or export the checkpoint (qarl export ... format=fp32), and start a "
+        "new run with model.path set to the export",
+    )
 
-    A key of the checkpoint that had no effect there does not count."""
-    before, now = as_dotted(saved), as_dotted(config.model_dump(mode="json"))
+
+def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """Return dotted key -> (value in the checkpoint, value now) for each changed key.
+
+    A key of the checkpoint that had no effect there does not count. A key that the checkpoint lacks, because it is
+    newer, had its default."""
+    before = as_dotted(saved)
+    now = as_dotted(config.model_dump(mode="json"))
+    for key, default in default_values().items():
+        before.setdefault(key, default)
     for key, _ in list(unread(before, default_values())):
         del before[key]
     return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}

@@ -45,12 +45,14 @@ import yaml
 from qarl.checkpoint.read_weights import load_part, refuse_code, step_of, what_is_missing, whole_and_torn
 from qarl.checkpoint.storage import StorageError, fresh_run_dir, remove_folder, write_json, write_text
 from qarl.checks.check import NotCheckedError, RunInputs
+from qarl.checks.inputs_record import RECORD_FILE, Record
 from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.config import Config
 from qarl.console import note, say
 from qarl.errors import UserError
 from qarl.optim.muon import local_part
 from qarl.rollout.publish.checksum import checksums
+from qarl.trainer.input_changes import Inputs
 from qarl.trainer.resume import check_changes, is_finished, lock_run, start_line, supersede, why_fresh
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -65,18 +67,20 @@ _log = logging.getLogger("qarl.verl")
 
 
 @contextmanager
-def open_verl_run(config: Config) -> Iterator[int]:
+def open_verl_run(config: Config, record: Record | None = None) -> Iterator[int]:
     """Lock the run folder and yield the step after which verl resumes. 0 means that the run starts fresh.
+
+    `record`: what the run reads, to compare with what the run of the checkpoint read. None: compare only the configs.
 
     An earlier run in the folder is moved aside, except if this run resumes it.
 
     Raises:
-        UserError: another process uses the run; the checkpoint is missing, incomplete or could run code; or the config
-            changes what is trained.
+        UserError: another process uses the run; the checkpoint is missing, incomplete or could run code; or the config,
+            or what it names, changes what is trained.
     """
     run_dir = config.run_dir
     with lock_run(run_dir):
-        folder = _choose(config)
+        folder = _choose(config, record)
         disabled = config.trainer.resume_mode == "disable"
         fresh = "trainer.resume_mode=disable" if disabled else why_fresh(run_dir)
         say(start_line(config, (folder, step_of(folder)) if folder else None, fresh))
@@ -88,13 +92,13 @@ def open_verl_run(config: Config) -> Iterator[int]:
         yield 0 if folder is None else step_of(folder)
 
 
-def find_verl_start(config: Config) -> tuple[int, bool]:
+def find_verl_start(config: Config, record: Record | None = None) -> tuple[int, bool]:
     """Return the step after which verl resumes, and whether that checkpoint is in the run's own folder. No file is
     changed.
 
     Raise the same UserErrors as `open_verl_run`.
     """
-    folder = _choose(config)
+    folder = _choose(config, record)
     if folder is None:
         return 0, False
     return step_of(folder), folder.resolve().is_relative_to(config.run_dir.resolve())
@@ -117,7 +121,7 @@ def newest_whole(checkpoints: Path) -> Path | None:
     return whole.get(newest)
 
 
-def _choose(config: Config) -> Path | None:
+def _choose(config: Config, record: Record | None) -> Path | None:
     settings, run_dir = config.trainer, config.run_dir
     if settings.resume_mode == "disable":
         return None
@@ -127,12 +131,12 @@ def _choose(config: Config) -> Path | None:
         what, fix = f"{folder} is not a complete checkpoint of verl", "give a complete RUN/checkpoints/global_step_N"
         raise UserError(what, where="trainer.resume_from_path", why=problem, fix=fix)
     if folder is not None:
-        _check_config(config, folder)
+        _check_config(config, folder, record)
         refuse_code(sorted(folder.rglob("*.pt")))
     return folder
 
 
-def _check_config(config: Config, folder: Path) -> None:
+def _check_config(config: Config, folder: Path, record: Record | None) -> None:
     """Raise UserError if a run of `config` may not resume from `folder`. Print a note for each permitted change."""
     path = folder.resolve().parents[1] / "config.yaml"
     try:
@@ -149,8 +153,18 @@ def _check_config(config: Config, folder: Path) -> None:
         for key in before | now
         if before.get(key) != now.get(key) and not _FREE_VERL.match(key)
     }
-    for text in check_changes(config, folder, step_of(folder), rest, also=also):
+    inputs = Inputs(_saved_record(path.with_name(RECORD_FILE)), record) if record is not None else None
+    for text in check_changes(config, folder, step_of(folder), rest, also=also, inputs=inputs):
         note(text)
+
+
+def _saved_record(path: Path) -> Record | None:
+    """Return the record in `path`, or None if there is none that can be read."""
+    try:
+        saved: Record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return saved
 
 
 def _make_newest(run_dir: Path, folder: Path) -> None:

@@ -28,7 +28,8 @@ from types import FrameType
 from typing import Any
 
 from qarl.checkpoint.read_weights import whole_and_torn
-from qarl.checkpoint.storage import StorageError, checkpoints_dir, write_text, writing
+from qarl.checkpoint.storage import StorageError, checkpoints_dir, write_json, write_text, writing
+from qarl.checks.inputs_record import RECORD_FILE
 from qarl.checks.machine import this_machine
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.registry import check_run
@@ -65,10 +66,13 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     checks.refuse_unsupported(config)
     set_environment(config, on_cpu)
     with stage("checking data, model and machine", imports=True):
-        check_room(config, check_run(config))
+        run = check_run(config)
+        check_room(config, run)
+        record = run.record
     resolved = verl_config(config, on_cpu=on_cpu)
-    with open_verl_run(config) as start_step:
+    with open_verl_run(config, record) as start_step:
         write_resolved(config, config.run_dir / "config.yaml")
+        write_json(config.run_dir / RECORD_FILE, record)
         return _run(config, resolved, start, start_step)
 
 

@@ -36,7 +36,7 @@ def updating_trainer(settings: Config, policy: Policy | None = None) -> Any:
 def through_checkpoint(trainer: Any, other: Any) -> Any:
     """`other`, restored from a checkpoint of `trainer`, which is on disk afterwards."""
     for instance in (trainer, other):
-        instance.parts = SimpleNamespace(train_prompts=[], sampler=PromptSampler(4, 2))
+        instance.parts = SimpleNamespace(train_prompts=[], sampler=PromptSampler(4, 2), record={})
     trainer.engine = SimpleNamespace(weight_version=trainer.step)
     trainer.tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
     checkpoints, no_tracker = Checkpoints(trainer), SimpleNamespace()

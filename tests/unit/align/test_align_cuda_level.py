@@ -196,7 +196,7 @@ def test_the_engine_follows_the_level_that_applies(
     model = transformers.AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
     policy = Policy(model, get_scheme("bf16"), (), align="model")
     policy.align = applied
-    parts: Any = RunParts(policy, *[None] * 6)
+    parts: Any = RunParts(policy, *[None] * 7)
     local.LocalTrainer(load_config(["config=quickstart.yaml"]), parts)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     arguments = llm_arguments(started[0])

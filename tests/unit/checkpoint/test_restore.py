@@ -38,7 +38,7 @@ def make_trainer(folder: Path, output: Path, **changes: Any) -> Any:
     settings = run_config(output, f"model.path={folder}", "quant.align=off", "quant.scheme=bf16")
     policy = Policy.load(settings)
     optimizer = MasterOptimizer(policy.model.named_parameters(), settings.optim, seed=0, total_training_steps=9)
-    parts = SimpleNamespace(train_prompts=prompts(), sampler=PromptSampler(4, 2))
+    parts = SimpleNamespace(train_prompts=prompts(), sampler=PromptSampler(4, 2), record={})
     trainer = SimpleNamespace(
         config=settings,
         policy=policy,

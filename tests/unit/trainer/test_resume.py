@@ -14,6 +14,7 @@ from engine_helpers import config
 
 from qarl.checkpoint.resumable import STATE_FILE
 from qarl.config import Config
+from qarl.config.schema import default_values
 from qarl.config.types import as_dotted
 from qarl.config.unused_keys import RULES
 from qarl.errors import UserError
@@ -130,9 +131,43 @@ def test_changes_of_what_is_trained_and_an_end_in_the_past_are_refused(tmp_path)
     assert names(tmp_path) == ["quickstart"]
 
 
+DECIDES = """
+    seed backend verl model.path model.dtype model.head_dtype data.train_files data.train_batch_size
+    data.max_prompt_length data.max_response_length data.shuffle data.prompt_key data.filter_overlong_prompts
+    reward.function rollout.n rollout.temperature rollout.top_p rollout.top_k rollout.tensor_model_parallel_size
+    rollout.router_replay quant.scheme quant.group_size quant.ignore quant.align quant.kernels lora.r lora.alpha
+    lora.target_modules actor.loss actor.loss_agg_mode actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c
+    actor.tau_pos actor.tau_neg actor.mis_imp_ratio_cap actor.use_kl_loss actor.kl_loss_coef actor.ppo_mini_batch_size
+    actor.old_log_probs actor.old_log_probs_sample actor.ppo_epochs actor.grad_clip actor.seq_clip_ratio_high
+    actor.seq_clip_ratio_low actor.neg_seq_clip_ratio_low actor.neg_seq_clip_ratio_high actor.seq_tis_imp_ratio_cap
+    actor.mismatch_outside_cap actor.positive_band actor.band_scaling actor.band_reference_length
+    algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo rollout_correction.bypass_mode
+    rollout_correction.rollout_is rollout_correction.rollout_is_mode rollout_correction.rollout_is_threshold
+    rollout_correction.rollout_is_threshold_lower rollout_correction.rollout_is_batch_normalize
+    rollout_correction.rollout_rs rollout_correction.rollout_rs_threshold rollout_correction.rollout_rs_threshold_lower
+    rollout_correction.rollout_rs_ratio rollout_correction.veto_threshold optim.name optim.lr optim.betas optim.eps
+    optim.weight_decay optim.lr_warmup_steps optim.lr_scheduler_type optim.min_lr_ratio optim.muon_lr
+    optim.muon_momentum optim.master_dtype trainer.nnodes trainer.n_gpus_per_node
+"""
+
+
+def test_every_key_has_a_verdict():
+    """A new key belongs to one of the groups of `qarl.trainer.resume` (it may change), or here (it decides)."""
+    assert set(DECIDES.split()) == default_values().keys() - resume.UNTRAINED
+
+
+def test_a_key_that_an_old_checkpoint_lacks_had_its_default(tmp_path):
+    settings = config(tmp_path, "actor.grad_clip=0.5")
+    saved = settings.model_dump(mode="json")
+    del saved["actor"]["grad_clip"]
+    with pytest.raises(UserError, match=r"actor\.grad_clip was 1\.0, now 0\.5"):
+        check_changes(settings, tmp_path / "step_1", 1, saved)
+    assert check_changes(config(tmp_path), tmp_path / "step_1", 1, saved) == ()
+
+
 def test_only_listed_keys_may_change_on_a_resume(tmp_path):
-    """Every key of the config, each changed alone: without a word, with a note about rounding, or refused by name. A
-    key that had no effect in the checkpoint may change."""
+    """Every key of the config, each changed alone: without a word, with a note about rounding or validations, or
+    refused by name. A key that had no effect in the checkpoint may change."""
     settings = config(tmp_path, "optim.lr_scheduler_type=constant")
     in_effect = as_dotted(settings.model_dump(mode="json"))
     silent = {key for rule in RULES if not rule.reads(in_effect[rule.decider]) for key in rule.keys}
@@ -146,8 +181,11 @@ def test_only_listed_keys_may_change_on_a_resume(tmp_path):
         elif key in resume._ROUNDING:
             (note,) = check_changes(settings, tmp_path / "step_1", 1, saved)
             assert note.startswith(f"changed {key}: the training is the same"), key
+        elif key in resume._VALIDATION:
+            (note,) = check_changes(settings, tmp_path / "step_1", 1, saved)
+            assert note.startswith(f"changed {key}: figures of validations"), key
         else:
-            with pytest.raises(UserError, match="changes what is trained") as caught:
+            with pytest.raises(UserError, match="cannot resume from") as caught:
                 check_changes(settings, tmp_path / "step_1", 1, saved)
             assert caught.value.where.startswith(f'{key} was "another value", now '), key
 

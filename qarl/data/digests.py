@@ -1,0 +1,74 @@
+"""Digests of prompts and of a reward's source, by which a resume knows that it reads the data of the run.
+
+Each column has its own digest, so that a refusal can name it. They do not depend on the order of the keys in a row's
+objects, which differs between the formats of data files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl.data.prompts import Prompt
+from qarl.data.rewards import BUILTIN
+
+COLUMNS: dict[str, Callable[[Prompt], Any]] = {
+    "tokens": lambda prompt: prompt.prompt_token_ids,
+    "ground_truth": lambda prompt: prompt.ground_truth,
+    "data_source": lambda prompt: prompt.data_source,
+    "extra_info": lambda prompt: prompt.extra_info,
+    "samples": lambda prompt: prompt.samples,
+}
+"""Everything of a prompt that training or a reward reads."""
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """Return the SHA-256 of the prompts' tokens and ground truths, in order. Every checkpoint of the local backend has
+    it; later ones also have those of `column_digests`."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(f"{prompt.prompt_token_ids}{prompt.ground_truth!r};".encode())
+    return digest.hexdigest()
+
+
+def column_digests(prompts: Iterable[Prompt]) -> dict[str, str]:
+    """Return the SHA-256 of each column of the prompts, in order."""
+    digests = {name: hashlib.sha256() for name in COLUMNS}
+    for prompt in prompts:
+        for name, column in COLUMNS.items():
+            digests[name].update(f"{_canonical(column(prompt))};".encode(errors="surrogatepass"))
+    return {name: digest.hexdigest() for name, digest in digests.items()}
+
+
+def reward_source(function: str) -> str | None:
+    """Return the SHA-256 of the file that has the reward `function`, a value of `reward.function`.
+
+    Return None for QaRL's own functions, and if the file cannot be read. Other files that it imports do not count."""
+    source = function.rpartition(":")[0]
+    if function in BUILTIN or not source:
+        return None
+    try:
+        path = Path(source) if source.endswith(".py") else Path(_origin(source))
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ImportError, ValueError):
+        return None
+
+
+def _origin(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ImportError(module)
+    return spec.origin
+
+
+def _canonical(value: Any) -> str:
+    """Return a text that is equal for equal values of a data file."""
+    if isinstance(value, Mapping):
+        entries = sorted((repr(key), _canonical(entry)) for key, entry in value.items())
+        return "{" + ",".join(f"{key}:{entry}" for key, entry in entries) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return repr(value) if all(type(entry) is int for entry in value) else f"[{','.join(map(_canonical, value))}]"
+    return repr(value)

@@ -6,6 +6,8 @@ with code 2. Bugs of QaRL raise ordinary exceptions.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UserError(Exception):
     """An error that the user can fix. `what` says what is wrong. `where`, `why` and `fix` are optional lines."""
@@ -14,3 +16,9 @@ class UserError(Exception):
         self.what, self.where, self.why, self.fix = what, where, why, fix
         parts = [("", what), ("where: ", where), ("why: ", why), ("fix: ", fix)]
         super().__init__("\n  ".join(label + text for label, text in parts if text))
+
+
+def shortened(value: Any, length: int = 200) -> str:
+    """Return the start of `repr(value)`, for an error."""
+    text = repr(value)
+    return text if len(text) <= length else text[:length] + "..."

@@ -22,7 +22,8 @@ from qarl.checks.model import applied_level, check_served
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config
 from qarl.data.prompts import PromptDataset, PromptSampler, load_prompts, load_val_prompts, prompt_options
-from qarl.data.rewards import RewardFn, get_reward_fn
+from qarl.data.reward_workers import Reward
+from qarl.data.rewards import find_reward
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import Choice, choose_experts_kernel, choose_linear_kernel
@@ -153,8 +154,10 @@ class RunInputs:
         return model_folder.weight_files(self.config.model.path)
 
     @cached_property
-    def reward_fn(self) -> RewardFn:
-        return get_reward_fn(self.config.reward.function)
+    def reward_fn(self) -> Reward:
+        reward = find_reward(self.config.reward.function, self.config.reward.workers)
+        reward.load()
+        return reward
 
     @cached_property
     def train_prompts(self) -> PromptDataset:

@@ -25,7 +25,8 @@ from qarl.console import note as print_note
 from qarl.console import say
 from qarl.data.dated_template import fixed_date, written_dates
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
-from qarl.data.rewards import RewardFn, score_responses
+from qarl.data.reward_workers import Reward
+from qarl.data.rewards import score_responses
 from qarl.errors import UserError
 from qarl.kernels.registry import kernels_of
 from qarl.lora.layers import target_linears
@@ -217,7 +218,7 @@ def _val_prompts(val_prompts: PromptDataset | list[Any], train_prompts: PromptDa
         )
 
 
-def _reward(config: Config, reward_fn: RewardFn, train_prompts: PromptDataset) -> None:
+def _reward(config: Config, reward_fn: Reward, train_prompts: PromptDataset) -> None:
     """Call the function once, on the first prompt with an empty response, to find bugs before the training starts."""
     score_responses(reward_fn, train_prompts[:1], [""], timeout_s=config.reward.timeout_s)
 

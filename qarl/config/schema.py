@@ -99,6 +99,10 @@ class RewardConfig(Section):
     timeout_s: Annotated[float | None, Unit("seconds"), Sane(0.01, 3600)] = Field(default=60.0, gt=0, le=86_400)
     """Time limit for scoring one response; exceeding it is an error. null means no limit."""
 
+    workers: Annotated[int, Unit("processes"), Sane(1, 64)] = Field(default=2, ge=1, le=1024)
+    """Most processes that run the function at the same time. Each loads it once, with its model if it has one. Backend
+    verl: in each of its reward workers, of which there are 8 in all on GPUs and 1 on a CPU."""
+
 
 BATCHED_TOKENS = {"local": 4096, "verl": 8192}
 """Backend -> the tokens of one vLLM step if `rollout.max_num_batched_tokens` is null. `local`: on a CPU."""

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from qarl.config import Config
 from qarl.config.demos import DEMO_HINT
-from qarl.errors import UserError
+from qarl.errors import UserError, shortened
 
 if TYPE_CHECKING:
     import datasets
@@ -226,12 +226,6 @@ def _to_prompt(
     truth = checked.reward_model.ground_truth
     extra = checked.extra_info or {}
     return Prompt(index, checked.data_source, messages, list(token_ids), truth, extra, checked.samples)
-
-
-def shortened(value: Any, length: int = 200) -> str:
-    """Return the start of `repr(value)`."""
-    text = repr(value)
-    return text if len(text) <= length else text[:length] + "..."
 
 
 def check_disjoint(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:

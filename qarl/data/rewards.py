@@ -1,12 +1,13 @@
 """Call, find and check reward functions, both built-in ones and the user's.
 
-A reward function has the signature of verl's custom rewards, so one function works with both backends:
+A reward function has the signature of verl's custom rewards, so one function works with every backend:
 
     def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None) -> float
 
 It may also return a dict with the number under "score". As in verl, the arguments are passed by keyword.
 
 The config names the function as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`.
+It runs in worker processes (`qarl.data.reward_workers`), which load it by `get_reward_fn`.
 
 If the function raises, calls `sys.exit`, does not return a finite number or takes longer than `reward.timeout_s`, the
 run stops with an error that names the row. If an exception scored 0 instead, the model would learn to avoid the bug. If
@@ -15,32 +16,24 @@ a timeout scored 0, the rewards would depend on how busy the machine is.
 
 from __future__ import annotations
 
-import copy
-import ctypes
 import importlib
 import importlib.util
 import inspect
-import math
-import os
 import re
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
-from functools import cache
-from multiprocessing import get_context
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from qarl.data.prompts import Prompt, shortened
-from qarl.errors import UserError
+from qarl.data.reward_outcomes import ASYNC, Outcome, Scored
+from qarl.data.reward_workers import DEFAULT_WORKERS, InProcessReward, Reward, WorkerReward
+from qarl.errors import UserError, shortened
+
+if TYPE_CHECKING:
+    from qarl.data.prompts import Prompt
 
 RewardFn = Callable[..., Any]
-Result = TypeVar("Result")
 
 # A minus belongs to a number only if it cannot be a subtraction: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?\d+(?:\.\d+)?", flags=re.ASCII)
@@ -68,36 +61,33 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
     """Return 1.0 if an answer in the response (LaTeX, boxed or plain) equals `ground_truth` mathematically, else 0.0.
 
     Uses the math-verify package with the settings of verl's `math_verify` reward. The package's time limit (5 seconds
-    to parse, 5 to compare) uses an alarm signal, which works only in the main thread. So calls from other threads run
-    in a separate process, as in verl.
+    to parse, 5 to compare) uses an alarm signal, so this must be called in the main thread of a process.
     """
-    if threading.current_thread() is threading.main_thread():
-        return math_verify_within(5, solution_str, str(ground_truth))
-    return _process_pool().submit(math_verify_within, 5, solution_str, str(ground_truth)).result()
+    return math_verify_within(5, solution_str, str(ground_truth))
 
 
 def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
-    """Do the same as `math_verify` with a time limit of `seconds`, in the main thread."""
+    """Do the same as `math_verify` with a time limit of `seconds`."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    def is_equal(gold: Any, answer: Any) -> bool:
-        with preserved_alarm():
-            return bool(verify(gold, answer, timeout_seconds=seconds))
-
-    with preserved_alarm():
-        golds = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=seconds)
-    with preserved_alarm():
-        answers = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=seconds)
-    return float(any(is_equal(gold, answer) for gold in golds for answer in answers))
-
-
-@cache
-def _process_pool() -> ProcessPoolExecutor:
-    # "spawn", because it is not safe to fork a process with CUDA or several threads.
-    return ProcessPoolExecutor(max_workers=min(4, os.cpu_count() or 1), mp_context=get_context("spawn"))
+    golds = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=seconds)
+    answers = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=seconds)
+    return float(any(verify(gold, answer, timeout_seconds=seconds) for gold in golds for answer in answers))
 
 
 BUILTIN: dict[str, RewardFn] = {"arithmetic": arithmetic, "math_verify": math_verify}
+IN_PROCESS = ("arithmetic",)
+"""Built-in functions that need no worker process: they depend on their arguments alone, and always end soon."""
+
+
+def find_reward(spec: str, workers: int = DEFAULT_WORKERS, folder: str | None = None) -> Reward:
+    """Return the reward that `spec` names (`reward.function`). Its function is loaded in its first worker process.
+
+    `workers`: most worker processes (`reward.workers`). `folder`: the folder that they work in; None: the current one.
+    """
+    if spec in IN_PROCESS:
+        return InProcessReward(spec, BUILTIN[spec])
+    return WorkerReward(spec, workers, folder)
 
 
 def get_reward_fn(spec: str) -> RewardFn:
@@ -116,6 +106,9 @@ def get_reward_fn(spec: str) -> RewardFn:
         )
     module = load_module(source)
     fn: RewardFn | None = getattr(module, name, None)
+    if inspect.iscoroutinefunction(fn):
+        what = f"the reward function {name} {ASYNC.what}"
+        raise UserError(what, where=f"reward.function={spec}", why=ASYNC.why, fix=ASYNC.fix)
     if not callable(fn):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
         raise UserError(
@@ -147,154 +140,53 @@ def load_module(source: str, where: str = "reward.function") -> ModuleType:
 
 
 def score_responses(
-    fn: RewardFn, prompts: Sequence[Prompt], responses: Sequence[str], *, timeout_s: float | None = None
+    reward: Reward, prompts: Sequence[Prompt], responses: Sequence[str], *, timeout_s: float | None = None
 ) -> list[float]:
     """Return the score of each `responses[i]`, an answer to `prompts[i]`.
 
     `timeout_s`: time limit per response, in seconds; None means no limit.
 
     Raises:
-        UserError: `fn` raised (its exception is chained), took longer than `timeout_s`, or did not return a finite
-            number (alone or under "score").
+        UserError: the function cannot be loaded, raised an exception, took longer than `timeout_s`, or did not return a
+            finite number (alone or under "score"). It names the first such row.
     """
+    arguments = [reward_arguments(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    futures = [reward.submit(row, timeout_s) for row in arguments]
     scores = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        where = f"row {prompt.index}, "
-        arguments: dict[str, Any] = {"data_source": prompt.data_source, "solution_str": response}
-        arguments |= {"ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
-        result = call_reward(fn, arguments, timeout_s=timeout_s, where=where)
-        scores.append(score_of(fn, result, arguments, where=where))
+    try:
+        for prompt, row, future in zip(prompts, arguments, futures, strict=True):
+            outcome = future.result()
+            scores.append(scored(reward.name, outcome, row, where=f"row {prompt.index}, ").score)
+    except BaseException:
+        reward.stop()
+        raise
     return scores
 
 
-def call_reward(fn: RewardFn, arguments: dict[str, Any], *, timeout_s: float | None, where: str = "") -> Any:
-    """Return the result of `fn` for the four `arguments`. Raise UserError if `fn` raises or exceeds `timeout_s`.
+def reward_arguments(prompt: Prompt, response: str) -> dict[str, Any]:
+    """Return the four arguments of a reward function."""
+    return {
+        "data_source": prompt.data_source,
+        "solution_str": response,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.extra_info,
+    }
 
-    `where`: text to show in the error before the data source. `fn` gets copies of `ground_truth` and `extra_info`,
-    because all responses to a prompt share them: a change would affect the score of the next response.
+
+def scored(name: str, outcome: Outcome, arguments: Mapping[str, Any], *, where: str = "") -> Scored:
+    """Return `outcome` if it is a score. Otherwise raise UserError, which names the row.
+
+    `name`: of the function. `arguments`: those of the call. `where`: text to show before the data source.
     """
-    name, place = _name(fn), f"{where}data_source {arguments['data_source']!r}"
-    response = shortened(arguments["solution_str"])
-    shared = {key: value for key, value in arguments.items() if key in ("ground_truth", "extra_info")}
-    try:
-        return call_within(timeout_s, lambda: fn(**arguments | copy.deepcopy(shared)))
-    except OutOfTimeError as error:
-        raise UserError(
-            f"the reward function {name} took longer than reward.timeout_s={timeout_s:g} seconds",
-            where=place,
-            why=f"a response without a score cannot be used, and a score of 0 would be wrong (response: {response})",
-            fix="make it faster, let it limit its own time, or raise reward.timeout_s (null means no limit)",
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise UserError(
-            f"the reward function {name} raised {type(error).__name__}",
-            where=place,
-            why=f"{error} (response: {response})",
-            fix="make it return a score for every response, even an empty or garbled one",
-        ) from error
+    if isinstance(outcome, Scored):
+        return outcome
+    raise UserError(
+        f"the reward function {name} {outcome.what}",
+        where=f"{where}data_source {arguments['data_source']!r}",
+        why=f"{outcome.why} (response: {shortened(arguments['solution_str'])})",
+        fix=outcome.fix,
+    )
 
 
-def score_of(fn: RewardFn, result: Any, arguments: Mapping[str, Any], *, where: str = "") -> float:
-    """Return the number in the `result` of a reward function. Raise UserError if there is no finite number."""
-    score: Any = result.get("score") if isinstance(result, Mapping) else result
-    try:
-        number = math.nan if isinstance(score, str | bytes | bytearray) else float(score)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = math.nan
-    if not math.isfinite(number):
-        response = shortened(arguments["solution_str"])
-        raise UserError(
-            f"the reward function {_name(fn)} returned {shortened(result)}",
-            where=f"{where}data_source {arguments['data_source']!r}",
-            why=f"a reward must be a finite number, or a dict with one under 'score' (response: {response})",
-            fix="make it return a number for every response, even an empty or garbled one",
-        )
-    return number
-
-
-def _name(fn: RewardFn) -> str:
-    return str(getattr(fn, "__name__", type(fn).__name__))
-
-
-class OutOfTimeError(Exception):
-    """The function took longer than its limit."""
-
-
-class _Stop(BaseException):
-    """Raised inside the function to end it. `except Exception` in the function does not catch it."""
-
-
-def call_within(seconds: float | None, function: Callable[[], Result]) -> Result:
-    """Return `function()`, but stop it after `seconds` (None: no limit). Exceptions of the function are not caught.
-    Raise OutOfTimeError if the function was stopped or returned too late.
-
-    In the main thread, a timer signal raises an exception inside the function. This interrupts endless loops, sleeps,
-    waiting for a socket, and slow regular expressions. The timer fires every second, in case the function catches the
-    exception. If the function sets an alarm itself (`signal.alarm`), the time is checked only when it returns.
-
-    Python delivers signals only to the main thread, but verl calls rewards in other threads. There the function runs
-    in a new thread, which is stopped at its next line of Python. If that thread is inside a C function, it continues as
-    a daemon, which does not keep the process alive."""
-    if seconds is None:
-        return function()
-    if threading.current_thread() is not threading.main_thread():
-        return _in_a_thread(seconds, function)
-    started = time.monotonic()
-    try:
-        with _alarm(seconds):
-            result = function()
-    except _Stop:
-        raise OutOfTimeError from None
-    if time.monotonic() - started > seconds:
-        raise OutOfTimeError
-    return result
-
-
-@contextmanager
-def preserved_alarm() -> Iterator[None]:
-    """Let the code inside use the alarm signal. Afterwards restore the caller's timer, less the time that has passed.
-
-    Use this only in the main thread. If the caller's timer was due during the block, it fires right after the block.
-    """
-    remaining, interval = signal.getitimer(signal.ITIMER_REAL)
-    handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining:
-            left = max(remaining - (time.monotonic() - started), 1e-3)
-            signal.setitimer(signal.ITIMER_REAL, left, interval)
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise _Stop
-
-    with preserved_alarm():
-        signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-
-def _in_a_thread(seconds: float, function: Callable[[], Result]) -> Result:
-    outcome: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if outcome.done():
-        return outcome.result()
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stop))
-    raise OutOfTimeError
+def name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -20,9 +20,10 @@ from qarl.checkpoint.export import ExportRequest, export
 from qarl.checkpoint.model_files import read_tensors
 from qarl.checkpoint.storage import EXPORT, write_json
 from qarl.config.lora import FOLDER
+from qarl.config.schema import RewardConfig
 from qarl.console import say, stage
 from qarl.data.prompts import Prompt, load_prompts, prompt_options
-from qarl.data.rewards import get_reward_fn, score_responses
+from qarl.data.rewards import find_reward, score_responses
 from qarl.errors import UserError
 from qarl.eval.arguments import BF16, EvalRequest, Settings
 from qarl.eval.harness import find_tasks, score_tasks, sets_of
@@ -100,7 +101,10 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
     """Return the mean score of each prompt's responses, from an engine with the weights of `folder`."""
     from transformers import AutoTokenizer
 
-    config, reward = settings.config, get_reward_fn(settings.reward)
+    config = settings.config
+    scoring = config.reward if config else RewardConfig()
+    reward = find_reward(settings.reward, scoring.workers)
+    reward.load()
     rows = [prompt for prompt in prompts for _ in range(prompt.samples or 1)]
     draw = random.Random(f"eval-{request.seed}")
     seeds = [draw.getrandbits(31) for _ in rows]
@@ -113,9 +117,10 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
         responses = engine.generate([row.prompt_token_ids for row in rows], sampling, seeds)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
     texts = tokenizer.batch_decode(responses.response_token_ids, skip_special_tokens=True)
-    timeout = config.reward.timeout_s if config else 30.0
     grouped: dict[str, dict[int, list[float]]] = {}
-    for row, score in zip(rows, score_responses(reward, rows, texts, timeout_s=timeout), strict=True):
+    scores = score_responses(reward, rows, texts, timeout_s=scoring.timeout_s)
+    reward.stop()
+    for row, score in zip(rows, scores, strict=True):
         grouped.setdefault(row.data_source, {}).setdefault(row.index, []).append(score)
     return {name: {index: fmean(scores) for index, scores in rows.items()} for name, rows in grouped.items()}
 

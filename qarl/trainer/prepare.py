@@ -16,7 +16,7 @@ from qarl.checks.registry import check_run
 from qarl.config import Config
 from qarl.console import stage
 from qarl.data.prompts import PromptDataset, PromptSampler
-from qarl.data.rewards import RewardFn
+from qarl.data.reward_workers import Reward
 from qarl.objectives import verl_functions
 from qarl.objectives.settings import objective_settings
 from qarl.quant.scheme import get_scheme
@@ -33,7 +33,7 @@ class RunParts:
     train_prompts: PromptDataset
     val_prompts: PromptDataset | list[Any]
     sampler: PromptSampler
-    reward_fn: RewardFn
+    reward_fn: Reward
     record: Record
     """What the run reads, for its checkpoints."""
 

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from qarl.data.prompts import shortened
-from qarl.errors import UserError
+from qarl.errors import UserError, shortened
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.trainer.local import request_seed

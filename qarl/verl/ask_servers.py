@@ -24,7 +24,8 @@ RESUME = "run the same command again"
 """The end of a worker's `fix`. A worker does not know the checkpoints, so the driver adds what the command will do."""
 KILLED = "something killed it, for example lack of memory (see the kernel's log and Ray's log of the worker)"
 SERVER = "vllm_server_"
-OTHERS = ("agent_loop_worker_", "reward_loop_worker_")
+REWARD = "reward_loop_worker_"
+OTHERS = ("agent_loop_worker_", REWARD)
 ANSWER_SECONDS = 10.0
 _ENGINE_OF_ACTOR = re.compile(r"vllm_server_\d+_0")
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{.*\})? (\S+)", re.MULTILINE)
@@ -84,6 +85,23 @@ def engine_servers() -> dict[str, Any]:
     if not ray.is_initialized():  # otherwise the call below would start Ray
         return {}
     return {name: ray.get_actor(name) for name in ray.util.list_named_actors() if _ENGINE_OF_ACTOR.fullmatch(name)}
+
+
+def reward_refusal(seconds: float) -> dict[str, str | None] | None:
+    """Return the parts of an error that the reward function raised in one of Ray's reward workers, or None.
+
+    Wait up to `seconds` for an answer of each."""
+    import ray
+
+    from qarl.verl.reward import refusal
+
+    if not ray.is_initialized():
+        return None
+    names = [name for name in ray.util.list_named_actors() if name.startswith(REWARD)]
+    questions = [ray.get_actor(name).__ray_call__.remote(refusal).future() for name in names]
+    wait(questions, timeout=seconds)
+    answers = [question.result() for question in questions if question.done() and question.exception() is None]
+    return next((answer for answer in answers if answer), None)
 
 
 def refuse_dead_servers(watch: Watch, *, is_first: bool, seconds: float) -> None:

@@ -97,14 +97,19 @@ def data_keys(config: Config) -> Keys:
 
 
 def reward_keys(config: Config) -> Keys:
-    """Return keys that make verl call `qarl.verl.agent_loop_and_reward.score`, which calls `reward.function`."""
+    """Return keys that make verl call `qarl.verl.reward.score`, which calls `reward.function`."""
     source, _, name = config.reward.function.rpartition(":")
     function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
     root = "reward.custom_reward_function"
     return {
-        f"{root}.path": f"pkg://{PLUGIN}.agent_loop_and_reward",
+        f"{root}.path": f"pkg://{PLUGIN}.reward",
         f"{root}.name": "score",
-        f"+{root}.reward_kwargs": {"function": function, "timeout_s": config.reward.timeout_s},
+        f"+{root}.reward_kwargs": {
+            "function": function,
+            "timeout_s": config.reward.timeout_s,
+            "workers": config.reward.workers,
+            "folder": os.getcwd(),  # Ray's workers start in other folders
+        },
     }
 
 

@@ -21,7 +21,7 @@ FOLLOWERS = {
     "verl.trainer.ppo.core_algos": "qarl.verl.loss",
     "verl.workers.engine": "qarl.verl.fsdp_engine",
     "verl.trainer.ppo.v1": "qarl.verl.trainer",
-    "verl.experimental.agent_loop.agent_loop": "qarl.verl.agent_loop_and_reward",
+    "verl.experimental.agent_loop.agent_loop": "qarl.verl.agent_loop",
     "verl.workers.rollout.replica": "qarl.verl.adapter_server",
 }
 """Maps each verl module with a registry to the QaRL module that registers itself there on import."""

@@ -69,6 +69,7 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
         run = check_run(config)
         check_room(config, run)
         record = run.record
+        run.reward_fn.stop()  # from now on Ray's workers call it
     resolved = verl_config(config, on_cpu=on_cpu)
     with open_verl_run(config, record) as start_step:
         write_resolved(config, config.run_dir / "config.yaml")

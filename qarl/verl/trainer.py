@@ -45,7 +45,7 @@ from verl.utils.debug import marked_timer
 from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.trainer.old_log_probs import Skipping, differing_tokens, sample_size
-from qarl.verl.ask_servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped
+from qarl.verl.ask_servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped, reward_refusal
 from qarl.verl.checkpoint import Saving
 from qarl.verl.checks import refuse
 from qarl.verl.config_classes import QuantSettings
@@ -270,11 +270,14 @@ class PromptReplayBuffer(ReplayBuffer):
             if dead := self._watch.dead(ANSWER_SECONDS):
                 what = f"a process that generates has stopped, and {len(failed)} prompts lack responses"
                 raise has_stopped(what, dead)
+            if cause := reward_refusal(ANSWER_SECONDS):
+                what, fix = str(cause["what"]), f"{cause['fix']}; then {RESUME}"
+                raise UserError(what, where=cause["where"], why=cause["why"], fix=fix)
             raise UserError(
                 f"responses to {len(failed)} of the prompts could not be generated",
                 where=", ".join(failed[:4]),
-                why="the engine, the agent loop or the reward raised an error (Error in _run_prompt in the log); an "
-                "update from the remaining responses would favour short ones",
+                why="the engine or the agent loop raised an error (Error in _run_prompt in the log); an update from "
+                "the remaining responses would favour short ones",
                 fix=f"fix the cause and {RESUME}",
             )
         if time.monotonic() - self._watched > WATCH_SECONDS:

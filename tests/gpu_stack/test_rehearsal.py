@@ -301,4 +301,4 @@ def test_the_agent_loop_takes_any_tokenizer(resolved: Any) -> None:
         data_config=loops.DictConfigWrap(resolved.data),
         tools=loops.ToolListWrap([]),
     )
-    assert type(loop).__module__ == "qarl.verl.agent_loop_and_reward"
+    assert type(loop).__module__ == "qarl.verl.agent_loop"

@@ -10,7 +10,7 @@ import pytest
 from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 
-from qarl.data.rewards import call_reward, get_reward_fn
+from qarl.data.rewards import get_reward_fn
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def test_the_reward() -> None:
 
     def score(response: str) -> float:
         row = {"data_source": "", "solution_str": response, "ground_truth": "12", "extra_info": None}
-        return float(call_reward(reward, row, timeout_s=None))
+        return float(reward(**row))
 
     assert score("5+7=12") == 1 and score("5+7=13") == 0
     assert score(" " * 64 + "5+7=12") == pytest.approx(0.9)

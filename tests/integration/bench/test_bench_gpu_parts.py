@@ -15,6 +15,7 @@ from qarl.bench import kernels, steps
 from qarl.checks.check import RunInputs
 from qarl.config import Config, load_config
 from qarl.data.prompts import check_vocabulary
+from qarl.data.rewards import score_responses
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_check
@@ -105,7 +106,7 @@ def test_a_random_model_has_what_a_run_needs(tmp_path: Path) -> None:
     assert len(run.train_prompts) == random_model.PROMPTS
     assert {len(prompt.prompt_token_ids) for prompt in run.train_prompts} == {random_model.WORDS}
     check_vocabulary(run.tokenizer, run.hf_config.vocab_size, max_unused=0)
-    assert run.reward_fn("random", "t1 t2 t4", "", {}) == 2 / 3
+    assert score_responses(run.reward_fn, run.train_prompts[:1], ["t1 t2 t4"]) == [2 / 3]
 
 
 def test_what_breaks_first_comes_first() -> None:

@@ -4,6 +4,7 @@ accepts a config exactly if verl's own code, run on it, does not stop."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 from contextlib import nullcontext
@@ -195,7 +196,7 @@ def test_reward_functions_are_found_by_verl():
         resolved = verl_config(quickstart(**{"reward.function": function}), on_cpu=True)
         reward = get_custom_reward_fn(resolved)
         arguments = {"data_source": "x", "ground_truth": "12", "extra_info": {}}
-        assert reward(solution_str="5+7=12", **arguments) == 1.0
+        assert asyncio.run(reward(solution_str="5+7=12", **arguments)) == 1.0
 
 
 def test_a_cpu_never_compiles():

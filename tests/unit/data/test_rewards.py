@@ -1,7 +1,8 @@
 """The built-in rewards on real answers, users' functions by name, and what a broken one leads to."""
 
 import math
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from qarl.data.prompts import Prompt
-from qarl.data.rewards import arithmetic, get_reward_fn, math_verify, score_responses
+from qarl.data.reward_workers import InProcessReward
+from qarl.data.rewards import arithmetic, find_reward, get_reward_fn, math_verify, score_responses
 from qarl.errors import UserError
 
 
@@ -55,16 +57,15 @@ def test_math_verify(response: str, ground_truth: str, score: float) -> None:
 
 @pytest.mark.long
 def test_math_verify_from_another_thread() -> None:
-    """math-verify's time limit is a signal, which Python refuses outside the main thread."""
-    scores: list[float] = []
+    """math-verify's time limit is a signal, which Python refuses outside the main thread; a worker has its own."""
+    reward = find_reward("math_verify", workers=1)
 
-    def work() -> None:
-        scores.extend(math_verify("math", response, ground_truth) for response, ground_truth, _ in MATH_CASES)
+    def work() -> list[float]:
+        rows = [prompt(index, ground_truth) for index, (_, ground_truth, _) in enumerate(MATH_CASES)]
+        return score_responses(reward, rows, [response for response, _, _ in MATH_CASES], timeout_s=60)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(timeout=60)
-    assert scores == [score for _, _, score in MATH_CASES]
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(work).result() == [score for _, _, score in MATH_CASES]
 
 
 USER_FILE = """
@@ -85,8 +86,8 @@ def test_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "my_rewards.py").write_text(USER_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     for source in ("my_rewards", str(tmp_path / "my_rewards.py")):
-        assert score_responses(get_reward_fn(f"{source}:by_length"), [prompt()] * 2, ["", "abc"]) == [0.0, 0.3]
-        assert score_responses(get_reward_fn(f"{source}:with_defaults"), [prompt()], ["abc"]) == [0.5]
+        assert score_responses(find_reward(f"{source}:by_length"), [prompt()] * 2, ["", "abc"]) == [0.0, 0.3]
+        assert score_responses(find_reward(f"{source}:with_defaults"), [prompt()], ["abc"]) == [0.5]
     assert get_reward_fn("arithmetic") is arithmetic
     assert get_reward_fn("math_verify") is math_verify
 
@@ -105,41 +106,28 @@ def test_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_bad_names(tmp_path: Path, spec: str, message: str) -> None:
     (tmp_path / "good.py").write_text(USER_FILE)
     (tmp_path / "broken.py").write_text("1 / 0")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as here:
         get_reward_fn(spec.replace("FOLDER", str(tmp_path)))
+    with pytest.raises(UserError) as in_a_worker:
+        find_reward(spec.replace("FOLDER", str(tmp_path))).load()
+    assert str(in_a_worker.value) == str(here.value)
 
 
-def grows_a_list(extra_info: dict, **_: Any) -> float:
-    extra_info["seen"].append("x")
-    return len(extra_info["seen"])
-
-
-def test_a_reward_that_changes_its_arguments() -> None:
-    """Responses to one prompt share them."""
-    asked = Prompt(7, "sums", [], [], "1", {"seen": []})
-    assert score_responses(grows_a_list, [asked] * 2, ["x", "y"]) == [1.0, 1.0] and asked.extra_info == {"seen": []}
-
-
-@pytest.mark.parametrize("ends", [SystemExit, KeyboardInterrupt])
-def test_only_ctrl_c_ends_the_process(ends: type[BaseException]) -> None:
-    def fails(**_: Any) -> float:
-        raise ends
-
-    with pytest.raises(KeyboardInterrupt if ends is KeyboardInterrupt else UserError):
-        score_responses(fails, [prompt()], ["x"])
+def here(function: Callable[..., Any]) -> InProcessReward:
+    return InProcessReward(function.__name__, function)
 
 
 @pytest.mark.parametrize(
     "result",
-    [math.nan, None, "1.0", b"1", {"reward": 1.0}, {"score": math.inf}, 10**400, torch.zeros(2), [1.0]],
+    [math.nan, None, "1.0", b"1", {"reward": 1.0}, {"score": math.inf}, 10**400, 1e39, torch.zeros(2), [1.0]],
     ids=str,
 )
 def test_a_result_that_is_no_finite_number(result: Any) -> None:
     with pytest.raises(UserError, match=r"returned[\s\S]*row 3"):
-        score_responses(lambda **_: result, [prompt(3)], ["x"])
+        score_responses(here(lambda **_: result), [prompt(3)], ["x"])
 
 
 @pytest.mark.parametrize("result", [1, True, np.float32(1), torch.tensor(1.0)])
 def test_numbers_of_any_kind(result: Any) -> None:
-    scores = score_responses(lambda **_: result, [prompt()], ["x"])
+    scores = score_responses(here(lambda **_: result), [prompt()], ["x"])
     assert scores == [1.0] and type(scores[0]) is float

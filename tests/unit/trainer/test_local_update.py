@@ -15,6 +15,7 @@ from random_models import save_random_model
 from updating_trainer import FOUR, four_responses, updating_trainer
 
 from qarl.data.prompts import Prompt
+from qarl.data.reward_workers import InProcessReward
 from qarl.metrics.step_metrics import PhaseTimer
 from qarl.rollout.engine import RolloutBatch, SamplingConfig
 from qarl.trainer.local import LocalTrainer
@@ -89,7 +90,7 @@ def asking(tmp_path) -> Iterator[LocalTrainer]:
         train_prompts=prompts,
         val_prompts=prompts,
         sampler=iter([[0, 1]] * 2),
-        reward_fn=lambda **_: 0.5,
+        reward_fn=InProcessReward("half", lambda **_: 0.5),
         pad_token_id=0,
     )
     trainer.policy = SimpleNamespace(device=torch.device("cpu"))

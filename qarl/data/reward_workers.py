@@ -1,0 +1,294 @@
+"""Run a reward function in worker processes, the same way for every backend.
+
+So a function has the same score everywhere, however it catches exceptions or uses alarms, threads and subprocesses: it
+runs in the main thread of a process of its own, its time limit is the end of that process, and what it does to the
+process (working folder, seeds, torch's grad mode, a crash) does not reach the trainer.
+
+A `Reward` returns a future for each response. Later kinds of rewards fit in there: async functions, functions of a
+whole batch, judges over HTTP.
+
+The workers are reused, so a call costs some 0.1 ms more than in the trainer. They start when they are needed, and only
+as many as there are responses to score at the same time. A thread serves each worker, so that its time limit starts
+with the call: neither the queue nor the start of a process counts.
+
+Two libraries were tried for this. Pebble 5.2 runs the user's `__main__` again, and does not notice a worker that ends
+with exit code 0. loky 3.7 takes some 0.5 ms more per call and half a second to start, and its limit includes the start
+of a worker that it replaces.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, Protocol
+
+from qarl.console import note
+from qarl.data import reward_process
+from qarl.data.reward_outcomes import EVERY_RESPONSE, Outcome, Refused, outcome_of, raised
+from qarl.errors import UserError
+
+DEFAULT_WORKERS = 2
+STARTS = 3
+"""Attempts to find a living worker for a call. A worker can die between two calls, for example for lack of memory."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at a silent worker. The end of a worker shows at once, unless a child holds its pipe."""
+LOADING_SECONDS = 60.0
+"""Seconds of loading a function after which a note says what the run waits for."""
+
+
+class Reward(Protocol):
+    """A reward function. `name`: for errors."""
+
+    name: str
+
+    def submit(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Future[Outcome]:
+        """Return the future outcome for the four `arguments` of a response. `timeout_s`: limit in seconds, or None."""
+
+    def load(self) -> None:
+        """Load the function now. Raise UserError if that fails."""
+
+    def stop(self) -> None:
+        """End all calls that run or wait, and their processes. A later call starts them again."""
+
+
+class InProcessReward:
+    """A function that runs in the trainer's process: a built-in one, pure and without loops that may not end.
+
+    The result is the same as in a worker, because it depends on the arguments alone and changes nothing."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self._function = function
+
+    def submit(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        try:
+            future.set_result(outcome_of(self._function(**arguments)))
+        except Exception as error:
+            future.set_result(raised(error))
+        return future
+
+    def load(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class WorkerReward:
+    """The function `spec` (as in `reward.function`) in up to `workers` processes, whose working folder is `folder`.
+
+    `submit` and `load` may be called from any thread."""
+
+    def __init__(self, spec: str, workers: int = DEFAULT_WORKERS, folder: str | None = None) -> None:
+        self.name = spec
+        self._setup = {"function": spec, "folder": folder or os.getcwd()}
+        self._count = workers
+        self._idle: list[Worker] = []
+        self._all: set[Worker] = set()
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        weakref.finalize(self, _end, self._all, os.getpid())
+
+    def load(self) -> None:
+        """Start a worker, if there is none. Raise UserError if the function cannot be loaded."""
+        self._executor().submit(lambda: self._idle.append(self._take())).result()
+
+    def submit(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Future[Outcome]:
+        """As in `Reward`. The future raises UserError if the function cannot be loaded."""
+        threads = self._executor()
+        return threads.submit(self._ask, threads, arguments, timeout_s)
+
+    def stop(self) -> None:
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+        _end(self._all, os.getpid())
+        self._idle.clear()
+
+    def _executor(self) -> ThreadPoolExecutor:
+        """Return the threads, one for each worker. Linux ends a worker when the thread that started it ends."""
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="reward")
+            return self._threads
+
+    def _take(self) -> Worker:
+        """Return an idle worker, or a new one."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            worker = Worker(self._setup)
+        self._all.add(worker)
+        try:
+            self.name = worker.load()
+        except BaseException:
+            self._discard(worker)
+            raise
+        return worker
+
+    def _ask(self, threads: ThreadPoolExecutor, arguments: Mapping[str, Any], timeout_s: float | None) -> Outcome:
+        for _ in range(STARTS):
+            if threads is not self._threads:
+                raise CancelledError
+            worker = self._take()
+            try:
+                outcome = worker.ask(arguments, timeout_s)
+            except _EndedIdleError:
+                self._discard(worker)
+                continue
+            except BaseException:
+                self._discard(worker)
+                raise
+            if worker.ended:
+                self._discard(worker)
+            else:
+                self._idle.append(worker)
+            return outcome
+        return Refused("cannot be called", f"its worker process ended {STARTS} times before a call", _MEMORY)
+
+    def _discard(self, worker: Worker) -> None:
+        worker.end()
+        self._all.discard(worker)
+
+
+_MEMORY = "look at what it prints, at the machine's memory (fewer reward.workers need less) and at the kernel's log"
+
+
+class _EndedIdleError(Exception):
+    """The worker has ended before the call began, so another one can make it."""
+
+
+class Worker:
+    """One worker process. `ended`: whether it was ended, or ended itself."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self.ended = False
+        self._spec: str = setup["function"]
+        self._connection, theirs = Pipe()
+        program = [sys.executable, "-P", reward_process.__file__, str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(
+                program,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a group of its own: to end it as a whole, and to keep Ctrl-C away from it
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        root = str(Path(__file__).parents[2])  # of the package itself, which may be in no folder of sys.path
+        self._setup = {**setup, "path": [*sys.path, root, setup["folder"]]}
+
+    def load(self) -> str:
+        """Wait until the function is loaded. Return its name, or raise UserError."""
+        try:
+            self._connection.send(self._setup)
+            self._wait(None, lambda: note(f"still loading the reward function {self._spec}"))
+            loaded: dict[str, Any] = self._connection.recv()
+        except (EOFError, OSError):
+            what = f"loading {self._spec} ended its process"
+            fix = "import it in a Python of its own to see the cause"
+            raise UserError(what, where="reward.function", why=self._exit(), fix=fix) from None
+        if "name" not in loaded:
+            raise UserError(**loaded)
+        return str(loaded["name"])
+
+    def ask(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Outcome:
+        """Return the outcome of a call. If it takes longer than `timeout_s`, or ends the process, end the worker."""
+        try:
+            self._connection.send(dict(arguments))
+            self._wait(None)
+            started = self._connection.recv()
+        except (EOFError, OSError):
+            raise _EndedIdleError from None
+        assert started == reward_process.STARTED
+        try:
+            if self._wait(timeout_s):
+                outcome: Outcome = self._connection.recv()
+                return outcome
+        except (EOFError, OSError):
+            return Refused("ended its process", self._exit(), EVERY_RESPONSE)
+        self.end()
+        return Refused(
+            f"took longer than reward.timeout_s={timeout_s:g} seconds",
+            "a response without a score cannot be used, and a score of 0 would be wrong",
+            "make it faster, let it limit its own time, or raise reward.timeout_s (null means no limit)",
+        )
+
+    def _wait(self, seconds: float | None, remind: Callable[[], None] | None = None) -> bool:
+        """Return whether the worker has answered within `seconds` (None: no limit). Raise EOFError if it has ended."""
+        started = time.monotonic()
+        left = math.inf if seconds is None else seconds
+        while left > 0:
+            if self._connection.poll(min(LOOK_SECONDS, left)):
+                return True
+            if _exited(self._process) and not self._connection.poll(0):
+                raise EOFError
+            waited = time.monotonic() - started
+            left = math.inf if seconds is None else seconds - waited
+            if remind is not None and waited > LOADING_SECONDS:
+                remind()
+                remind = None
+        return False
+
+    def _exit(self) -> str:
+        """Say how the process has ended, and end what is left of it."""
+        for _ in range(20):  # the connection ends a little before the process
+            if _exited(self._process):
+                break
+            time.sleep(0.05)
+        else:
+            self.end()
+            return "its process closed the connection to the trainer"
+        self.end()
+        code = self._process.returncode
+        if code > 128:
+            return f"signal {code - 128} ({_signal_name(code - 128)}) ended its process"
+        return f"its process ended with exit code {code}"
+
+    def end(self) -> None:
+        """Kill the process and all that it has started. This may be called twice, and from two threads.
+
+        The connection is left to the thread that reads it."""
+        self.ended = True
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _exited(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether `process` has ended. Leave it a zombie, so that its number still names its group."""
+    if process.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except ChildProcessError:
+        return True
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _end(workers: set[Worker], owner: int) -> None:
+    """End all `workers`, in the process `owner`: a fork of it has copies of the objects, but not the workers."""
+    if os.getpid() != owner:
+        return
+    for worker in list(workers):
+        worker.end()
+    workers.clear()

@@ -1,0 +1,57 @@
+"""The reward of a response in verl: `score` is the custom reward function of verl's config.
+
+verl calls a custom reward in a thread of a Ray worker, without a time limit, and accepts any result: it trains on NaN,
+and `SystemExit` ends the worker. So `score` is async, which verl awaits instead, and runs the user's function as every
+backend does, in worker processes of the Ray worker (`qarl.data.reward_workers`). `reward_kwargs` contain the name of
+the function, its limit, the number of processes and their folder.
+
+If `score` raises, verl logs the error and counts the prompt as failed, without its cause. The sampler, which then ends
+the run, asks the Ray workers for the cause (`refusal`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from typing import Any
+
+from qarl.data.reward_workers import Reward
+from qarl.data.rewards import find_reward, scored
+from qarl.errors import UserError
+
+_find: Any = cache(find_reward)
+_refusals: list[UserError] = []
+
+
+async def score(
+    *, function: str, timeout_s: float | None, workers: int, folder: str, **arguments: Any
+) -> float | dict[str, Any]:
+    """Score one response with the reward function `function`. Return the score, or the function's dict with `score`.
+
+    `arguments`: those that verl passes to a reward function, all by name. Raise the same UserErrors as
+    `qarl.data.rewards.score_responses`.
+    """
+    reward: Reward = _find(function, workers, folder)
+    try:
+        outcome = await asyncio.wrap_future(reward.submit(arguments, timeout_s))
+        result = scored(reward.name, outcome, arguments, where=_row(arguments.get("extra_info")))
+    except UserError as error:
+        _refusals.append(error)
+        raise
+    return result.score if result.more is None else {**result.more, "score": result.score}
+
+
+def refusal(worker: Any) -> dict[str, str | None] | None:
+    """Return the parts of the first error that a reward raised in this process, or None.
+
+    `worker`: the Ray actor, which Ray passes to a function that it calls in its process."""
+    if not _refusals:
+        return None
+    error = _refusals[0]
+    return {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+
+
+def _row(extra_info: Any) -> str:
+    """Name the row by the index in `extra_info`, which verl's data files have. verl passes no other."""
+    index = extra_info.get("index") if isinstance(extra_info, dict) else None
+    return "" if index is None else f"row with index {index}, "

@@ -188,8 +188,9 @@ class RunInputs:
         )
 
     def _need_files(self, files: Sequence[str]) -> None:
-        missing = [file for file in files if not Path(file).is_file()]
-        if missing and not self.machine.here:
+        if self.machine.here:
+            return
+        if missing := [file for file in files if not Path(file).is_file()]:
             raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor where they are")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qarl.config import Config
 from qarl.config.demos import DEMO_HINT
-from qarl.data.prompts import check_data_file
+from qarl.data.rows import check_data_file
 from qarl.errors import UserError
 
 if TYPE_CHECKING:

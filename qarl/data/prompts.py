@@ -1,8 +1,7 @@
 """Read, check and tokenize all prompts before training, and choose their order.
 
 Files use verl's schema, so one file works with both backends: `data_source`, `prompt` (a list of `{role, content}`),
-`reward_model.ground_truth`, and optionally `extra_info`. The package `datasets` reads them into memory, without its
-cache on disk.
+`reward_model.ground_truth`, and optionally `extra_info` (`qarl.data.rows`).
 
 There are two differences from verl's `RLHFDataset`. First, an unusable row is an error that names the row. verl drops
 such a row as if it were too long, because its filter catches every exception. Second, `filter_overlong_prompts` is off
@@ -12,23 +11,18 @@ by default, so no prompt is dropped unless the user asks for it.
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from qarl.config import Config
-from qarl.config.demos import DEMO_HINT
+from qarl.data.rows import read_rows
 from qarl.errors import UserError, shortened
 
 if TYPE_CHECKING:
-    import datasets
     from transformers import PreTrainedTokenizerBase
-
-_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 Message = dict[str, str]
 
@@ -91,68 +85,36 @@ def load_prompts(
                 prompts.append(prompt)
         offset += len(rows)
     if overlong and not (filter_overlong_prompts and prompts):
-        longest = max(length for _, length in overlong)
-        raise UserError(
-            f"a prompt has {overlong[0][1]} tokens, more than max_prompt_length={max_prompt_length}",
-            where=overlong[0][0],
-            why=f"{len(overlong)} of {len(prompts) + len(overlong)} prompts are too long, the longest has {longest} "
-            "tokens",
-            fix=f"set data.max_prompt_length={longest}, or leave them out with data.filter_overlong_prompts=true",
-        )
+        raise _too_long(overlong, len(prompts), max_prompt_length, filter_overlong_prompts)
     return PromptDataset(prompts, num_filtered=len(overlong))
 
 
-def check_data_file(file: str) -> None:
-    """Raise UserError if the data file is missing or of an unknown kind. The file is not read."""
-    path = Path(file)
-    if not path.is_file():
-        why = "it is a folder" if path.is_dir() else f"looked in {path.absolute().parent}"
-        fix = f"correct data.train_files / data.val_files; {DEMO_HINT}"
-        raise UserError(f"no such data file: {file}", why=why, fix=fix)
-    if path.suffix not in _FORMATS:
-        raise UserError(
-            f"unknown kind of data file: {file}",
-            why=f"the name must end in one of {', '.join(_FORMATS)}",
-            fix="convert the file, or rename it if only its name is wrong",
-        )
+def _too_long(overlong: Sequence[tuple[str, int]], fitting: int, limit: int, filtered: bool) -> UserError:
+    """Return the error about prompts that are too long. `overlong`: place and tokens of each. `filtered`: whether such
+    prompts are left out, so that no prompt remains."""
+    longest = max(length for _, length in overlong)
+    why = f"{len(overlong)} of {fitting + len(overlong)} prompts are too long, the longest has {longest} tokens"
+    fix = f"set data.max_prompt_length={longest}"
+    if filtered:
+        shortest = min(length for _, length in overlong)
+        what = f"no prompt is left: each has more than max_prompt_length={limit} tokens"
+        why = f"data.filter_overlong_prompts=true leaves out all {len(overlong)}; the shortest has {shortest} tokens"
+        return UserError(what, where=overlong[0][0], why=why, fix=f"{fix}, which fits all of them")
+    what = f"a prompt has {overlong[0][1]} tokens, more than max_prompt_length={limit}"
+    fix += ", or leave them out with data.filter_overlong_prompts=true"
+    return UserError(what, where=overlong[0][0], why=why, fix=fix)
 
 
-def _check_first(path: Path) -> None:
-    """Raise ValueError if a JSON file does not begin with an object or a list: pyarrow would crash the process."""
-    if _FORMATS[path.suffix] == "json":
-        with path.open("rb") as file:
-            first = next((line.strip()[:1] for line in file if line.strip()), b"{")
-        if first not in b"[{":
-            raise ValueError(f"a row must be a JSON object, {{...}}, but the file begins with {first!r}")
-
-
-def _read(file: str, prompt_key: str) -> datasets.Dataset:
+def _read(file: str, prompt_key: str) -> Sequence[Mapping[str, Any]]:
     """Return the rows of a file. Raise UserError if it cannot be read, is empty or lacks a column."""
-    import datasets
-
-    check_data_file(file)
-    try:
-        _check_first(Path(file))
-        # A temporary cache, because the user's cache would keep a copy of every version of every file.
-        with tempfile.TemporaryDirectory() as cache_dir:
-            kind = _FORMATS[Path(file).suffix]
-            rows = datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache_dir, keep_in_memory=True)
-    except Exception as error:  # which exception `datasets` raises depends on the format and its reader
-        cause = error.__cause__ or error
-        raise UserError(
-            f"cannot read the data file {file}",
-            where=file,
-            why=f"{type(cause).__name__}: {shortened((str(cause).splitlines() or [''])[0])}",
-            fix="write it again; it may be empty or truncated, or its name may have the wrong ending",
-        ) from error
-    if not len(rows):
-        raise UserError("the data file has no rows", where=file, fix="write at least one prompt to it")
-    missing = [column for column in ("data_source", prompt_key, "reward_model") if column not in rows.column_names]
+    rows = read_rows(file)
+    columns = list(rows[0])
+    missing = [column for column in ("data_source", prompt_key, "reward_model") if column not in columns]
     if missing:
         raise UserError(
             f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
             where=file,
-            why=f"the file has: {', '.join(rows.column_names)}",
+            why=f"the file has: {', '.join(columns)}",
             fix="convert the file to verl's schema, or set data.prompt_key to the name of the column with the prompts",
         )
     return rows
@@ -210,6 +172,13 @@ def _to_prompt(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:  # templates raise their own errors, for example for an unknown role
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise UserError(
+                "the tokenizer has no chat template, so prompts cannot be rendered",
+                where=str(getattr(tokenizer, "name_or_path", "")) or where,
+                why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                fix="put a chat_template.jinja into the model's folder, for example that of the model's chat version",
+            ) from error
         raise UserError(
             "the tokenizer's chat template refuses a prompt",
             where=where,

@@ -92,6 +92,8 @@ def data_keys(config: Config) -> Keys:
         **same("data", data, "shuffle", "prompt_key", "filter_overlong_prompts"),
         "data.seed": config.seed,
         "data.truncation": "error",
+        "data.custom_cls.path": f"pkg://{PLUGIN}.dataset",
+        "data.custom_cls.name": "QaRLDataset",
         "data.trust_remote_code": config.model.trust_remote_code,
     }
 

@@ -31,6 +31,7 @@ async def score(
     `arguments`: those that verl passes to a reward function, all by name. Raise the same UserErrors as
     `qarl.data.rewards.score_responses`.
     """
+    arguments["data_source"] = str(arguments["data_source"])  # verl hands over NumPy's kind of text
     reward: Reward = _find(function, workers, folder)
     try:
         outcome = await asyncio.wrap_future(reward.submit(arguments, timeout_s))

@@ -127,7 +127,11 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "weights cut short": (cut_the_weights, "model/model.safetensors | cut short"),
     "vocabulary too long": (config_is(vocab_size=128), "64 entries | vocab_size is 128 | masked in the rollout"),
     "vocabulary too short": (config_is(vocab_size=48), "vocab_size is 48 | no embedding"),
-    "no chat template": (remove("chat_template.jinja"), "chat template | model"),
+    "no chat template": (remove("chat_template.jinja"), "no chat template | where: model | chat_template.jinja"),
+    "prompts in UTF-16": (
+        lambda: Path("train.jsonl").write_text(json.dumps(row()) + "\n", encoding="utf-16"),
+        "cannot read the data file train.jsonl | UTF-16 | iconv",
+    ),
     "already quantized": (config_is(quantization_config={"quant_method": "gptq"}), "already quantized (gptq) | BF16"),
     "row with no ground truth": (
         lambda: write_rows("train.jsonl", [row() for _ in range(5)] + [row(ground_truth=None)]),
@@ -152,7 +156,8 @@ quant.ignore=[lm_head,model.layers.1.mlp.gate_proj] | ignored: model.layers.1.ml
 quant.ignore=[lm_head,re:model] | no layer is left | all 15 linears
 data.train_files=data/none.parquet | data/none.parquet | data.train_files
 data.val_files=[none.jsonl] | none.jsonl | data.val_files
-data.max_prompt_length=1 data.filter_overlong_prompts=true | 8 of 8 prompts are too long | set data.max_prompt_length
+data.train_files=a.jsonl,b.jsonl | a.jsonl,b.jsonl | data.train_files=[a.jsonl,b.jsonl]
+data.max_prompt_length=1 data.filter_overlong_prompts=true | no prompt is left | leaves out all 8 | set data.max_prompt
 data.train_batch_size=10 | batches of 10 from 8 prompts | data.train_batch_size
 reward.function=none.py:score | none.py | reward.function
 output_dir=train.jsonl | train.jsonl/bad | output_dir

@@ -7,25 +7,10 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, load_prompts
 from qarl.errors import UserError
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ message['role'] }} {{ message['content'] }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
-)
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word: `user one two` and the generation prompt are 4 tokens."""
-    words = ["[UNK]", "user", "assistant", "one", "two", "three"]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", chat_template=CHAT_TEMPLATE)
 
 
 def row(content: Any = "one", **changes: Any) -> dict[str, Any]:

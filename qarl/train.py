@@ -110,21 +110,32 @@ def _errors(config: Config) -> Iterator[UserError]:
         from qarl.checks.registry import model_errors
 
         yield from model_errors(config)
+    from qarl.checkpoint.storage import checkpoints_dir
+
     checks: list[Callable[[Config], object]] = []
     if config.backend == "verl":
         from qarl.verl.checks import refuse_unsupported
 
         checks.append(refuse_unsupported)
-    if (config.run_dir / "checkpoints").is_dir() or config.trainer.resume_from_path is not None:
-        from qarl.trainer.resume import find_start
-        from qarl.verl.checkpoint import find_verl_start
-
-        checks.append(find_verl_start if config.backend == "verl" else find_start)
+    if checkpoints_dir(config.run_dir).is_dir() or config.trainer.resume_from_path is not None:
+        checks.append(_check_resume)
     for check in checks:
         try:
             check(config)
         except UserError as error:
             yield error
+
+
+def _check_resume(config: Config) -> None:
+    from qarl.checks.check import RunInputs
+    from qarl.trainer.resume import find_start
+    from qarl.verl.checkpoint import find_verl_start
+
+    record = RunInputs(config).record if Path(config.model.path).is_dir() else None
+    if config.backend == "verl":
+        find_verl_start(config, record)
+    else:
+        find_start(config, record)
 
 
 if __name__ == "__main__":

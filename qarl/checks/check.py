@@ -187,6 +187,11 @@ class RunInputs:
             weight_files=self.weight_files,
         )
 
+    @property
+    def read_record(self) -> Callable[[], Record]:
+        """A function that returns `record`, for a check that needs it only if there is a checkpoint."""
+        return lambda: self.record
+
     def _need_files(self, files: Sequence[str]) -> None:
         if self.machine.here:
             return

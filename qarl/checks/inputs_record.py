@@ -75,8 +75,12 @@ def record_of(
         "reward": reward_source(config.reward.function),
         "reference": reference,
     }
-    record["transformers"] = importlib.metadata.version("transformers")
-    safe: Record = json_safe(record)
+    return full_record(record)
+
+
+def full_record(record: Record) -> Record:
+    """Return `record` as JSON types, with the version of transformers, which decides the keys of a model's config."""
+    safe: Record = json_safe(record | {"transformers": importlib.metadata.version("transformers")})
     return safe
 
 

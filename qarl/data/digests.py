@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ def reward_source(function: str) -> str | None:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ImportError, ValueError):
         return None
+
+
+def sources_digest(functions: Sequence[Any]) -> str | None:
+    """Return the SHA-256 of the source of all `functions`, or None if Python does not know that of one of them."""
+    try:
+        texts = [inspect.getsource(inspect.unwrap(function)) for function in functions]
+    except (OSError, TypeError, ValueError):
+        return None
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def _origin(module: str) -> str:

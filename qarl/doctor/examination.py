@@ -10,6 +10,7 @@ import importlib.metadata
 import itertools
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from packaging.requirements import Requirement
 from qarl.checkpoint import storage
 from qarl.checks import registry
 from qarl.checks.check import Check, Finding, Findings, RunInputs, Status, error, examine, note, ok, warning
+from qarl.checks.inputs_record import Record
 from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.checks.memory_terms import ranks
@@ -29,7 +31,7 @@ from qarl.doctor import model
 from qarl.errors import UserError
 from qarl.metrics.band_advice import PAPER, bands_in_force, how_to_set, scaled
 from qarl.process import package_versions
-from qarl.trainer.resume import check_free, find_start
+from qarl.trainer.resume import check_free, find_start, may_resume
 from qarl.verl.checkpoint import find_verl_start
 
 SHORTEST = 1000
@@ -124,15 +126,16 @@ def writable(config: Config) -> None:
         raise UserError("the config cannot be written", where=where, fix=fix)
 
 
-def start(config: Config) -> Findings:
+def start(config: Config, read_record: Callable[[], Record]) -> Findings:
     """Say whether the run starts fresh or resumes from a checkpoint."""
     run_dir = config.run_dir
+    record = read_record() if may_resume(config) else None
     if config.backend == "verl":
-        step, stays = find_verl_start(config)
+        step, stays = find_verl_start(config, record)
         origin = config.trainer.resume_from_path or str(run_dir)
     else:
         check_free(run_dir)
-        begin = find_start(config)
+        begin = find_start(config, record)
         stays = begin.stays_in(run_dir)
         step, origin = (begin.checkpoint.step, str(begin.checkpoint.folder)) if begin.checkpoint else (0, "")
         for folder, problem in begin.damaged:

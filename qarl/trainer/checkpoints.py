@@ -39,11 +39,11 @@ from qarl.console import stage
 from qarl.data.dated_template import fixed_date, written_dates
 from qarl.data.digests import prompts_digest
 from qarl.errors import UserError
-from qarl.metrics.tracker import Tracker, read_metrics
+from qarl.metrics.tracker import VERSIONS_FILE, Tracker, read_metrics
 from qarl.quant.convert import tied_names
 from qarl.quant.experts import unstacked
 from qarl.trainer.policy import Policy
-from qarl.trainer.resume import changed_keys, make_newest
+from qarl.trainer.resume import changed_keys, make_newest, version_notes
 
 if TYPE_CHECKING:
     from qarl.trainer.local import LocalTrainer
@@ -86,9 +86,8 @@ class Checkpoints:
         tracker.message(f"resumes from {checkpoint.folder}, step {trainer.step}: weights equal by digest")
         if changed := changed_keys(checkpoint.config, trainer.config):
             tracker.message("changed: " + "; ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items()))
-        for key, before in checkpoint.state["versions"].items():
-            if (now := _versions(trainer).get(key, before)) != before:
-                tracker.message(f"changed since the checkpoint, bits may differ: {key} {before} -> {now}")
+        for text in version_notes(checkpoint.state["versions"], _versions(trainer)):
+            tracker.message(text)
         if differ:
             tracker.message(f"warning: {len(differ)} published tensors differ from the checkpoint's: {differ[:4]}")
         if not any(entry["step"] == trainer.step for entry in read_metrics(trainer.config.run_dir)):
@@ -291,6 +290,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _versions(trainer: LocalTrainer) -> dict[str, Any]:
-    path = trainer.config.run_dir / "versions.json"
+    path = trainer.config.run_dir / VERSIONS_FILE
     versions: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return versions

@@ -24,6 +24,7 @@ NOT_RECORDED = (
     "of the prompts, the reward's source, and the weights of a KL term's reference"
 )
 """The note on a resume from a checkpoint without a record."""
+_FRESH = "start fresh: a new name=..., or trainer.resume_mode=disable"
 _MOST = 8
 """The most changes that an error names."""
 
@@ -76,11 +77,11 @@ _NAMES: Mapping[str, Callable[..., bool]] = {
 """Keys that name a file or a folder, and whether another name is the same input."""
 
 
-def check_inputs(folder: Path, saved: Record | None, now: Record) -> tuple[str, ...]:
+def check_inputs(folder: Path, saved: Record | None, now: Record, *, fresh: str = _FRESH) -> tuple[str, ...]:
     """Return notes about inputs that differ from those of the checkpoint in `folder`.
 
-    `saved`: the checkpoint's record, or None if it has none. Raises UserError if a difference decides what is
-    trained."""
+    `saved`: the checkpoint's record, or None if it has none. `fresh`: how to start a run without the checkpoint. Raises
+    UserError if a difference decides what is trained."""
     if saved is None:
         return (NOT_RECORDED,)
     changes = list(changes_of(saved, now))
@@ -91,7 +92,7 @@ def check_inputs(folder: Path, saved: Record | None, now: Record) -> tuple[str, 
             f"the run cannot resume from {folder}: what it reads has changed",
             where="; ".join([change.what for change in refused[:_MOST]] + more),
             why=refused[0].why,
-            fix=f"{', and '.join(undo)}; or start fresh: a new name=..., or trainer.resume_mode=disable",
+            fix=f"{', and '.join(undo)}; or {fresh}",
         )
     return tuple(f"{change.what}: {change.why}" for change in changes)
 
@@ -99,7 +100,7 @@ def check_inputs(folder: Path, saved: Record | None, now: Record) -> tuple[str, 
 def changes_of(saved: Record, now: Record) -> Iterator[Change]:
     """Yield every difference between two records."""
     for part, compare in _PARTS.items():
-        if part in saved and saved[part] != now[part]:
+        if part in saved and saved[part] != now.get(part):
             yield from compare(saved, now)
 
 
@@ -139,8 +140,12 @@ def _tokenizer(saved: Record, now: Record) -> Iterator[Change]:
 
 
 def _template(saved: Record, now: Record) -> Iterator[Change]:
-    """Yield a note if the prompts are the same nevertheless. Otherwise the prompts say it."""
-    if saved["train"]["tokens"] == now["train"]["tokens"]:
+    """Yield a note if the prompts are the same nevertheless. If they are not, they say it themselves. TRL's are not
+    recorded, so there another template is refused."""
+    if "train" not in saved:
+        why = "the same messages would be other prompts than before"
+        yield Change("the chat template has changed", why, "restore the chat template of the model")
+    elif saved["train"]["tokens"] == now["train"]["tokens"]:
         what = "the model's chat template has changed since the checkpoint"
         why = "the training prompts are the same, but later turns of an agent loop may not be"
         yield Change(what, why, "", refused=False)
@@ -188,7 +193,7 @@ def _val(saved: Record, now: Record) -> Iterator[Change]:
 def _reward(saved: Record, now: Record) -> Iterator[Change]:
     if saved["reward"] is None or now["reward"] is None:
         return
-    what = f"the source of reward.function {_digests(saved, now, 'reward')}"
+    what = f"the source of the reward function {_digests(saved, now, 'reward')}"
     yield Change(what, "rewards before and after the resume may not be comparable", "", refused=False)
 
 

@@ -128,6 +128,13 @@ def find_start(config: Config, record: Record | None = None) -> Start:
     return replace(start, notes=notes)
 
 
+def may_resume(config: Config) -> bool:
+    """Return whether there may be a checkpoint from which a run of `config` resumes. No file is read."""
+    if config.trainer.resume_mode == "disable":
+        return False
+    return checkpoints_dir(config.run_dir).is_dir() or config.trainer.resume_from_path is not None
+
+
 def why_fresh(run_dir: Path) -> str:
     """Return why a run in `run_dir` does not resume, if no checkpoint was chosen by the config and none is there."""
     if is_finished(run_dir):
@@ -290,6 +297,12 @@ def _other_ranks(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> UserEr
         fix="set these keys to their old values; or export the checkpoint (qarl export ... format=fp32), and start a "
         "new run with model.path set to the export",
     )
+
+
+def version_notes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a note for each part of versions.json that differs from that of the checkpoint."""
+    changed = [(key, before, now[key]) for key, before in saved.items() if key in now and now[key] != before]
+    return [f"changed since the checkpoint, bits may differ: {key} {old} -> {new}" for key, old, new in changed]
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:

@@ -21,8 +21,12 @@ from typing import Any
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
+from qarl.checks.inputs_record import Record, full_record, model_record
+from qarl.console import note
+from qarl.data.digests import sources_digest
 from qarl.errors import UserError
 from qarl.trainer.checkpoints import published_digests
+from qarl.trainer.input_changes import check_inputs
 from qarl.trainer.policy import Policy
 from qarl.trl.config import QUANT_KEYS, QaRLConfig
 
@@ -70,6 +74,7 @@ ARGUMENTS = {
 }
 """Arguments of `GRPOTrainer` that must be left out, and why."""
 FILE = "qarl.json"
+INPUTS = "inputs"
 COMPARED = ["master_dtype", *(f"quant_{name}" for name in QUANT_KEYS if name != "mismatch_limit")]
 """Fields that a checkpoint and the run that resumes from it must have in common."""
 
@@ -141,15 +146,22 @@ def _check_saves(args: QaRLConfig) -> None:
         )
 
 
-def settings_of(args: QaRLConfig, policy: Policy, lora: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(args: QaRLConfig, policy: Policy, lora: Mapping[str, Any], inputs: Record) -> dict[str, Any]:
     """Return what a checkpoint and the run that resumes from it must have in common: the fields `COMPARED` of `args`,
-    and with adapters the section `lora` and a digest of their base."""
-    settings = {name: getattr(args, name) for name in COMPARED}
+    the record of what the run reads, and with adapters the section `lora` and a digest of their base."""
+    settings = {name: getattr(args, name) for name in COMPARED} | {INPUTS: inputs}
     if policy.adapters is None:
         return settings
     digests = published_digests(policy)
     base = hashlib.sha256("".join(f"{name} {digests[name]};" for name in sorted(digests)).encode()).hexdigest()
     return settings | {"peft_config": dict(lora), "base": base}
+
+
+def inputs_of(hf_config: Any, tokenizer: Any, folder: str, reward_funcs: Any) -> Record:
+    """Return the record of what `QaRLTrainer` sees of a run's inputs: the model's config, the tokenizer, and the source
+    of the reward functions. TRL's datasets are not in it."""
+    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    return full_record(model_record(hf_config, tokenizer, folder) | {"reward": sources_digest(functions)})
 
 
 def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[str, Any]) -> None:
@@ -166,7 +178,7 @@ def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[s
         fix = "start a new run from its weights: pass this folder as model, without resume_from_checkpoint"
         raise UserError(what, where=str(folder), why="QaRLTrainer writes this file", fix=fix) from None
     names = [*settings, *(name for name in saved if name not in settings)]
-    changed = [name for name in names if saved.get(name) != settings.get(name)]
+    changed = [name for name in names if name != INPUTS and saved.get(name) != settings.get(name)]
     if changed == ["base"]:
         raise UserError(
             f"the run cannot resume from {folder}: its adapter was trained on another base",
@@ -184,6 +196,17 @@ def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[s
             why="the rest of the run would be a different experiment than its beginning",
             fix=f"set {restore}; or start a new run, with another output_dir",
         )
+    if INPUTS in settings:
+        _check_inputs(str(folder), saved.get(INPUTS), settings[INPUTS])
+
+
+def _check_inputs(folder: str, saved: Record | None, now: Record) -> None:
+    """Print notes about what differs between two records. Raise UserError if it decides what is trained."""
+    if saved is None:
+        note(f"{folder} has no record of model config, tokenizer and rewards, because an older QaRL wrote it")
+        return
+    for text in check_inputs(Path(folder), saved, now, fresh="start a new run, with another output_dir"):
+        note(text)
 
 
 def _in_python(value: Any) -> str:

@@ -43,7 +43,7 @@ from qarl.trainer.master_optimizer import write_back
 from qarl.trainer.policy import Policy, adapters_of
 from qarl.trainer.prepare import engine_config
 from qarl.trl.adapters import ignore_frozen, load_adapter, lora_section
-from qarl.trl.checks import FILE, check_adapter_args, check_args, check_resume, settings_of
+from qarl.trl.checks import FILE, check_adapter_args, check_args, check_resume, inputs_of, settings_of
 from qarl.trl.config import QaRLConfig, in_trls_words, run_config, trls_words
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
 from qarl.trl.metrics import StepMetrics
@@ -86,7 +86,8 @@ class QaRLTrainer(GRPOTrainer):
         self.policy = load_policy(model, self.run)
         if self.policy.adapters is not None:
             ignore_frozen(self.policy.model)
-        self._settings = settings_of(args, self.policy, lora)
+        read = inputs_of(inputs.hf_config, tokenizer, folder, reward_funcs)
+        self._settings = settings_of(args, self.policy, lora, read)
         self.reference: Policy | None = None
         self.tbpo = TBPOConfig.of(args)
         super().__init__(

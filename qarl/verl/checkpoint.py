@@ -50,10 +50,11 @@ from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.config import Config
 from qarl.console import note, say
 from qarl.errors import UserError
+from qarl.metrics.tracker import VERSIONS_FILE, versions
 from qarl.optim.muon import local_part
 from qarl.rollout.publish.checksum import checksums
 from qarl.trainer.input_changes import Inputs
-from qarl.trainer.resume import check_changes, is_finished, lock_run, start_line, supersede, why_fresh
+from qarl.trainer.resume import check_changes, is_finished, lock_run, start_line, supersede, version_notes, why_fresh
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Keys of the section `verl` that change where and how fast a run trains, but not its result.
@@ -153,15 +154,17 @@ def _check_config(config: Config, folder: Path, record: Record | None) -> None:
         for key in before | now
         if before.get(key) != now.get(key) and not _FREE_VERL.match(key)
     }
-    inputs = Inputs(_saved_record(path.with_name(RECORD_FILE)), record) if record is not None else None
+    inputs = Inputs(_saved_json(path.with_name(RECORD_FILE)), record) if record is not None else None
     for text in check_changes(config, folder, step_of(folder), rest, also=also, inputs=inputs):
+        note(text)
+    for text in version_notes(_saved_json(path.with_name(VERSIONS_FILE)) or {}, versions()):
         note(text)
 
 
-def _saved_record(path: Path) -> Record | None:
-    """Return the record in `path`, or None if there is none that can be read."""
+def _saved_json(path: Path) -> dict[str, Any] | None:
+    """Return the mapping in `path`, or None if there is none that can be read."""
     try:
-        saved: Record = json.loads(path.read_text(encoding="utf-8"))
+        saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return saved

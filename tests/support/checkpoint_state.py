@@ -44,6 +44,7 @@ def whole_state(**changes: Any) -> dict[str, Any]:
         "versions": {"python": "3"},
         "sampler": {"num_prompts": 4, "batch_size": 2, "seed": 0, "shuffle": True, "batches_drawn": 3},
         "train_prompts": "0" * 64,
+        "inputs": {},
         "weights": "0" * 64,
         "published": {"model.norm.weight": "0" * 64},
         "metrics": {"mismatch/k3": 1e-4},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 pytest.importorskip("trl")
 
+from bad_runs import edit_model_config
 from datasets import Dataset
 from random_models import save_random_model
 
@@ -184,3 +186,28 @@ def test_a_resume_with_another_scheme_is_refused(model: Path, tmp_path: Path, mo
     file.unlink()
     with pytest.raises(UserError, match=r"qarl\.json is missing"):
         build(model, tmp_path, monkeypatch).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_resume_with_another_model_config_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    checkpoint = tmp_path / "checkpoint-1"
+    build(copy, tmp_path, monkeypatch, save_strategy="steps", save_steps=1).train()
+    monkeypatch.chdir(tmp_path)
+    edit_model_config(rms_norm_eps=1e-2)
+    other = build(copy, tmp_path, monkeypatch, nothing)
+    with pytest.raises(UserError, match="what it reads has changed") as caught:
+        check_resume(str(checkpoint), other.args, other._settings)
+    said = str(caught.value)
+    assert "rms_norm_eps of the model's config.json was 1e-06, now 0.01" in said and "another output_dir" in said
+    file = checkpoint / "qarl.json"
+    saved = json.loads(file.read_text())
+    saved["inputs"]["model"]["rms_norm_eps"] = 1e-2
+    file.write_text(json.dumps(saved))
+    check_resume(str(checkpoint), other.args, other._settings)
+    assert "the source of the reward function changed" in capsys.readouterr().err
+    del saved["inputs"]
+    file.write_text(json.dumps(saved))
+    check_resume(str(checkpoint), other.args, other._settings)
+    assert "has no record of model config" in capsys.readouterr().err

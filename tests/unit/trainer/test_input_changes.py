@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 import torch
 from bad_runs import CONFIG, edit_model_config, row, write_rows
-from checkpoint_state import interrupted_run
+from checkpoint_state import interrupted_run, reseal
 from random_models import save_tokenizer
 from safetensors.torch import load_file, save_file
 
 from qarl.checkpoint.storage import write_json
 from qarl.checks.check import RunInputs
 from qarl.checks.inputs_record import RECORD_FILE, Record, config_keys
+from qarl.checks.registry import CHECKS
 from qarl.config import Config, load_config, write_resolved
 from qarl.errors import UserError
+from qarl.metrics.tracker import write_versions
+from qarl.train import _errors
 from qarl.trainer.input_changes import _PARTS, NOT_RECORDED
 from qarl.trainer.resume import find_start
 from qarl.verl.checkpoint import find_verl_start
@@ -57,10 +60,8 @@ def record(config: Config) -> Record:
 def interrupted(config: Config, saved: Record | None) -> None:
     """Write an interrupted run of `config` whose checkpoint has the record `saved`."""
     if config.backend == "local":
-        from checkpoint_state import reseal
-
         run = interrupted_run(config, 2)
-        reseal(run / "checkpoints" / "step_2", **({} if saved is None else {"inputs": saved}))
+        reseal(run / "checkpoints" / "step_2", inputs=... if saved is None else saved)
         return
     folder = config.run_dir / "checkpoints" / "global_step_2"
     (folder / "actor").mkdir(parents=True)
@@ -213,7 +214,7 @@ CASES = {
     "the reward": Case(
         "noted",
         lambda: Path("reward.py").write_text(REWARD.replace("1.0", "0.5")),
-        ("the source of reward.function changed", "may not be comparable"),
+        ("the source of the reward function changed", "may not be comparable"),
     ),
     "another reward": Case(
         "refused",
@@ -388,3 +389,39 @@ def test_a_template_with_todays_date_is_named_and_can_be_mended(
     assert 'replace strftime_now("t%d") by "t28" in the chat template of the model\'s folder' in said
     template(DATED.replace("strftime_now('t%d')", "'t28'"))
     assert "chat template has changed" in resumed(config, capsys)
+
+
+def test_a_template_with_todays_date_is_named_at_the_start(folder: Path, set_day: Callable[[int], None]) -> None:
+    """And one that only mentions the date, in a branch for tools, is not."""
+    check = next(check for check in CHECKS if check.name == "the prompts are the same every day")
+    template(DATED)
+    set_day(28)
+    (finding,) = check.findings(RunInputs(run_config("local")))
+    assert finding.status == "warning" and "today's date into the prompts (t28)" in finding.what
+    assert 'replace strftime_now("t%d") by "t28"' in (finding.fix or "")
+    template("{% if tools %}{{ strftime_now('%d') }}{% endif %}{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    assert list(check.findings(RunInputs(run_config("local")))) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    folder: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(backend)
+    interrupted(config, record(config))
+    edit_model_config(rms_norm_eps=1e-2)
+    (error,) = [error for error in _errors(run_config(backend)) if "cannot resume" in error.what]
+    assert "rms_norm_eps" in (error.where or "")
+
+
+def test_other_threads_of_the_environment_are_noted_in_verl(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The local backend says so in its log."""
+    config = run_config("verl")
+    interrupted(config, record(config))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    write_versions(config.run_dir)
+    assert resumed(config, capsys) == ""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "bits may differ: threads" in resumed(config, capsys)

@@ -87,6 +87,8 @@ def check_inputs(folder: Path, saved: Record | None, now: Record, *, fresh: str 
     changes = list(changes_of(saved, now))
     if refused := [change for change in changes if change.refused]:
         more = [f"and {len(refused) - _MOST} more"] if len(refused) > _MOST else []
+        if saved.get("transformers") != now["transformers"]:  # whose versions read the same files differently
+            more.append(f"transformers was {saved.get('transformers')}, now {now['transformers']}")
         undo = list(dict.fromkeys(change.fix for change in refused))
         raise UserError(
             f"the run cannot resume from {folder}: what it reads has changed",

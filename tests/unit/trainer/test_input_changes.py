@@ -9,7 +9,9 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +23,13 @@ from safetensors.torch import load_file, save_file
 
 from qarl.checkpoint.storage import write_json
 from qarl.checks.check import RunInputs
-from qarl.checks.inputs_record import RECORD_FILE, Record, config_keys
+from qarl.checks.inputs_record import RECORD_FILE, Record, config_keys, reference_digest
 from qarl.checks.registry import CHECKS
 from qarl.config import Config, load_config, write_resolved
 from qarl.errors import UserError
 from qarl.metrics.tracker import write_versions
 from qarl.train import _errors
-from qarl.trainer.input_changes import _PARTS, NOT_RECORDED
+from qarl.trainer.input_changes import _PARTS, NOT_RECORDED, changes_of
 from qarl.trainer.resume import find_start
 from qarl.verl.checkpoint import find_verl_start
 
@@ -425,3 +427,28 @@ def test_other_threads_of_the_environment_are_noted_in_verl(
     assert resumed(config, capsys) == ""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert "bits may differ: threads" in resumed(config, capsys)
+
+
+def test_another_transformers_is_named_beside_what_it_changes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone it is no change. A key that only one of two versions knows is a note, and another value is refused."""
+    config = run_config("local")
+    saved = record(config) | {"transformers": "5.0.0"}
+    saved["model"] = {key: value for key, value in saved["model"].items() if key != "attention_bias"}
+    interrupted(config, saved)
+    note = resumed(config, capsys)
+    assert f"only one of transformers 5.0.0 and {version('transformers')} has this key" in note
+    edit_model_config(rms_norm_eps=1e-2)
+    with pytest.raises(UserError, match=f"transformers was 5.0.0, now {version('transformers')}"):
+        resumed(run_config("local"), capsys)
+
+
+@pytest.mark.parametrize(("before", "now", "refused"), [("a", "b", True), ("a", "a", None), (None, "b", False)])
+def test_a_reference_from_the_hub_is_compared_by_its_commit(
+    folder: Path, before: str | None, now: str, refused: bool | None
+) -> None:
+    """None: the Hub's cache did not know the commit."""
+    saved = record(run_config("local"))
+    reads = [
+        saved | {"reference": reference_digest([], SimpleNamespace(_commit_hash=commit))} for commit in (before, now)
+    ]
+    assert [change.refused for change in changes_of(*reads)] == ([] if refused is None else [refused])

@@ -20,13 +20,15 @@ from qarl.checks.machine import Machine, check_capability
 from qarl.checks.memory import check_kv_cache
 from qarl.checks.model import check_head, check_length, check_not_quantized, level_notes, refuse_hidden_code
 from qarl.checks.model_folder import check_tied
+from qarl.checks.special_tokens import special_tokens_unseen
 from qarl.config import Config
 from qarl.console import note as print_note
 from qarl.console import say
 from qarl.data.dated_template import fixed_date, written_dates
+from qarl.data.ground_truths import judge, refusal
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
 from qarl.data.reward_workers import Reward
-from qarl.data.rewards import score_responses
+from qarl.data.rewards import BUILTIN, score_responses
 from qarl.errors import UserError
 from qarl.kernels.registry import kernels_of
 from qarl.lora.layers import target_linears
@@ -223,6 +225,19 @@ def _reward(config: Config, reward_fn: Reward, train_prompts: PromptDataset) -> 
     score_responses(reward_fn, train_prompts[:1], [""], timeout_s=config.reward.timeout_s)
 
 
+def _ground_truths(
+    config: Config, reward_fn: Reward, train_prompts: PromptDataset, val_prompts: PromptDataset | list[Any]
+) -> Findings:
+    """Score ground truths as answers. Only a built-in function is sure to compare answers with them."""
+    function, limit = config.reward.function, config.reward.timeout_s
+    if not config.reward.check_ground_truths:
+        return
+    for key, prompts in (("data.train_files", train_prompts), ("data.val_files", val_prompts)):
+        if refused := refusal(judge(reward_fn, prompts, timeout_s=limit), function, key):
+            is_error = function in BUILTIN and key == "data.train_files"
+            yield Finding.of(refused, "error" if is_error else "warning")
+
+
 def _adapters(config: Config, model: nn.Module) -> Findings:
     """Say what is trained if adapters are asked for. Raise UserError if a target is unknown, or vLLM serves none."""
     if not config.lora.r:
@@ -268,6 +283,8 @@ CHECKS = (
     Check("data", "the prompts are the same every day", _date),
     Check("data", "evaluation prompts are new", _val_prompts),
     Check("data", "the reward function scores a row", _reward),
+    Check("data", "ground truths are right answers", _ground_truths),
+    Check("data", "the reward sees the special tokens that it names", special_tokens_unseen),
     Check("weights", "all weight files can be opened", lambda weight_files: None),
     Check("weights", "tied embeddings are equal", check_tied),
 )

@@ -99,6 +99,14 @@ class RewardConfig(Section):
     timeout_s: Annotated[float | None, Unit("seconds"), Sane(0.01, 3600)] = Field(default=60.0, gt=0, le=86_400)
     """Time limit for scoring one response; exceeding it is an error. null means no limit."""
 
+    keep_special_tokens: bool = False
+    """Give the function the response with the tokenizer's special tokens, including the one that ends it. They are
+    removed by default, so a function that looks for `<answer>` sees nothing if that is a special token."""
+
+    check_ground_truths: bool = True
+    """Before the run, score the ground truths of the first 64 rows as if they were answers. If fewer than half are
+    right, it is an error for a built-in function, and a warning for your own."""
+
     workers: Annotated[int, Unit("processes"), Sane(1, 64)] = Field(default=2, ge=1, le=1024)
     """Most processes that run the function at the same time. Each loads it once, with its model if it has one. Backend
     verl: in each of its reward workers, of which there are 8 in all on GPUs and 1 on a CPU."""

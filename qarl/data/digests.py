@@ -48,12 +48,18 @@ def reward_source(function: str) -> str | None:
     """Return the SHA-256 of the file that has the reward `function`, a value of `reward.function`.
 
     Return None for QaRL's own functions, and if the file cannot be read. Other files that it imports do not count."""
+    source = read_reward_source(function)
+    return None if source is None else hashlib.sha256(source).hexdigest()
+
+
+def read_reward_source(function: str) -> bytes | None:
+    """Return the content of the file that `reward_source` is the digest of, or None as it does."""
     source = function.rpartition(":")[0]
     if function in BUILTIN or not source:
         return None
     try:
         path = Path(source) if source.endswith(".py") else Path(_origin(source))
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return path.read_bytes()
     except (OSError, ImportError, ValueError):
         return None
 

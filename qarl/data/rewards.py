@@ -19,13 +19,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from qarl.data.answer_forms import as_latex, last_number, number_of_truth, stated_truth, states
 from qarl.data.reward_outcomes import ASYNC, Outcome, Scored
 from qarl.data.reward_workers import DEFAULT_WORKERS, InProcessReward, Reward, WorkerReward
 from qarl.errors import UserError, shortened
@@ -35,30 +35,22 @@ if TYPE_CHECKING:
 
 RewardFn = Callable[..., Any]
 
-# A minus belongs to a number only if it cannot be a subtraction: "5-3" ends in 3, "= -3" in -3.
-_NUMBER = re.compile(r"(?:(?<![\w)\]])-)?\d+(?:\.\d+)?", flags=re.ASCII)
-
 
 def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """Return 1.0 if the last number of the response is the integer `ground_truth`, else 0.0.
+    """Return 1.0 if the last number of the response is that of `ground_truth`, else 0.0.
 
-    Leading zeros are ignored. A number with decimals is not an integer. Thousands separators are not recognized.
+    Both are read as people write them (`qarl.data.answer_forms`): 72, 072, 72.0, $72 and 1,000 are numbers, and the
+    ground truth may also be a solution that ends in "#### 72", or boxed. A ground truth that is no number scores 0.
     """
-    numbers = _NUMBER.findall(solution_str)
-    return float(bool(numbers) and _canonical(numbers[-1]) == _canonical(str(ground_truth).strip()))
-
-
-def _canonical(number: str) -> str:
-    """Return `number` as text without leading zeros.
-
-    `int` would refuse the thousands of digits that a model can write.
-    """
-    magnitude = number.removeprefix("-").lstrip("0") or "0"
-    return f"-{magnitude}" if number.startswith("-") and magnitude != "0" else magnitude
+    truth = number_of_truth(ground_truth)
+    return float(truth is not None and last_number(solution_str) == truth)
 
 
 def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """Return 1.0 if an answer in the response (LaTeX, boxed or plain) equals `ground_truth` mathematically, else 0.0.
+
+    The ground truth may also be a solution that ends in "#### 72", or boxed. An answer in words counts, too, if it has
+    the text of the ground truth, for example "The answer is (A)" for A (`qarl.data.answer_forms`).
 
     Uses the math-verify package with the settings of verl's `math_verify` reward. The package's time limit (5 seconds
     to parse, 5 to compare) uses an alarm signal, so this must be called in the main thread of a process.
@@ -70,7 +62,10 @@ def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> fl
     """Do the same as `math_verify` with a time limit of `seconds`."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    golds = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=seconds)
+    truth = stated_truth(ground_truth)
+    if states(solution_str, truth):
+        return 1.0
+    golds = parse(f"\\boxed{{{as_latex(truth)}}}", (LatexExtractionConfig(),), parsing_timeout=seconds)
     answers = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=seconds)
     return float(any(verify(gold, answer, timeout_seconds=seconds) for gold in golds for answer in answers))
 

@@ -18,7 +18,8 @@ BF16 = "bf16"
 TASK_LENGTHS = (4096, 2048)
 """Tokens of prompts and of responses for tasks of lm-evaluation-harness: MMLU-Pro has five worked examples, and asks
 for 2048 tokens."""
-_OF_FILES, _OF_TASKS = ("files", "reward", "n", "temperature"), ("include_path", "num_fewshot", "apply_chat_template")
+_OF_FILES = ("files", "reward", "n", "temperature", "keep_special_tokens")
+_OF_TASKS = ("include_path", "num_fewshot", "apply_chat_template")
 _Count = Annotated[int, Field(gt=0)]
 
 
@@ -38,6 +39,7 @@ class EvalRequest:
     limit: _Count | None = None
     seed: int = 0
     output: Path | None = None
+    keep_special_tokens: bool = False
     trust_remote_code: bool = False
     tasks: str | None = None
     include_path: Path | None = None

@@ -22,7 +22,9 @@ from qarl.checkpoint.storage import EXPORT, write_json
 from qarl.config.lora import FOLDER
 from qarl.config.schema import RewardConfig
 from qarl.console import say, stage
+from qarl.data.ground_truths import judge, refusal
 from qarl.data.prompts import Prompt, load_prompts, prompt_options
+from qarl.data.response_text import response_texts
 from qarl.data.rewards import find_reward, score_responses
 from qarl.errors import UserError
 from qarl.eval.arguments import BF16, EvalRequest, Settings
@@ -52,6 +54,8 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
                 scores[label] = sets_of(results, request.task_names)
                 continue
             prompts = _prompts(request, settings, folder)
+            if not scores:
+                warn_of_ground_truths(prompts, settings)
             for prompt in prompts:
                 samples[prompt.data_source] = max(samples.get(prompt.data_source, 1), prompt.samples or 1)
             with stage(what):
@@ -97,6 +101,20 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
     return asked
 
 
+def warn_of_ground_truths(prompts: Sequence[Prompt], settings: Settings) -> None:
+    """Print a warning if most ground truths are no right answers, so that every score would be 0."""
+    scoring = settings.config.reward if settings.config else RewardConfig()
+    if not scoring.check_ground_truths:
+        return
+    reward = find_reward(settings.reward, scoring.workers)
+    try:
+        judged = judge(reward, prompts, timeout_s=scoring.timeout_s)
+    finally:
+        reward.stop()
+    if refused := refusal(judged, settings.reward, "the files"):
+        say(f"warning: {refused}")
+
+
 def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, settings: Settings) -> Sets:
     """Return the mean score of each prompt's responses, from an engine with the weights of `folder`."""
     from transformers import AutoTokenizer
@@ -116,7 +134,8 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
         sampling = SamplingConfig(settings.max_response_length, temperature=settings.temperature)
         responses = engine.generate([row.prompt_token_ids for row in rows], sampling, seeds)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
-    texts = tokenizer.batch_decode(responses.response_token_ids, skip_special_tokens=True)
+    keep = scoring.keep_special_tokens or request.keep_special_tokens
+    texts = response_texts(tokenizer, responses.response_token_ids, keep_special_tokens=keep)
     grouped: dict[str, dict[int, list[float]]] = {}
     scores = score_responses(reward, rows, texts, timeout_s=scoring.timeout_s)
     reward.stop()

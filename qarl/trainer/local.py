@@ -26,6 +26,7 @@ import torch
 from qarl.config import Config
 from qarl.console import stage
 from qarl.data.prompts import Prompt
+from qarl.data.response_text import response_texts
 from qarl.data.rewards import score_responses
 from qarl.kernels.log_probs import Truncation
 from qarl.metrics.error_tokens import text_metrics, text_statistics
@@ -149,8 +150,11 @@ class LocalTrainer:
 
     def rewards(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[float]:
         """Return the reward of each response."""
-        texts: list[str] = self.tokenizer.batch_decode(responses.response_token_ids, skip_special_tokens=True)
-        return score_responses(self.parts.reward_fn, prompts, texts, timeout_s=self.config.reward.timeout_s)
+        reward = self.config.reward
+        texts = response_texts(
+            self.tokenizer, responses.response_token_ids, keep_special_tokens=reward.keep_special_tokens
+        )
+        return score_responses(self.parts.reward_fn, prompts, texts, timeout_s=reward.timeout_s)
 
     def old_log_probs(self, batch: Batch, only: torch.Tensor | None = None) -> torch.Tensor:
         """Return the policy's log-probs before the update, FP32 [B, R]. If `only` is set, all other rows are 0.

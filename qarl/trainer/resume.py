@@ -45,7 +45,7 @@ _FREE = {"name", "output_dir", "dry_run"} | _keys(
     "save_minutes max_ckpt_to_keep resume_mode resume_from_path",
     rollout="rebuild_on_failure",
     quant="mismatch_limit",
-    reward="timeout_s workers",
+    reward="timeout_s workers check_ground_truths",
     model="trust_remote_code",
 )
 """Keys that a resume may change without a note. They only set the length and the output of the run, or error messages

@@ -103,7 +103,15 @@ def reward_keys(config: Config) -> Keys:
     source, _, name = config.reward.function.rpartition(":")
     function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
     root = "reward.custom_reward_function"
+    manager, kept = "reward.reward_manager", {}
+    if config.reward.keep_special_tokens:
+        kept = {
+            f"{manager}.source": "importlib",
+            f"{manager}.module.path": f"pkg://{PLUGIN}.reward_manager",
+            f"{manager}.name": "KeepSpecialTokens",
+        }
     return {
+        **kept,
         f"{root}.path": f"pkg://{PLUGIN}.reward",
         f"{root}.name": "score",
         f"+{root}.reward_kwargs": {

@@ -137,6 +137,10 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda: write_rows("train.jsonl", [row() for _ in range(5)] + [row(ground_truth=None)]),
         "train.jsonl, row 5 | reward_model.ground_truth",
     ),
+    "ground truths that the reward cannot read": (
+        lambda: write_rows("train.jsonl", [row(f"t3 t{i}", "(A)") for i in range(8)]),
+        "8 of 8 ground truths are no right answers | row 2: '(A)' | reward.check_ground_truths=false",
+    ),
     "too many tokens": (
         lambda: write_rows("train.jsonl", [row(" ".join(["t5"] * 20))] * 8),
         "20 tokens | max_prompt_length=16 | data.filter_overlong_prompts=true",
@@ -183,6 +187,19 @@ def test_training_refuses_rewards_and_the_doctor_says_it(diagnosis: Refusal, nam
     source, words = REWARD_FAULTS[name]
     Path("rewards.py").write_text(source + "\n")
     diagnosis("reward.function=rewards.py:score", words=words)
+
+
+def test_ground_truths_of_your_own_function_are_only_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows("train.jsonl", [row(f"t3 t{i}", "(A)") for i in range(8)])
+    Path("rewards.py").write_text("def score(solution_str, **_):\n    return -len(solution_str)\n")
+    for arguments, count in (
+        (["reward.function=rewards.py:score"], 2),
+        (["reward.function=rewards.py:score", "reward.check_ground_truths=false"], 0),
+        (["reward.function=arithmetic", "reward.check_ground_truths=false"], 0),
+    ):
+        with pytest.raises(EngineConstructed):
+            main(["config=run.yaml", *arguments])
+        assert capsys.readouterr().err.count("ground truths are no right answers") == count  # of both files
 
 
 def test_sizes_that_the_engines_kernel_lacks(diagnosis: Refusal) -> None:

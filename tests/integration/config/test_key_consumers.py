@@ -103,6 +103,7 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "data.filter_overlong_prompts": (True, "data.filter_overlong_prompts"),
     "reward.function": ("math_verify", "reward.custom_reward_function.reward_kwargs"),
     "reward.timeout_s": (None, "reward.custom_reward_function.reward_kwargs"),
+    "reward.keep_special_tokens": (True, "reward.reward_manager.name"),
     "reward.workers": (3, "reward.custom_reward_function.reward_kwargs"),
     "rollout.n": (4, f"{ROLLOUT}.n"),
     "rollout.temperature": (0.9, f"{ROLLOUT}.temperature"),

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from verl_runs import quickstart
 
 from qarl.data.prompts import load_prompts
+from qarl.data.response_text import response_texts
 from qarl.errors import UserError
 
 pytest.importorskip("verl")
@@ -101,6 +102,20 @@ def test_a_reward_gets_the_values_of_the_file(tmp_path: Path, tokenizer: Any, co
         got[name, suffix] = rewarded(composed, tokenizer, file, [5, 6])
         wanted[name, suffix] = [repr(("t5 t6", "values", value, value, [value])) for value in read]
     assert {case: seen for case, seen in got.items() if seen != wanted[case]} == {}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_special_tokens_of_a_response(tmp_path: Path, tokenizer: Any, keep: bool) -> None:
+    """t1 is the token that ends a response. The reward gets the text that the local backend gives it."""
+    function = tmp_path / "record.py"
+    function.write_text(RECORD)
+    settings = {"reward.function": f"{function}:record", "reward.keep_special_tokens": keep}
+    config = verl_config(quickstart(**settings), on_cpu=True)
+    file = write_rows(tmp_path / "x.jsonl", rows_of(["7"]))
+    seen = rewarded(config, tokenizer, file, [5, 6, 1])
+    text = response_texts(tokenizer, [[5, 6, 1]], keep_special_tokens=keep)[0]
+    assert text == ("t5 t6 t1" if keep else "t5 t6")
+    assert seen == [repr((text, "values", "7", "7", ["7"]))]
 
 
 def test_files_with_different_columns(tmp_path: Path, tokenizer: Any, composed: Any) -> None:

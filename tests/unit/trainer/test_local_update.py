@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
 
 class Tokenizer:
-    def batch_decode(self, ids: list[list[int]], **_: Any) -> list[str]:
-        return ["x"] * len(ids)
+    def batch_decode(self, ids: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        return ["x" if skip_special_tokens else "x<end>"] * len(ids)
 
     def __len__(self) -> int:
         return 100
@@ -121,3 +121,11 @@ def test_every_response_is_asked_for_with_a_seed_and_evaluations_are_greedy(aski
     assert prompts == [[5, 6], [5, 6], [5, 7], [5, 7]] and len(set(seeds)) == 4
     assert sampling.temperature == 0.7
     assert held_out == [[5, 6], [5, 7]] and greedy.temperature == 0.0
+
+
+@pytest.mark.parametrize(("keys", "text"), [((), "x"), (("reward.keep_special_tokens=true",), "x<end>")])
+def test_the_text_that_a_reward_gets(asking, tmp_path, keys, text):
+    asking.config = config(tmp_path, "rollout.n=2", "actor.ppo_micro_batch_size_per_gpu=4", *keys)
+    asking.parts.reward_fn = InProcessReward("same", lambda solution_str, **_: float(solution_str == text))
+    assert asking.rollout()[0].rewards.tolist() == [1.0] * 4
+    assert asking.evaluate() == {"val/accuracy": 1.0}

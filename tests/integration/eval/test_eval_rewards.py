@@ -1,0 +1,70 @@
+"""What `qarl eval` gives to a reward, and what it says about ground truths, with an engine that only answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bad_runs import row, write_rows
+from random_models import save_tokenizer
+
+from qarl.errors import UserError
+from qarl.eval import evaluate
+from qarl.eval.arguments import EvalRequest, settings_of
+
+RESPONSE = [7, 1]
+"""t7, and t1, which ends it."""
+
+
+class Engine:
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def publish(self, *_: Any, **__: Any) -> None: ...
+
+    def generate(self, prompts: list[list[int]], *_: Any) -> Any:
+        return SimpleNamespace(response_token_ids=[RESPONSE] * len(prompts))
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RolloutEngine": Engine, "engine_of": lambda *_: None, "read_tensors": lambda _: {}}.items():
+        monkeypatch.setattr(evaluate, name, value)
+    save_tokenizer(tmp_path / "model", 64)
+    Path("model/config.json").write_text("{}")
+    source = (
+        "def ends(solution_str, ground_truth, **_):\n    return float(solution_str.split() == ground_truth.split())\n"
+    )
+    Path("mine.py").write_text(source)
+    return Path("model")
+
+
+@pytest.mark.parametrize(("keep", "truth", "score"), [(False, "t7", 1), (True, "t7 t1", 1), (True, "t7", 0)])
+def test_special_tokens(model: Path, capsys: pytest.CaptureFixture[str], keep: bool, truth: str, score: int) -> None:
+    write_rows("x.jsonl", [row(ground_truth=truth)])
+    request = EvalRequest(model, files="x.jsonl", reward="mine.py:ends", keep_special_tokens=keep)
+    assert f"| {score:.1%} " in evaluate.evaluate(request, settings_of(request))
+    assert "ground truths" not in capsys.readouterr().err
+
+
+def test_ground_truths_that_no_response_can_match(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows("x.jsonl", [row(ground_truth="seven")] * 3)
+    request = EvalRequest(model, files="x.jsonl", reward="arithmetic")
+    assert "| 0.0% " in evaluate.evaluate(request, settings_of(request))
+    said = capsys.readouterr().err
+    assert said.count("3 of 3 ground truths are no right answers") == 1 and "'seven'" in said
+
+
+def test_a_damaged_file(model: Path) -> None:
+    Path("x.jsonl").write_text("{", encoding="utf-16")
+    request = EvalRequest(model, files="x.jsonl", reward="arithmetic")
+    with pytest.raises(UserError, match="UTF-16"):
+        evaluate.evaluate(request, settings_of(request))

@@ -35,6 +35,7 @@ from qarl.rollout.publish import wire
 from qarl.rollout.publish.checksum import unit_checksums
 from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_complete, unit_of
 from qarl.rollout.publish.receive import WeightReceiver, check_digest
+from qarl.rollout.publish.version import checked_version, note_older
 
 _SHARED_MEMORY = Path("/dev/shm")
 SLACK = 2**20
@@ -134,6 +135,8 @@ class EngineAdapter:
 
         Raise UserError if the adapter does not fit, or if the engine does not multiply by it afterwards."""
         start = time.perf_counter()
+        version = checked_version(version)
+        note_older(version, self.version)
         self.mark_stale(f"the publish of the adapter of version {version} did not complete")
         tensors: list[NamedTensor] = list(adapter.tensors.items())
         check_complete(tensors, self.expected)

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from qarl.errors import UserError
+from qarl.console import note
+from qarl.errors import UserError, in_one_line
 from qarl.lora.adapter import Adapter
 from qarl.process import configure_vllm_process
 from qarl.quant.experts import is_of_expert, stacked
@@ -43,6 +44,7 @@ from qarl.rollout.publish.manifest import (
     expected_manifest,
 )
 from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.version import checked_version
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.response_fingerprint import fingerprint
 from qarl.vllm_versions import check_head_dtype, check_release, is_refusal, loaded_model, release_engine_memory
@@ -247,11 +249,12 @@ class RolloutEngine:
         """Replace all of the engine's weights with `tensors` (checkpoint names, in layer order), as `version`.
 
         All tensors are compared with the manifest, and with NaN and Inf, before the first one is written. After any
-        exception the engine is stale, unless `tensors` is a mapping. Exceptions from iterating over `tensors` are
-        passed on.
+        exception the engine is stale, unless `tensors` is a mapping or `version` none. Exceptions from iterating over
+        `tensors` are passed on.
 
         Raises:
-            UserError: the tensors do not fit the engine's model. A later publish can succeed.
+            UserError: `version` is not a whole number from 0, or the tensors do not fit the engine's model. A later
+                publish can succeed.
             ReloadFailed, EngineFailed: vLLM failed in this publish or earlier. Call `rebuild` first.
         """
         if self.receiver is None:
@@ -259,6 +262,7 @@ class RolloutEngine:
         if isinstance(tensors, Mapping):
             why = "publish takes pairs of names and tensors"
             raise UserError("the tensors are a mapping", why=why, fix="write publish(packed_state_dict(model), ...)")
+        version = checked_version(version)
         self.wake_up()
         start = time.perf_counter()
         if self.adapter is not None:
@@ -285,13 +289,15 @@ class RolloutEngine:
         refuses to generate until an adapter is published. The first time, a probe shows that adapters act.
 
         Raises:
-            UserError: there is no base, the adapter does not fit it, or the engine does not multiply by the adapter.
+            UserError: `version` is not a whole number from 0, there is no base, the adapter does not fit it, or the
+                engine does not multiply by the adapter.
             EngineFailed: vLLM failed. Call `rebuild`, then publish the base and the adapter.
         """
         if self.adapter is None:
             raise no_place("it was started without adapters", "set EngineConfig.adapters")
         if not self.has_weights:
             raise no_place("its base has not been published", "call publish with the tensors of the base first")
+        version = checked_version(version)
         self.wake_up()
         target = self.adapter
         if not target.proved and self.config.max_model_len > len(PROBE):
@@ -350,8 +356,14 @@ class RolloutEngine:
     def __enter__(self) -> RolloutEngine:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        """Close the engine. If the block has failed, an error of the close, as of a lost vLLM, is only noted."""
+        try:
+            self.close()
+        except Exception as error:
+            if kind is None:
+                raise
+            note(f"the rollout engine could not be closed: {in_one_line(error)}")
 
 
 def _check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> None:

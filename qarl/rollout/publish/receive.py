@@ -31,6 +31,7 @@ from qarl.rollout.publish import graph_addresses, wire
 from qarl.rollout.publish.checksum import unit_checksums
 from qarl.rollout.publish.delta import PublishedCache
 from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_specs, unit_of
+from qarl.rollout.publish.version import checked_version, note_older
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
 from qarl.vllm_versions import kv_cache_tensors
 
@@ -185,6 +186,8 @@ class WeightReceiver:
     def _open_version(self, version: int) -> None:
         if self.broken:
             raise ReloadFailed("this engine is broken and takes no more publishes", why=self.stale_because)
+        version = checked_version(version)
+        note_older(version, self.version)
         self._open, self._seen, self._unit, self._compare = version, set(), [], []
         self.seconds = {"transfer": 0.0, "apply": 0.0}
         self.mark_stale(f"the publish of version {version} did not complete", doubt=False)
@@ -193,7 +196,7 @@ class WeightReceiver:
 
     def _begin(self, record: dict[str, Any]) -> None:
         base = record.get("base")
-        self._open_version(int(record["version"]))
+        self._open_version(record["version"])
         self._is_delta = base is not None
         if self._is_delta and base != self.fingerprint:
             raise wire.TransferFailed(

@@ -35,6 +35,7 @@ from qarl.errors import UserError
 from qarl.rollout.publish.checksum import unit_checksums
 from qarl.rollout.publish.delta import PublishedCache, Tally, find_changes
 from qarl.rollout.publish.manifest import NamedTensor, unit_of
+from qarl.rollout.publish.version import checked_version
 
 PREFIX = "qarl."
 BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
@@ -117,9 +118,10 @@ def encode_publish(
         tally: counts the changed words of a delta.
 
     Raises:
-        UserError: a tensor contains NaN or Inf. The message names the tensor. This is raised after the last tensor,
-            because other ranks gather each tensor together with this one.
+        UserError: the version is none, or a tensor contains NaN or Inf. The message names the tensor. That is raised
+            after the last tensor, because other ranks gather each tensor together with this one.
     """
+    version = checked_version(version)
     begin: dict[str, Any] = {"version": version}
     if run is not None:
         begin["run"] = run

@@ -62,6 +62,7 @@ from qarl.quant.experts import stacked
 from qarl.rollout.publish.manifest import NamedTensor, engines_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer, own_address
+from qarl.rollout.publish.version import checked_version
 from qarl.rollout.publish.wire import DeltaSender, encode_publish
 from qarl.vllm_versions import check_release, kv_cache_tensors
 
@@ -248,12 +249,13 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
         """Publish the source's tensors. `version`: by default the last version plus 1.
 
         Raises:
+            UserError: `version` is not a whole number from 0.
             PeerLost: a worker was lost. Restart the engine, call `connect`, and publish again.
             TransferFailed: a worker refused the publish. Publish again. No engine generates before that.
             Exception: the client raised it.
         """
         assert self.source is not None, "pass a source to trainer_init"
-        self.version = self.version + 1 if version is None else version
+        self.version = self.version + 1 if version is None else checked_version(version)
         if self.server is None:
             for _ in self.source:
                 pass

@@ -22,3 +22,16 @@ def shortened(value: Any, length: int = 200) -> str:
     """Return the start of `repr(value)`, for an error."""
     text = repr(value)
     return text if len(text) <= length else text[:length] + "..."
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the error that a process of Ray raised, which Ray hands on inside its own errors as `cause`."""
+    while isinstance(cause := getattr(error, "cause", None), BaseException):
+        error = cause
+    return error
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the type and the message of an error's first cause."""
+    cause = first_cause(error)
+    return " ".join(f"{type(cause).__name__}: {cause}".split())

@@ -6,7 +6,7 @@ report.html, which also shows several runs in the same charts. `qarl.metrics.bar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,35 @@ import numpy as np
 from qarl.metrics.bars import BARS, plot_bars
 from qarl.metrics.series import series
 from qarl.metrics.tracker import read_metrics
+from qarl.metrics.validation import MEAN, OF_SOURCE
 
 
 @dataclass(frozen=True)
 class Chart:
     """A chart of lines: metric -> label. A chart whose metrics were not logged is left out.
 
-    `file`: name of its PNG; empty if only the report has it. `smooth`: each step is a faint line, and the trailing mean
-    a bold one. `fraction`: the axis is from 0 to 1."""
+    `each`: every metric whose name begins with this has a line, too, with the rest of its name as the label. `file`:
+    name of its PNG; empty if only the report has it. `smooth`: each step is a faint line, and the trailing mean a bold
+    one. `fraction`: the axis is from 0 to 1."""
 
     title: str
     unit: str
     lines: Mapping[str, str]
+    each: str = ""
     file: str = ""
     log: bool = False
     smooth: bool = False
     fraction: bool = False
 
+    def lines_in(self, names: Iterable[str]) -> dict[str, str]:
+        """Return metric -> label of the chart's lines in a run that logged the metrics `names`."""
+        found = {name: name.removeprefix(self.each) for name in names if self.each and name.startswith(self.each)}
+        return {**self.lines, **found}
+
 
 CHARTS = (
     Chart("Reward of sampled responses", "mean reward", {"critic/score/mean": "reward"}, file="reward", smooth=True),
-    Chart("Held-out accuracy", "mean reward, greedy", {"val/accuracy": "accuracy"}, file="accuracy"),
+    Chart("Held-out accuracy", "mean reward", {MEAN: "accuracy"}, each=OF_SOURCE, file="accuracy"),
     Chart(
         "Mismatch: k3 KL(rollout‖trainer)", "nats per token", {"mismatch/k3": "k3"}, file="k3", log=True, smooth=True
     ),
@@ -110,6 +118,7 @@ CHARTS = (
     Chart("Learning rate", "", {"actor/lr": "lr", "actor/muon_lr": "Muon's lr"}),
 )
 
+LONGEST_LABEL = 40
 _PHASES = ("rollout", "reward", "old_log_prob", "update", "quantize", "publish", "eval")
 _PARTS_OF_UPDATE = ("forward", "backward", "optimizer")
 
@@ -131,7 +140,8 @@ def _plot_lines(chart: Chart, entries: Sequence[Mapping[str, Any]], output: Path
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     window = max(1, len(entries) // 20) if chart.smooth else 1
-    for index, (key, line) in enumerate(chart.lines.items()):
+    lines = chart.lines_in(sorted({name for entry in entries for name in entry}))
+    for index, (key, line) in enumerate(lines.items()):
         steps, values = series(entries, key, positive=chart.log)
         if not len(steps):
             continue
@@ -139,7 +149,7 @@ def _plot_lines(chart: Chart, entries: Sequence[Mapping[str, Any]], output: Path
             axes.plot(steps, values, color=f"C{index}", alpha=0.25, linewidth=1)
             values = trailing_mean(values, window)
         marker = "o" if len(steps) == 1 or not chart.smooth else None
-        axes.plot(steps, values, color=f"C{index}", marker=marker, label=line if len(chart.lines) > 1 else None)
+        axes.plot(steps, values, color=f"C{index}", marker=marker, label=_plain(line) if len(lines) > 1 else None)
     if not axes.lines:
         return None
     axes.set_xlabel(f"training step (bold: mean of the last {window} steps)" if window > 1 else "training step")
@@ -153,6 +163,15 @@ def _plot_lines(chart: Chart, entries: Sequence[Mapping[str, Any]], output: Path
     path = output / f"{chart.file}.png"
     figure.savefig(path, dpi=130)
     return path
+
+
+def _plain(label: str) -> str:
+    """Return a label that matplotlib shows as it is. It reads text between dollars as a formula, which may be none, and
+    leaves out labels that begin with an underscore. A long label would leave no room for the lines."""
+    shown = label if len(label) <= LONGEST_LABEL else f"{label[:LONGEST_LABEL]}..."
+    if shown.startswith("_"):
+        shown = f" {shown}"
+    return shown.replace("$", r"\$")
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:

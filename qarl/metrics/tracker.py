@@ -20,6 +20,7 @@ from tqdm import tqdm
 from qarl.checkpoint.storage import METRICS_FILE, StorageError, append_lines, number, read_lines, write_json, writing
 from qarl.console import say
 from qarl.errors import UserError
+from qarl.metrics.summary import STEP_SECONDS
 from qarl.metrics.warning_log import WarningLog
 from qarl.process import cpu_fields, package_versions
 
@@ -171,21 +172,36 @@ def check_wandb_key() -> None:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the objects of metrics.jsonl in order of `step`, one per step, with "nan" and "inf" as floats.
 
-    Truncated lines are skipped. Raises UserError if the file is missing.
+    Damaged lines are skipped, and values of text that is no number. A step that was trained again replaces itself and
+    the steps after it. An evaluation alone, as verl makes one at a resume, is added to its step.
+
+    Raises UserError if the file is missing.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
         raise UserError("no metrics to read", where=str(path), fix="give the directory of a run, such as runs/NAME")
     steps: dict[int, dict[str, Any]] = {}
     for entry in read_lines(path):
-        if "step" not in entry:
+        step = entry.get("step") if isinstance(entry, dict) else None
+        if not isinstance(step, int):
             continue
-        step = int(entry["step"])
-        numbers = {name: float(value) if isinstance(value, str) else value for name, value in entry.items()}
+        numbers = {name: number for name, value in entry.items() if (number := _read_value(value)) is not None}
         if step < max(steps, default=step):
-            steps = {earlier: metrics for earlier, metrics in steps.items() if earlier < step}
+            evaluation = STEP_SECONDS not in numbers and STEP_SECONDS in steps.get(step, {})
+            last = step if evaluation else step - 1
+            steps = {earlier: metrics for earlier, metrics in steps.items() if earlier <= last}
         steps[step] = {**steps.get(step, {}), **numbers}
     return [steps[step] for step in sorted(steps)]
+
+
+def _read_value(value: Any) -> Any:
+    """Return a value of metrics.jsonl, with text as the number that it names, or None if it names none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 class _TensorBoard:

@@ -101,7 +101,7 @@ const unionOfSteps = (lists) => [...new Set(lists.flat())].sort((a, b) => a - b)
 function lineChart(parent, chart) {
   const lines = chart.lines.filter(([metric]) => data.series[metric]).map(([metric, label], place) => {
     const { s, v } = data.series[metric];
-    return { label, place, steps: s, raw: v, values: v.map((y) => typeof y === "number" ? y : NaN), at: new Map(s.map((step, i) => [step, v[i]])) };
+    return { label, place: place % 7, steps: s, raw: v, values: v.map((y) => typeof y === "number" ? y : NaN), at: new Map(s.map((step, i) => [step, v[i]])) };
   });
   const finite = lines.flatMap((line) => line.values).filter(Number.isFinite);
   if (!finite.length) return;

@@ -31,7 +31,7 @@ import yaml
 from qarl.checkpoint.storage import read_lines, write_text
 from qarl.config import Config
 from qarl.console import say
-from qarl.errors import UserError
+from qarl.errors import in_one_line
 from qarl.metrics.bars import bars_of_report
 from qarl.metrics.plots import CHARTS, phases_of
 from qarl.metrics.tracker import read_metrics
@@ -44,6 +44,8 @@ SAMPLE_CHARACTERS = 2_000_000
 TEXT_CHARACTERS = 200_000
 """Largest number of characters that the report quotes from the config, and from the versions."""
 _COMPARED = ("quant_align", "accuracy_before", "accuracy_after", "mismatch_abs_mean", "mismatch_k3_mean", "seconds")
+_SHOWN = {"since_step", "sign", "text", "remedy"}
+"""Keys of a warning sign that the page shows."""
 
 Series = dict[str, list[Any]]
 
@@ -76,6 +78,7 @@ def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
         "failed": next((summary["failed"] for summary in summaries.values() if summary.get("failed")), None),
         "finished": all(summary.get("finished") for summary in summaries.values()),
     }
+    logged = sorted({key for data in runs.values() for key in data["series"]})
     series = {f"{key} {run}": values for run, data in runs.items() for key, values in data["series"].items()}
     return next(iter(runs.values())) | {
         "name": name,
@@ -87,11 +90,12 @@ def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
         "charts": [
             asdict(chart)
             | {
-                "title": f"{chart.title}: {label}" if len(chart.lines) > 1 else chart.title,
+                "title": f"{chart.title}: {label}" if len(lines) > 1 else chart.title,
                 "lines": [(f"{key} {run}", run) for run in runs],
             }
             for chart in CHARTS
-            for key, label in chart.lines.items()
+            for lines in [chart.lines_in(logged)]
+            for key, label in lines.items()
         ],
         "bars": bars_of_report({run: read_metrics(folder) for run, folder in zip(names, run_dirs, strict=True)}),
         "phases": [],
@@ -106,14 +110,14 @@ def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
 
 
 def update_report(config: Config, step: int) -> None:
-    """Write the report after `step` if `is_logged` chooses this step. If that fails, the run continues, because
-    `qarl report` can write it later."""
+    """Write the report after `step` if `is_logged` chooses this step. If that fails, whatever the error, the run
+    continues, because `qarl report` can write it later."""
     if not config.trainer.report or not is_logged(step):
         return
     try:
         write_report(config.run_dir)
-    except (UserError, OSError) as error:
-        say(f"warning: the report was not written after step {step}: {error}")
+    except Exception as error:
+        say(f"warning: the report was not written after step {step}: {in_one_line(error)}")
 
 
 def page(data: dict[str, Any]) -> str:
@@ -136,27 +140,50 @@ def _packaged(name: str) -> str:
 
 
 def contents(run_dir: str | Path) -> dict[str, Any]:
-    """Return everything that `page.js` draws, as JSON types. Raise UserError if the folder has no metrics file."""
+    """Return everything that `page.js` draws, as JSON types. Raise UserError if the folder has no metrics file.
+
+    A file that cannot be read as what it should be counts as missing, and a damaged line is left out."""
     run_dir = Path(run_dir)
     entries = read_metrics(run_dir)
     names = sorted({name for entry in entries for name in entry} - {"step"})
-    config, summary = _text(run_dir / "config.yaml"), run_dir / "summary.json"
-    resolved = yaml.safe_load(config) or {}
+    config = _text(run_dir / "config.yaml")
     return {
         "name": run_dir.resolve().name,
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "step": entries[-1]["step"] if entries else 0,
-        "total": resolved.get("trainer", {}).get("total_training_steps"),
-        "summary": json.loads(_text(summary), parse_constant=str) if summary.is_file() else None,
+        "total": _total_steps(config),
+        "summary": _summary(run_dir / "summary.json"),
         "series": {name: series for name in names if (series := series_of(entries, name))},
-        "charts": [asdict(chart) | {"lines": list(chart.lines.items())} for chart in CHARTS],
+        "charts": [asdict(chart) | {"lines": list(chart.lines_in(names).items())} for chart in CHARTS],
         "bars": bars_of_report({"": entries}),
         "phases": phases_of(entries),
-        "warnings": sorted(read_lines(run_dir / WARNINGS_FILE), key=lambda warning: warning["since_step"]),
+        "warnings": _warnings(run_dir / WARNINGS_FILE),
         "samples": fitting_samples(read_samples(run_dir)),
         "config": config,
         "versions": _text(run_dir / "versions.json"),
     }
+
+
+def _total_steps(config: str) -> int | None:
+    try:
+        total = yaml.safe_load(config)["trainer"]["total_training_steps"]
+    except (yaml.YAMLError, LookupError, TypeError):
+        return None
+    return total if isinstance(total, int) else None
+
+
+def _summary(path: Path) -> dict[str, Any] | None:
+    try:
+        summary = json.loads(_text(path), parse_constant=str)
+    except ValueError:
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def _warnings(path: Path) -> list[Any]:
+    """Return the warning signs of a run in order of their first steps, without those that lack what the page shows."""
+    whole = [warning for warning in read_lines(path) if isinstance(warning, dict) and warning.keys() >= _SHOWN]
+    return sorted(whole, key=lambda warning: int(warning["since_step"]))
 
 
 def series_of(entries: Sequence[Mapping[str, Any]], name: str) -> Series | None:

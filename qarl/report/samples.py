@@ -106,9 +106,11 @@ def append_samples(run_dir: str | Path, samples: Sequence[dict[str, Any]]) -> No
 def read_samples(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the samples in order of `step`. If a resumed run repeated a step, only its newer samples are returned.
 
-    If the file is missing, return an empty list."""
+    Damaged lines are skipped. If the file is missing, return an empty list."""
     samples: list[dict[str, Any]] = []
     for sample in read_lines(Path(run_dir) / SAMPLES_FILE):
+        if not (isinstance(sample, dict) and isinstance(sample.get("step"), int)):
+            continue
         if samples and sample["step"] < samples[-1]["step"]:
             samples = [earlier for earlier in samples if earlier["step"] < sample["step"]]
         samples.append(sample)

@@ -1,24 +1,26 @@
 """The end of a run of either backend. It writes the last files even if an earlier step of the run failed.
 
-It tries to write the summary, the export, the summary again, plots and the report, in this order. A failure of one
+What took long comes first, and words come last: the export, then the summary, plots and the report. A failure of one
 does not stop the next. At the end, the first error of the run is raised. Later errors are only printed.
 
-A run is finished once it has made all its steps and its export. If only plots or the report failed, the exit code
-reports the failure, but a resume does not train again.
+A run is finished once it has made all its steps and its export. If only summary, plots or the report failed, the exit
+code reports the failure, but a resume does not train again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.resumable import list_checkpoints
 from qarl.checkpoint.storage import EXPORT, StorageError, checkpoints_dir, write_json, writing
-from qarl.console import say
-from qarl.errors import UserError
+from qarl.console import note, say
+from qarl.errors import UserError, in_one_line
 from qarl.metrics.plots import plot_run
+from qarl.metrics.summary import summarize
+from qarl.metrics.tracker import read_metrics
 from qarl.report.page import write_report
 
 
@@ -27,74 +29,106 @@ class Ending:
 
     def __init__(self, failure: BaseException | None) -> None:
         self.failure = failure
+        self._messages: set[str] = set()
+        if isinstance(failure, SystemExit):  # its exit code, 0 perhaps, would be that of the run
+            self.failure = RuntimeError(f"something in the run called sys.exit({failure.code!r})")
+            self.failure.__cause__ = failure
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Catch an error in this block. It becomes `failure` if it is the run's first error. Otherwise print it."""
+        """Catch an error in this block. It becomes `failure` if it is the run's first error. Otherwise print it, but
+        not twice: what several files lack, each says."""
         try:
             yield
         except Exception as error:
             if self.failure is None:
                 self.failure = error
-            else:
-                say(f"error: {error if isinstance(error, UserError) else f'{type(error).__name__}: {error}'}")
+            elif str(error) not in self._messages:
+                say_error(error)
+            self._messages.add(str(error))
 
     def in_words(self) -> str | None:
         """Return the first error as one line for the summary, or None if there is no error."""
-        failure = self.failure
-        if isinstance(failure, StorageError):
-            return f"{failure.what}: {failure.why}"
-        return None if failure is None else f"{type(failure).__name__}: {failure}"
+        return None if self.failure is None else in_words(self.failure)
 
 
 def finish_run(
     run_dir: Path,
-    summary: dict[str, Any],
+    facts: Mapping[str, Any],
     failure: BaseException | None,
     problem: UserError | None,
     *,
     step: int,
     total: int,
-    save: Callable[[Path], Path] | None,
+    save: Callable[[Path], Path] | str,
     plots: bool,
     report: bool,
 ) -> dict[str, Any]:
-    """Write summary, export, plots and report of a run after `step` of `total` steps. Return the summary.
+    """Write export, summary, plots and report of a run after `step` of `total` steps. Return the summary.
 
-    `failure`: the error that ended the training. `problem`: the error of a logger that failed during the run. `save`: a
-    function that writes the export to a folder. If there was an error, raise the first of: `failure`, an error of this
-    function, `problem`.
+    `facts`: what the summary has beside the figures of the metrics. `failure`: the error that ended the training.
+    `problem`: the first error of metrics and loggers during the run. `save`: a function that writes the export to a
+    folder, or why there is no export. If there was an error, raise the first of: `failure`, that of the export,
+    `problem`, that of the summary, of the plots, of the report.
     """
-    ending = Ending(failure)
+    ending, summary = Ending(failure), {"steps": step, **facts, "finished": False}
 
-    def write(*, finished: bool) -> None:
-        summary.update(finished=finished, failed=ending.in_words())
-        with ending.attempt():
-            write_json(run_dir / "summary.json", summary)
+    def write() -> None:
+        summary["failed"] = ending.in_words()
+        write_json(run_dir / "summary.json", summary)
 
-    write(finished=False)
-    if save is not None:
+    try:
         with ending.attempt():
-            try:
-                summary["checkpoint"] = str(save(run_dir / EXPORT))
-            except StorageError as error:
-                raise not_exported(run_dir, step, error) from error
-    write(finished=ending.failure is None and step >= total)
-    if plots:
-        with ending.attempt(), writing(run_dir / "plots"):
-            plot_run(run_dir)
-    if report:
+            summary |= _export(run_dir, step, save)
+        summary["finished"] = ending.failure is None and step >= total
+        if problem is not None:
+            with ending.attempt():
+                raise problem
         with ending.attempt():
-            write_report(run_dir)
-    if problem is not None:
+            summary |= summarize(read_metrics(run_dir))
         with ending.attempt():
-            raise problem
-    summary["failed"] = ending.in_words()
+            write()
+        if plots:
+            with ending.attempt(), writing(run_dir / "plots"):
+                plot_run(run_dir)
+        if report:
+            with ending.attempt():
+                write_report(run_dir)
+    except BaseException:  # an interrupt: what was done and what failed is written all the same
+        if ending.failure is not None:
+            say_error(ending.failure)
+        summary["interrupted"] = True
+        with suppress(Exception):
+            write()
+        raise
     if ending.failure is not None:
-        with suppress(StorageError):  # write the summary again, because the file may lack the last error
-            write_json(run_dir / "summary.json", summary)
+        with suppress(Exception):  # the file may lack the last error
+            write()
+        if "not_exported" in summary:
+            note(f"there is no export: {summary['not_exported']}")
         raise ending.failure
     return summary
+
+
+def _export(run_dir: Path, step: int, save: Callable[[Path], Path] | str) -> dict[str, str]:
+    """Write the export. Return what the summary says about it."""
+    if isinstance(save, str):
+        return {"not_exported": save}
+    try:
+        return {"checkpoint": str(save(run_dir / EXPORT))}
+    except StorageError as error:
+        raise not_exported(run_dir, step, error) from error
+
+
+def say_error(error: BaseException) -> None:
+    say(f"error: {error if isinstance(error, UserError) else in_one_line(error)}")
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error as one line for the summary."""
+    if isinstance(error, StorageError):
+        return f"{error.what}: {error.why}"
+    return in_one_line(error)
 
 
 def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:

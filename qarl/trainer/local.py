@@ -31,6 +31,7 @@ from qarl.data.rewards import score_responses
 from qarl.kernels.log_probs import Truncation
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.step_metrics import PhaseTimer, response_metrics
+from qarl.metrics.validation import answers_metrics
 from qarl.objectives import verl_functions
 from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.metrics import update_metrics
@@ -258,10 +259,12 @@ class LocalTrainer:
         return self.recovery.generate(prompts, sampling, seeds, publish=self.publish)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean reward of greedy responses to the held-out prompts. With 0/1 rewards, this is accuracy."""
+        """Return the mean reward of greedy responses to the held-out prompts, and that of each data source if there are
+        several. With 0/1 rewards, this is accuracy."""
         prompts = self.parts.val_prompts
         with self.timer.phase("eval"):
             sampling = SamplingConfig(self.config.data.max_response_length, temperature=0.0)
             responses = self.generate([prompt.prompt_token_ids for prompt in prompts], sampling)
             rewards = self.rewards(prompts, responses)
-        return {"val/accuracy": sum(rewards) / len(rewards)}
+        answers = zip(prompts, rewards, strict=True)
+        return answers_metrics((prompt.data_source, prompt.index, reward) for prompt, reward in answers)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,7 +17,7 @@ from qarl.checkpoint.resumable import Checkpoint
 from qarl.checkpoint.storage import EXPORT, check_room
 from qarl.config import Config, write_resolved
 from qarl.console import stage
-from qarl.metrics.tracker import Tracker, read_metrics, write_versions
+from qarl.metrics.tracker import Tracker, write_versions
 from qarl.report.page import update_report
 from qarl.trainer.checkpoints import Checkpoints
 from qarl.trainer.finish import finish_run
@@ -103,7 +103,7 @@ def train(
 
 
 def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, start: float) -> dict[str, Any]:
-    """Publish and train. Then write summary, export and plots, even after an error. Return the summary.
+    """Publish and train. Then write export, summary and plots, even after an error. Return the summary.
 
     After a KeyboardInterrupt only the summary is written, because the weights may be those of half a step."""
     config, run_dir = trainer.config, trainer.config.run_dir
@@ -115,9 +115,9 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
         check_room(run_dir / EXPORT, report.bytes)
     total, start_step = config.trainer.total_training_steps, trainer.step
     with Tracker(run_dir, config.trainer.logger, total, config.model_dump(), start_step=start_step) as tracker:
-        tracker.message(trainer.policy.report)
-        checkpoints.resumed(tracker)
         try:
+            tracker.message(trainer.policy.report)
+            checkpoints.resumed(tracker)
             with stage("comparing the log-probs of trainer and engine"):
                 metrics = probe(trainer)
             tracker.message(metrics)
@@ -126,7 +126,7 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
             failure = error
     interrupted = isinstance(failure, KeyboardInterrupt)
     stop.work = None if interrupted else "the training has ended, and its last files are being written"
-    summary = summarize(read_metrics(run_dir)) | {
+    facts = {
         "quant_scheme": config.quant.scheme,
         "quant_kernels": config.quant.kernels,
         "quant_align": trainer.policy.align,
@@ -134,16 +134,23 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
         "quantized_ratio": report.quantized_ratio,
         "seconds": time.perf_counter() - start,
     }
+
+    def save(folder: Path) -> Path:
+        return trainer.policy.save(folder, trainer.tokenizer)
+
+    not_saved = None if config.trainer.save_final else "trainer.save_final=false"
+    if failure is not None and not trainer.step:
+        not_saved = "no step was trained"
+    elif interrupted:
+        not_saved = "the run was interrupted within a step, and its weights may be those of half a step"
     return finish_run(
         run_dir,
-        summary,
+        facts,
         failure,
         tracker.problem,
         step=trainer.step,
         total=total,
-        save=(lambda folder: trainer.policy.save(folder, trainer.tokenizer))
-        if config.trainer.save_final and not interrupted
-        else None,
+        save=not_saved or save,
         plots=config.trainer.plots and not interrupted,
         report=config.trainer.report and not interrupted,
     )
@@ -165,11 +172,13 @@ def run_steps(trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker,
             metrics["startup/seconds_to_first_step"] = time.perf_counter() - start
         last = trainer.step == total or bool(stop)
         if trainer.parts.val_prompts and (last or (test_freq > 0 and trainer.step % test_freq == 0)):
-            metrics |= trainer.evaluate()
-        metrics |= trainer.timer.pop()
-        # Look at `stop` again, because the signal may have come during the evaluation.
-        metrics |= checkpoints.after_step(metrics, tracker, stopped=bool(stop))
-        tracker.log(metrics, step=trainer.step)
+            try:
+                metrics |= trainer.evaluate()
+            except Exception:
+                with suppress(Exception):  # the evaluation's error is the one to see
+                    keep_step(trainer, checkpoints, tracker, stop, metrics)
+                raise
+        keep_step(trainer, checkpoints, tracker, stop, metrics)
         update_report(trainer.config, trainer.step)
         for text in trainer.warnings:
             tracker.message(f"step {trainer.step}: {text}")
@@ -180,30 +189,11 @@ def run_steps(trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker,
         checkpoints.stopped(tracker)
 
 
-def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return a few numbers that summarise a run. `history`: metrics of each step. Means are over the training steps."""
-
-    def values(key: str) -> list[float]:
-        return [metrics[key] for metrics in history if key in metrics]
-
-    def mean(key: str) -> float | None:
-        return sum(values(key)) / len(values(key)) if values(key) else None
-
-    accuracies = values("val/accuracy")
-    other_experts, rejected = mean("mismatch/other_experts_frac"), mean("correction/rejected_response_frac")
-    return {
-        "steps": len(values("timing_s/step")),
-        "accuracy_before": accuracies[0] if history and "timing_s/step" not in history[0] else None,
-        "accuracy_after": accuracies[-1] if accuracies else None,
-        "mismatch_k3_mean": mean("mismatch/k3"),
-        "mismatch_abs_mean": mean("mismatch/abs_mean"),
-        "mismatch_abs_max": max(values("mismatch/abs_max"), default=None),
-        "inside_band_frac_after_first_mean": mean("actor/inside_band_frac_after_first"),
-        "skipped_optimizer_steps": sum(values("actor/skipped_steps")),
-        "failed_checkpoints": sum(values("checkpoint/failed")),
-        "seconds_to_first_step": mean("startup/seconds_to_first_step"),
-        "seconds_per_step": mean("timing_s/step"),
-        "publish_seconds_per_step": mean("timing_s/publish"),
-        **({} if other_experts is None else {"other_experts_frac_mean": other_experts}),
-        **({} if rejected is None else {"rejected_response_frac_mean": rejected}),
-    }
+def keep_step(
+    trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: Stop, metrics: dict[str, float]
+) -> None:
+    """Write the checkpoint of a finished step if one is due, and log the step's `metrics`, to which this adds."""
+    metrics |= trainer.timer.pop()
+    # Look at `stop` again, because the signal may have come during the evaluation.
+    metrics |= checkpoints.after_step(metrics, tracker, stopped=bool(stop))
+    tracker.log(metrics, step=trainer.step)

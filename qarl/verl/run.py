@@ -15,6 +15,7 @@ QaRL's loggers, not verl's.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -35,15 +36,16 @@ from qarl.checks.model import applied_level, lower_level
 from qarl.checks.registry import check_run
 from qarl.config import Config, write_resolved
 from qarl.console import say, stage
-from qarl.errors import UserError
-from qarl.metrics.tracker import Tracker, read_metrics, write_versions
+from qarl.errors import UserError, in_one_line
+from qarl.metrics.tracker import Tracker, write_versions
+from qarl.metrics.validation import sources_metrics
 from qarl.process import runs_on_cpu
 from qarl.report.page import update_report
 from qarl.trainer.finish import finish_run
 from qarl.verl import checks
-from qarl.verl.ask_servers import KILLED, RESUME
 from qarl.verl.checkpoint import check_room, open_verl_run
 from qarl.verl.config import hf_config_of, set_environment, verl_keys
+from qarl.verl.failures import as_user_error, what_resumes
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 """Memory that an 80 GB GPU reports. Estimates on a machine without a GPU use it."""
@@ -56,7 +58,7 @@ RENAMED = {
 """Maps verl's metric names to the local backend's names, for quantities that both backends log."""
 
 _OURS = tuple(f"actor/{group}/" for group in ("correction", "mismatch", "publish", "tokens", "error_tokens", "rollout"))
-_ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
+_FIGURE = re.compile(r"val-core/(?P<source>.*)/(?P<kind>acc|reward)/mean@(?P<answers>\d+)", re.DOTALL)
 
 
 def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
@@ -82,7 +84,6 @@ def _run(config: Config, resolved: Any, start: float, start_step: int) -> dict[s
     import ray
     from verl.trainer.main_ppo import run_ppo
 
-    from qarl.trainer.loop import summarize
     from qarl.verl.task_runner import TaskRunner
 
     write_versions(config.run_dir)
@@ -95,14 +96,31 @@ def _run(config: Config, resolved: Any, start: float, start_step: int) -> dict[s
             with answered_interrupt(lambda: what_resumes(checkpoints)):
                 run_ppo(resolved, task_runner_class=TaskRunner)
         except BaseException as error:
-            failure = as_user_error(error, checkpoints) or error
-        finally:
+            failure = error
+        with suppress(Exception):  # here and below: the run's own error is the one to see
+            failure = as_user_error(failure, checkpoints) or failure if failure is not None else None
+        with suppress(Exception):
             ray.shutdown()
-    history, total = read_metrics(config.run_dir), config.trainer.total_training_steps
-    # A run that did not end by itself is not finished, even if its last step was logged.
-    step = max((entry["step"] for entry in history), default=0) if failure is None else 0
-    interrupted = isinstance(failure, KeyboardInterrupt)
-    summary = summarize(history) | {
+    return _finish(config, failure, follower, start)
+
+
+def _finish(config: Config, failure: BaseException | None, follower: MetricsFollower, start: float) -> dict[str, Any]:
+    """Write the last files of a run that `failure` or nothing has ended. Return the summary.
+
+    What decides on the export is the checkpoint of the last step, not the metrics: they may be missing, and the run may
+    fail after that checkpoint, as in its last evaluation."""
+    total, logged = config.trainer.total_training_steps, follower.last_step
+    interrupted, whole = isinstance(failure, KeyboardInterrupt), _whole_checkpoints(config)
+    # A run that ended by itself has made all its steps, except if it was only to evaluate.
+    step = max([logged, *whole]) if failure is None else min(logged, total - 1)
+    save: Callable[[Path], Path] | str = partial(export_final, config)
+    if not config.trainer.save_final:
+        save = "trainer.save_final=false"
+    elif interrupted:
+        save = "the run was interrupted"
+    elif step < total and total not in whole:
+        save = f"the run ended after step {logged} of {total}, before the checkpoint of its last step"
+    facts = {
         "backend": "verl",
         **{f"quant_{key}": getattr(config.quant, key) for key in ("scheme", "kernels", "align")},
         "interrupted": interrupted,
@@ -110,38 +128,69 @@ def _run(config: Config, resolved: Any, start: float, start_step: int) -> dict[s
     }
     return finish_run(
         config.run_dir,
-        summary,
+        facts,
         None if interrupted else failure,
         follower.problem,
         step=step,
         total=total,
-        save=partial(export_final, config) if config.trainer.save_final and step >= total else None,
-        plots=config.trainer.plots and bool(history),
+        save=save,
+        plots=config.trainer.plots,
         report=config.trainer.report,
     )
+
+
+def _whole_checkpoints(config: Config) -> Mapping[int, Path]:
+    """Return the run's complete checkpoints by step. If they cannot be read, say so and return none."""
+    try:
+        return whole_and_torn(checkpoints_dir(config.run_dir))[0]
+    except Exception as error:  # the run's own error is the one to see
+        say(f"warning: the checkpoints could not be read ({in_one_line(error)})")
+        return {}
 
 
 def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of one step under QaRL's names. A metric that QaRL has no name for keeps verl's name."""
     # verl adds the prefix to every metric of an actor.
     plain = {name.removeprefix("actor/") if name.startswith(_OURS) else name: value for name, value in metrics.items()}
-    named = {RENAMED.get(name, name): value for name, value in plain.items() if isinstance(value, int | float)}
-    accuracies = [value for name, value in named.items() if _ACCURACY.match(name)]
-    if len(accuracies) == 1:  # for several data sources verl logs one accuracy each, but not their sizes
-        named["val/accuracy"] = accuracies[0]
-    return named
+    named = {RENAMED.get(name, name): number for name, value in plain.items() if (number := logged(value)) is not None}
+    # Another trainer than QaRL's (`trainer.v1.trainer_mode`) has only verl's own figures of an evaluation.
+    return sources_metrics(verls_figures(named)) | named
+
+
+def logged(value: Any) -> float | None:
+    """Return a value of verl's log as a number, or None if it is none. orjson, which writes the log, writes NaN and
+    infinities as null."""
+    if value is None:
+        return math.nan
+    if isinstance(value, str):
+        return float(value) if value.strip().lower().lstrip("+-") in ("nan", "inf", "infinity") else None
+    return value if isinstance(value, int | float) else None
+
+
+def verls_figures(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the figure of each data source from verl's metrics of an evaluation. If verl has an accuracy and a reward,
+    it is the accuracy. For several numbers of answers it is that of the largest number."""
+    figures: dict[str, tuple[tuple[bool, int], float]] = {}
+    for name, value in metrics.items():
+        if match := _FIGURE.fullmatch(name):
+            rank = (match["kind"] == "acc", int(match["answers"]))
+            if rank > figures.get(match["source"], ((False, 0), 0.0))[0]:
+                figures[match["source"]] = (rank, value)
+    return {source: value for source, (_, value) in figures.items()}
 
 
 class MetricsFollower:
     """Logs the lines that verl adds to `path`, in a thread that runs from `__enter__` to `__exit__`.
 
     `start`: `time.perf_counter()` at the program's start. `start_step`: the step after which a resumed run continues.
+    `last_step`: the last step of which verl has logged anything, whether that could be stored or not.
     """
 
     def __init__(self, config: Config, path: Path, start: float, *, start_step: int = 0) -> None:
         self.config, self.path, self.start, self.start_step = config, path, start, start_step
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
+        self.last_step = start_step
         self._offset = 0
         self._lost: StorageError | None = None
 
@@ -172,9 +221,16 @@ class MetricsFollower:
 
     def _read(self) -> None:
         """Log all complete new lines. Keep the first StorageError for `problem`. Print a warning for other errors."""
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            new = file.read()
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except OSError as error:
+            lost = StorageError(
+                f"{self.path} could not be read", why=error.strerror, fix="leave verl's log where it is"
+            )
+            self._lost = self._lost or lost
+            return
         for line in new.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 return
@@ -187,6 +243,7 @@ class MetricsFollower:
             self._offset += len(line)
 
     def _log(self, entry: Mapping[str, Any]) -> None:
+        self.last_step = max(self.last_step, entry["step"])
         metrics = our_names(entry["data"])
         if entry["step"] == self.start_step + 1:
             metrics["startup/seconds_to_first_step"] = time.perf_counter() - self.start
@@ -309,36 +366,3 @@ def answered_interrupt(what_resumes: Callable[[], str]) -> Iterator[None]:
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
-
-
-def as_user_error(failure: BaseException, checkpoints: Path) -> UserError | None:
-    """Return the `UserError` that a worker raised, or a new one if a process died or hangs. Otherwise return None.
-
-    `checkpoints`: the folder of the run's checkpoints. A `fix` that advises to run again says what the run then does.
-    """
-    import ray
-    import zmq
-
-    error = failure
-    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BaseException):
-        error = error.cause
-    if isinstance(error, zmq.Again):
-        what = "a rollout engine stopped answering while the trainer published weights to it"
-        why = "the engine or its server has died or is stuck; QARL_PUBLISH_TIMEOUT is the limit in seconds"
-        error = UserError(what, where="the socket between trainer and engine", why=why, fix=RESUME)
-    elif isinstance(error, ray.exceptions.RayActorError):
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        known = [line for line in lines if line.startswith(("class_name:", "pid:", "ip:", "name:"))]
-        where = ", ".join(known) or lines[0][:200]
-        error = UserError("a process of the verl run died", where=where, why=KILLED, fix=RESUME)
-    if not isinstance(error, UserError):
-        return None
-    resumes = f": {what_resumes(checkpoints)}" if error.fix and error.fix.endswith(RESUME) else ""
-    return UserError(error.what, where=error.where, why=error.why, fix=error.fix and error.fix + resumes)
-
-
-def what_resumes(checkpoints: Path) -> str:
-    """Return what a repeated command does with the complete checkpoints of verl in the folder `checkpoints`."""
-    if whole := whole_and_torn(checkpoints)[0]:
-        return f"it resumes after step {max(whole)}"
-    return "it starts fresh, because there is no checkpoint yet (trainer.save_minutes, trainer.save_freq)"

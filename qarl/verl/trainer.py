@@ -8,6 +8,7 @@ checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
     _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
     _update_actor           tells the engine to check the first mini-batch (`qarl.verl.step_measurements`). If it drops
                             the update, this recomputes old log-probs and advantages, and updates again.
+    _val_metrics_update   adds QaRL's figures of an evaluation (`qarl.metrics.validation`)
     _save_checkpoint, _load_checkpoint   also write and read the counts of `auto`. Saving also removes the checkpoint
                             that the new one replaces.
 
@@ -31,9 +32,11 @@ import json
 import logging
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transfer_queue as tq
 from verl.trainer.ppo.core_algos import agg_loss
@@ -44,6 +47,7 @@ from verl.utils.debug import marked_timer
 
 from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
+from qarl.metrics.validation import answers_metrics
 from qarl.trainer.old_log_probs import Skipping, differing_tokens, sample_size
 from qarl.verl.ask_servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped, reward_refusal
 from qarl.verl.checkpoint import Saving
@@ -194,6 +198,19 @@ class QaRLTrainerSync(PPOTrainerSync):
         scale = actor.loss_scale_factor
         return float(agg_loss(entropies, mask.float(), actor.loss_agg_mode, loss_scale_factor=scale))
 
+    def _val_metrics_update(
+        self,
+        data_sources: Sequence[str],
+        sample_uids: Sequence[str],
+        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        *more: Any,
+        **named: Any,
+    ) -> dict[str, Any]:
+        """Return verl's metrics of an evaluation and QaRL's. All arguments have an entry for each response."""
+        metrics = super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *more, **named)
+        figures = answer_figures(data_sources, reward_extra_infos_dict)
+        return metrics | answers_metrics(zip(data_sources, sample_uids, figures, strict=True))
+
     def _save_checkpoint(self) -> None:
         # verl declares the checkpoint complete at the end of its own method.
         folder = self._saving.folder(self.global_steps)
@@ -228,6 +245,24 @@ class QaRLTrainerSync(PPOTrainerSync):
         """Return the number of rows of the first mini-batch on each rank."""
         root = self.config.actor_rollout_ref
         return int(root.actor.ppo_mini_batch_size * root.rollout.n // self._ranks())
+
+
+def answer_figures(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any]]) -> list[float]:
+    """Return the figure of each response: `acc` in data sources whose reward function returns one, else the reward. A
+    response without an `acc` there counts as 0, as in verl. `infos`: what reward functions returned, by name."""
+    rewards = infos["reward"]
+    accuracies = infos.get("acc", [None] * len(rewards))
+    with_accuracy = {source for source, value in zip(data_sources, accuracies, strict=True) if is_figure(value)}
+    rows = zip(data_sources, accuracies, rewards, strict=True)
+    return [
+        float(reward if source not in with_accuracy else accuracy if is_figure(accuracy) else 0.0)
+        for source, accuracy, reward in rows
+    ]
+
+
+def is_figure(value: Any) -> bool:
+    """Return whether verl takes the mean of such values: numbers and truth values, not None and text."""
+    return isinstance(value, bool | int | float | np.number | np.bool_)
 
 
 class PromptReplayBuffer(ReplayBuffer):

@@ -15,8 +15,7 @@ import zmq
 from verl_runs import KWARGS
 
 from qarl.errors import UserError
-from qarl.verl import run as backend
-from qarl.verl.run import as_user_error
+from qarl.verl.failures import as_user_error
 
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
@@ -25,7 +24,7 @@ import ray
 import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from qarl.verl import trainer
+from qarl.verl import failures, trainer
 from qarl.verl.ask_servers import RESUME, Watch, preemptions_in, servers_have_base
 from qarl.verl.trainer import PromptReplayBuffer
 
@@ -217,7 +216,7 @@ def test_advice_to_run_again_says_what_that_does(tmp_path, monkeypatch, raised, 
     user_error = as_user_error(task_error(raised), tmp_path)
     assert what in user_error.what and fix in user_error.fix
     assert "starts fresh, because there is no checkpoint" in user_error.fix and "resumes" not in user_error.fix
-    monkeypatch.setattr(backend, "whole_and_torn", lambda folder: ({4: folder, 12: folder}, {16: "torn"}))
+    monkeypatch.setattr(failures, "whole_and_torn", lambda folder: ({4: folder, 12: folder}, {16: "torn"}))
     assert "it resumes after step 12" in as_user_error(task_error(raised), tmp_path).fix
 
 

@@ -38,6 +38,7 @@ SITES: dict[str, tuple[Any, str, list[str], bool]] = {
 def test_every_write_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str, first: bool) -> None:
     owner, name, loggers, finished = SITES[site]
     overrides = ["trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.plots=true"]
+    overrides += ["trainer.val_before_train=false"]  # so that the first line of metrics is of a step
     settings = config(tmp_path, *overrides, f"trainer.logger={loggers}")
 
     def refuse(*arguments: Any, **keys: Any) -> None:

@@ -1,0 +1,304 @@
+"""How a verl run ends, through `qarl train`: each end with each shape of evaluation.
+
+Ray and verl's trainer are replaced by a stand-in for `run_ppo`, verl's function that runs them. It logs by verl's own
+logger, has the metrics of an evaluation from the trainer itself, and leaves checkpoints of verl's layout, from which
+the export is a real one. `tests/nightly` has whole runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ends import BOOM, SOURCES, STEPS, End, cells, check_end, expected_accuracies, restored_limit, write_run
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("verl")
+import ray
+
+from qarl.errors import UserError, first_cause
+from qarl.metrics.tracker import read_metrics
+from qarl.train import main
+from qarl.verl.failures import as_user_error
+from qarl.verl.run import our_names
+from qarl.verl.trainer import QaRLTrainerSync, answer_figures
+
+RUN = Path("runs/bad")
+
+
+class RunPPO:
+    """verl's `run_ppo` of a run with this `shape`, without its work. `at_step`: what happens in each step, before its
+    checkpoint; `after`: after it, before its evaluation."""
+
+    def __init__(
+        self, shape: str, at_step: Callable[[int], None] | None = None, after: Callable[[int], None] | None = None
+    ) -> None:
+        self.shape, self.at_step, self.after = shape, at_step or ignore, after or ignore
+
+    def __call__(self, config: Any, task_runner_class: Any) -> None:
+        from verl.utils.tracking import FileLogger
+
+        logger, trainer = FileLogger("qarl", "bad"), config.trainer
+        start = int(tracker.read_text()) if (tracker := tracker_of(config)).exists() else 0
+        if trainer.val_before_train:
+            logger.log(self.evaluation(), start)
+        for step in range(start + 1, trainer.total_training_steps + 1):
+            last = step == trainer.total_training_steps
+            metrics = {"timing_s/step": 1.0, "actor/mismatch/k3": float("nan"), "critic/score/mean": 0.5}
+            self.at_step(step)
+            if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
+                save(config, step)
+            self.after(step)
+            if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
+                metrics |= self.evaluation()
+            logger.log(metrics, step)
+        logger.finish()
+
+    def evaluation(self) -> dict[str, Any]:
+        sources = SOURCES if self.shape == "several sources" else {"test": 2}
+        rows = [(source, f"{source} {row}") for source, count in sources.items() for row in range(count)]
+        rows = [row for row in rows for _ in range(4 if self.shape == "four answers" else 1)]
+        rewards = [0.5 if source else 1.0 for source, _ in rows]
+        if self.shape == "not a number":
+            rewards[0] = float("nan")
+        trainer = object.__new__(QaRLTrainerSync)
+        return trainer._val_metrics_update(
+            [source for source, _ in rows], [prompt for _, prompt in rows], {"reward": rewards}, [2] * len(rows)
+        )
+
+
+def ignore(step: int) -> None:
+    pass
+
+
+def tracker_of(config: Any) -> Path:
+    return Path(config.trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
+
+
+def save(config: Any, step: int) -> None:
+    """Leave a checkpoint as verl's FSDP checkpoint manager and trainer do."""
+    folder = tracker_of(config).with_name(f"global_step_{step}")
+    (folder / "actor").mkdir(parents=True)
+    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    torch.save(dict(model.state_dict()), folder / "actor" / "model_world_size_1_rank_0.pt")
+    shutil.copytree("model", folder / "actor" / "huggingface")
+    torch.save({}, folder / "data.pt")
+    tracker_of(config).write_text(str(step))
+
+
+def at(step: int, action: Callable[[], Any]) -> Callable[[int], None]:
+    return lambda now: action() if now == step else None
+
+
+def fail(error: BaseException) -> Callable[[], None]:
+    def raise_error() -> None:
+        raise error
+
+    return raise_error
+
+
+def of_task(cause: Exception) -> ray.exceptions.RayTaskError:
+    """As Ray hands an error from a worker."""
+    return ray.exceptions.RayTaskError("run", "Traceback: of the task", cause).as_instanceof_cause()
+
+
+MEMORY = (
+    "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.1, ID: 1f) where the task "
+    "(actor ID: 2e, name=WorkerDict.__init__, pid=42) was running was 22.9GB / 23.0GB (0.99), which exceeds the memory "
+    "usage threshold of 0.95.\nRefer to the documentation on how to address the out of memory issue."
+)
+NO_REWARD = UserError("the reward failed", where="score", why="LookupError: no verdict", fix="make it return a score")
+DEAD = "a process of the verl run died"
+EARLY = "the run ended after step 1 of 3, before the checkpoint of its last step"
+ENDS: dict[str, tuple[Callable[[], dict[str, Callable[[int], None]]], End]] = {
+    "finished": (dict, End(0, finished=True)),
+    "an error in a rank": (
+        lambda: {"at_step": at(2, fail(of_task(RuntimeError(BOOM))))},
+        End(1, failed=f"RuntimeError: {BOOM}", export=False, not_exported=EARLY),
+    ),
+    "an error of the reward": (
+        lambda: {"at_step": at(2, fail(of_task(NO_REWARD)))},
+        End(2, said="LookupError: no verdict", failed="the reward failed", export=False, not_exported=EARLY),
+    ),
+    "an error after the last checkpoint": (
+        lambda: {"after": at(STEPS, fail(of_task(NO_REWARD)))},
+        End(2, said="LookupError: no verdict", failed="the reward failed"),
+    ),
+    "Ctrl-C": (
+        lambda: {"at_step": at(2, lambda: signal.raise_signal(signal.SIGINT))},
+        End(130, said="stopping verl now", export=False, not_exported="the run was interrupted"),
+    ),
+    "a lost engine": (
+        lambda: {"at_step": at(2, fail(of_task(ray.exceptions.ActorDiedError())))},
+        End(2, said=DEAD, failed=DEAD, export=False, not_exported=EARLY),
+    ),
+    "no memory": (
+        lambda: {"at_step": at(2, fail(of_task(ray.exceptions.OutOfMemoryError(MEMORY))))},
+        End(2, said="Ray has killed", failed="22.9GB / 23.0GB", export=False, not_exported=EARLY),
+    ),
+}
+
+
+@pytest.fixture
+def train(startable_run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """`qarl train` of a run with a shape of evaluation and a stand-in. Returns the exit code and what it printed."""
+    monkeypatch.setattr("qarl.verl.run.runs_on_cpu", lambda backend: True)
+
+    def run(shape: str, run_ppo: Callable[..., None], *overrides: str) -> tuple[int, str]:
+        monkeypatch.setattr("verl.trainer.main_ppo.run_ppo", run_ppo)
+        keys = ["backend=verl", "trainer.n_gpus_per_node=1", "actor.ppo_micro_batch_size_per_gpu=4"]
+        try:
+            code = main(["config=run.yaml", *write_run(shape), *keys, *overrides])
+        except RuntimeError as error:  # Python shows it with its traceback, and ends with 1
+            assert BOOM in str(first_cause(error))
+            code = 1
+        printed = capfd.readouterr()
+        return code, printed.out + printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "shape"), cells(ENDS))
+def test_every_end_with_every_shape_of_evaluation(train, name, shape):
+    acts, end = ENDS[name]
+    plots = f"trainer.plots={str(name == 'finished').lower()}"
+    code, printed = train(shape, RunPPO(shape, **acts()), plots)
+    check_end(RUN, end, shape, code, printed)
+    if end.code == 2 and not end.export:
+        assert "there is no export: the run ended after step 1 of 3" in printed
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["no checkpoint before", "a checkpoint before"])
+def test_an_export_onto_a_full_disk_says_what_there_is_and_a_resume_makes_it(train, saved):
+    end = End(2, said="could not be exported", failed="could not be exported", export=False, not_exported="too large")
+    with restored_limit() as fill_the_disk:
+        code, printed = train("one source", RunPPO("one source", after=at(STEPS, fill_the_disk)))
+    check_end(RUN, end, "one source", code, printed)
+    assert "global_step_3" in printed or "python -m qarl.export" in printed
+    evaluated = RunPPO("one source", at_step=lambda step: pytest.fail("a step was taken again"))
+    code, printed = train("one source", evaluated)
+    check_end(RUN, End(0, finished=True), "one source", code, printed)
+    assert json.loads((RUN / "summary.json").read_text())["steps"] == STEPS
+
+
+def lose_the_metrics() -> None:
+    (RUN / "metrics.jsonl").unlink()
+    (RUN / "metrics.jsonl").mkdir()
+
+
+def lose_verls_log() -> None:
+    Path(os.environ["VERL_FILE_LOGGER_PATH"]).unlink()
+
+
+LOSSES = {
+    "the metrics": (lose_the_metrics, "metrics.jsonl could not be written"),
+    "verl's log": (lose_verls_log, "verl.jsonl could not be read"),
+}
+
+
+@pytest.mark.parametrize("lost", LOSSES)
+def test_lost_metrics_keep_no_export_from_being_written(train, lost):
+    lose, said = LOSSES[lost]
+    code, printed = train("one source", RunPPO("one source", after=at(STEPS, lose)))
+    assert code == 2 and "Traceback" not in printed, printed
+    assert said in printed[printed.rindex("\nerror: ") :].splitlines()[1], printed
+    assert (RUN / "export" / "model.safetensors").is_file()
+    summary = json.loads((RUN / "summary.json").read_text())
+    assert summary["finished"] is True and summary["steps"] in (0, STEPS - 1, STEPS) and summary["failed"]
+
+
+@pytest.mark.parametrize("broken", ["summarize", "plot_run", "write_report", "read_metrics"])
+def test_an_error_of_the_words_hides_no_cause_and_keeps_no_export_from_being_written(train, monkeypatch, broken):
+    def fail_here(*arguments: Any) -> None:
+        raise KeyError("a bug in the words")
+
+    monkeypatch.setattr(f"qarl.trainer.finish.{broken}", fail_here)
+    end = ENDS["an error after the last checkpoint"]
+    code, printed = train("one source", RunPPO("one source", **end[0]()), "trainer.plots=true")
+    assert code == 2 and "error: the reward failed" in printed and "Traceback" not in printed
+    assert "error: KeyError: 'a bug in the words'" in printed
+    assert (RUN / "export" / "model.safetensors").is_file()
+    assert "the reward failed" in json.loads((RUN / "summary.json").read_text())["failed"]
+
+
+def test_a_metric_that_is_no_number_stays_one_and_verls_names_of_all_sources_are_read(train):
+    train("several sources", RunPPO("several sources"))
+    entries = read_metrics(RUN)
+    assert entries[1]["mismatch/k3"] != entries[1]["mismatch/k3"], "orjson writes NaN as null"
+    others = {name: value for name, value in entries[0].items() if name.startswith("val-")}
+    ours = {name: value for name, value in entries[0].items() if name.startswith("val/")}
+    assert {name: value for name, value in our_names(others).items() if name.startswith("val/")} == ours
+    expected = expected_accuracies("several sources")
+    assert ours["val/accuracy"] == pytest.approx(expected["accuracy_after"]) and len(ours) == len(expected)
+
+
+VALUES = {"null": None, "NaN": float("nan"), "text": "nan", "infinite": "-Infinity", "words": "no number", "list": [1]}
+
+
+def test_values_of_verls_log():
+    names = our_names(VALUES)
+    assert list(names) == ["null", "NaN", "text", "infinite"]
+    assert names.pop("infinite") == float("-inf") and all(value != value for value in names.values())
+
+
+def test_verls_own_figures_without_qarls_trainer():
+    """Another number of answers for some prompts, an accuracy beside the reward, and a source named like a metric."""
+    verls = {
+        "val-core/a/acc/mean@4": 0.25, "val-aux/a/reward/mean@4": 9.0, "val-aux/a/acc/mean@1": 1.0,
+        "val-core/b/acc/mean@1/reward/mean@1": 0.75, "val-core/a/acc/best@4/mean": 1.0,
+    }  # fmt: skip
+    ours = our_names(verls)
+    assert (ours["val/accuracy/a"], ours["val/accuracy/b/acc/mean@1"], ours["val/accuracy"]) == (0.25, 0.75, 0.5)
+
+
+def test_the_figure_of_a_response_is_its_accuracy_where_the_reward_returns_one():
+    infos = {"reward": [5.0, 6.0, 7.0, 8.0], "acc": [True, None, None, 0.5], "pred": ["x", None, None, "y"]}
+    assert answer_figures(["a", "a", "b", "a"], infos) == [1.0, 0.0, 7.0, 0.5]
+    assert answer_figures(["a", "b"], {"reward": [5.0, 6.0]}) == [5.0, 6.0]
+    assert answer_figures(["a", "b"], {"reward": [5.0, 6.0], "acc": ["right", "wrong"]}) == [5.0, 6.0]
+
+
+GPU_FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+CPU_FULL = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+GPU_FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+CPU_FULL = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+KILLED_FOR_MEMORY = """The actor died.
+\tclass_name: WorkerDict
+\tpid: 42
+The actor is dead because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was
+killed due to the node running low on memory."""
+FULL = {
+    "killed by Ray": (ray.exceptions.OutOfMemoryError(MEMORY), "Ray has killed", "rollout.cpu_kvcache_space_gib"),
+    "Python's": (MemoryError(), "has run out of memory", "rollout.cpu_kvcache_space_gib"),
+    "a GPU's": (GPU_FULL, "has run out of memory", "micro-batches"),
+    "PyTorch's on a CPU": (CPU_FULL, "has run out of memory", "qarl doctor"),
+    "the disk": (ray.exceptions.OutOfDiskError("full"), "the disk is full", "/tmp/ray"),
+    "the store": (ray.exceptions.ObjectStoreFullError("full"), "object store is full", "/dev/shm"),
+    "a worker": (ray.exceptions.WorkerCrashedError(), DEAD, "run the same command again"),
+    "a machine": (ray.exceptions.NodeDiedError("node 3"), DEAD, "run the same command again"),
+}
+
+
+@pytest.mark.parametrize("case", FULL)
+@pytest.mark.parametrize("where", ["driver", "worker", "worker of a worker"])
+def test_what_has_run_out_is_named(tmp_path, case, where):
+    error, what, fix = FULL[case]
+    for _ in range(["driver", "worker", "worker of a worker"].index(where)):
+        error = of_task(error)
+    named = as_user_error(error, tmp_path)
+    assert named is not None and what in named.what and named.fix is not None and fix in named.fix
+    assert "it starts fresh, because there is no checkpoint" in named.fix
+
+
+def test_an_actor_that_ray_killed_for_its_memory_is_not_only_dead(tmp_path):
+    died = ray.exceptions.ActorDiedError()
+    died.error_msg = KILLED_FOR_MEMORY
+    named = as_user_error(of_task(died), tmp_path)
+    assert named is not None and "out of memory" in named.what and "WorkerDict" in (named.where or "")
+    assert as_user_error(of_task(RuntimeError("shapes differ")), tmp_path) is None

@@ -1,0 +1,146 @@
+"""How a local run ends, through `qarl train`: each end with each shape of evaluation. The engine and the update are
+stand-ins; the policy, the rewards, the checkpoints and the export are real."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ends import BOOM, FAILING, STEPS, End, cells, check_end, restored_limit, write_run
+
+from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine
+from qarl.rollout.publish.manifest import PublishReport
+from qarl.train import main
+from qarl.trainer import loop
+from qarl.trainer.local import LocalTrainer
+
+pytestmark = pytest.mark.usefixtures("no_probe")
+
+
+class Engine:
+    """Answers each prompt with the same two tokens. `lost`: it fails, and so does one in its place."""
+
+    lost = False
+    weight_version = 0
+
+    def __enter__(self) -> Engine:
+        return self
+
+    __exit__: Any = RolloutEngine.__exit__
+
+    def close(self) -> None:
+        if self.lost:
+            raise RuntimeError("a lost engine cannot be closed")
+
+    def publish(self, tensors: Any, *, version: int) -> PublishReport:
+        self.weight_version = version
+        return PublishReport(version, len(list(tensors)), 1000, 0, 0, {})
+
+    def generate(self, prompts: list[list[int]], sampling: Any, seeds: Any = None) -> RolloutBatch:
+        if self.lost:
+            raise EngineFailed("the rollout engine is lost", why="vLLM failed: killed")
+        count = len(prompts)
+        return RolloutBatch(prompts, [[5, 1]] * count, [[-1.0, -1.0]] * count, ["stop"] * count, self.weight_version)
+
+    def rebuild(self) -> None:
+        raise EngineFailed("the rollout engine is lost, and a new one could not be started", why="killed")
+
+    def sleep(self) -> None:
+        pass
+
+
+class Trainer(LocalTrainer):
+    """Samples and scores, but does not update. `at_step`: what happens in each step."""
+
+    def __init__(self, config: Any, parts: Any) -> None:
+        super().__init__(config, parts, engine=Engine())  # type: ignore[arg-type]
+
+    def train_step(self) -> dict[str, float]:
+        self.step += 1
+        self.at_step(self)
+        _, metrics = self.rollout_of_step()
+        self.publish()
+        return metrics | {"actor/skipped_steps": 0, "mismatch/k3": float("nan"), "timing_s/step": 1.0}
+
+    def rollout_of_step(self) -> tuple[Any, dict[str, float]]:
+        self.engine.weight_version = self.step
+        return self.rollout()
+
+    def at_step(self, trainer: Trainer) -> None:
+        pass
+
+
+def at(step: int, action: Callable[[Trainer], Any]) -> Callable[..., None]:
+    def happen(self: Trainer, trainer: Trainer) -> None:
+        if trainer.step == step:
+            action(trainer)
+
+    return happen
+
+
+def fail(trainer: Trainer) -> None:
+    raise RuntimeError(BOOM)
+
+
+def interrupt(trainer: Trainer) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def interrupt_twice(trainer: Trainer) -> None:
+    interrupt(trainer)
+    interrupt(trainer)
+
+
+ENDS: dict[str, tuple[Callable[..., None], End]] = {
+    "finished": (at(0, fail), End(0, finished=True)),
+    "an error of the program": (at(2, fail), End(1, failed=f"RuntimeError: {BOOM}")),
+    "an error of the reward": (
+        at(2, lambda trainer: FAILING.touch()),
+        End(2, said="no verdict", failed="no verdict"),
+    ),
+    "Ctrl-C": (at(2, interrupt), End(130)),
+    "Ctrl-C twice": (
+        at(2, interrupt_twice),
+        End(130, failed="KeyboardInterrupt", export=False, not_exported="interrupted within a step"),
+    ),
+    "a lost engine": (
+        at(2, lambda trainer: setattr(trainer.engine, "lost", True)),
+        End(2, said="the rollout engine is lost", failed="the rollout engine is lost"),
+    ),
+    "a full disk": (
+        at(STEPS, lambda trainer: trainer.fill_the_disk()),
+        End(
+            2, said="could not be exported", failed="could not be exported", export=False, not_exported="File too large"
+        ),
+    ),
+}
+
+
+def evaluate_to_nan(trainer: LocalTrainer) -> dict[str, float]:
+    return {"val/accuracy": float("nan"), "val/accuracy/a": float("nan"), "val/accuracy/b": 0.5}
+
+
+@pytest.mark.parametrize(("name", "shape"), cells(ENDS))
+def test_every_end_with_every_shape_of_evaluation(startable_run, monkeypatch, capsys, name, shape):
+    at_step, end = ENDS[name]
+    monkeypatch.setattr(Trainer, "at_step", at_step)
+    monkeypatch.setattr(loop, "LocalTrainer", Trainer)
+    if shape == "not a number":
+        monkeypatch.setattr(Trainer, "evaluate", evaluate_to_nan)
+    plots = "trainer.plots=" + ("true" if name in ("finished", "an error of the program") else "false")
+    with restored_limit() as fill_the_disk:
+        monkeypatch.setattr(Trainer, "fill_the_disk", lambda trainer: fill_the_disk(), raising=False)
+        try:
+            code = main(["config=run.yaml", *write_run(shape), plots])
+        except RuntimeError as error:  # Python shows it with its traceback, and ends with 1
+            assert str(error) == BOOM
+            code = 1
+    printed = capsys.readouterr()
+    check_end(Path("runs/bad"), end, shape, code, printed.out + printed.err)
+    if name == "Ctrl-C":
+        assert [path.name for path in Path("runs/bad/checkpoints").iterdir()] == ["step_2"]
+        assert json.loads(Path("runs/bad/summary.json").read_text())["steps"] == 2

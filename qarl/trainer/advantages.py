@@ -1,9 +1,10 @@
 """Advantages for the local backend: GRPO's (arXiv 2402.03300), and verl's functions for the other estimators.
 
-`grpo_advantages` equals verl's `compute_grpo_outcome_advantage` bit for bit, with one exception. A test checks this.
-verl's function is not used, because its import takes seconds and loads ray. The exception is a group with equal
-rewards. Its advantages are exactly 0 here. verl divides the rounding error of the mean by epsilon. For example, for
-eight rewards of 0.7 verl returns 0.056 for every response, so this noise reinforces the whole group.
+Equal rewards teach nothing: their advantages are exactly 0 in every backend (`equal_rewards`). This departs from verl
+and TRL, which divide the rounding error of a mean by a small number. For eight rewards of 0.7 verl's GRPO returns 0.056
+for every response, and this noise reinforces the whole group. Otherwise `grpo_advantages` equals verl's
+`compute_grpo_outcome_advantage` bit for bit. verl's function is not used, because its import takes seconds and loads
+ray.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from qarl.objectives import verl_functions
 
 EPSILON = 1e-6
 """verl's addend to the standard deviation, in units of reward."""
+_GROUP = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo")
+_BATCH = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_BASELINES = dict.fromkeys(_GROUP, "group") | dict.fromkeys(_BATCH, "batch")
+"""verl's estimators whose advantage of equal rewards is 0 but for rounding."""
 
 
 def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -28,13 +33,56 @@ def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int
         rloo      verl's function
     With actor.loss=reinforce, verl's function whitens rewards over the tokens of the batch instead.
     """
-    algorithm, group_ids = config.algorithm, [i // config.rollout.n for i in range(len(lengths))]
-    norm = algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator == "grpo"
+    algorithm = config.algorithm
+    group_ids = [i // config.rollout.n for i in range(len(lengths))]
     if config.actor.loss == "reinforce":
-        return verl_functions.outcome_advantages("reinforce_plus_plus", rewards, group_ids, torch.tensor(lengths))
+        return _verls("reinforce_plus_plus", rewards, group_ids, torch.tensor(lengths))
     if algorithm.adv_estimator == "rloo":
-        return verl_functions.outcome_advantages("rloo", rewards, group_ids, torch.tensor(lengths))
+        return _verls("rloo", rewards, group_ids, torch.tensor(lengths))
+    norm = algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator == "grpo"
     return grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm)
+
+
+def _verls(name: str, rewards: torch.Tensor, group_ids: Sequence[Hashable], lengths: torch.Tensor) -> torch.Tensor:
+    """Return the advantages of verl's estimator `name`, for which the score of an empty response is 0."""
+    advantages = verl_functions.outcome_advantages(name, rewards, group_ids, lengths)
+    filled = lengths > 0
+    equal = equal_rewards(torch.where(filled, rewards, 0.0), group_ids, baseline=baseline_of(name), filled=filled)
+    return advantages.masked_fill(equal.to(advantages.device), 0.0)
+
+
+def baseline_of(estimator: str) -> str | None:
+    """Return what verl's estimator compares a reward with: the rewards of its "group", or of the whole "batch". None:
+    with something else, such as a critic, so that equal rewards need not have equal advantages."""
+    return _BASELINES.get(estimator)
+
+
+def equal_rewards(
+    rewards: torch.Tensor, group_ids: Sequence[Hashable], *, baseline: str | None, filled: torch.Tensor
+) -> torch.Tensor:
+    """Return which responses are compared only with rewards equal to their own, bool [batch].
+
+    A group of one response has no baseline and is not counted.
+
+    Args:
+        rewards: FP32 [batch]. Equal means equal in every bit of FP32.
+        group_ids: [batch], equal for responses to the same prompt. Responses may be in any order.
+        baseline: the value of `baseline_of`.
+        filled: bool [batch], the responses that have a token. A baseline over the batch leaves out the others.
+    """
+    equal = torch.zeros(len(rewards), dtype=torch.bool)
+    if baseline is None:
+        return equal
+    members: dict[Hashable, list[int]] = {}
+    for index, group_id in enumerate(group_ids):
+        if baseline == "group":
+            members.setdefault(group_id, []).append(index)
+        elif filled[index]:
+            members.setdefault("batch", []).append(index)
+    for indices in members.values():
+        group = rewards[indices]
+        equal[indices] = len(indices) > 1 and bool((group == group[0]).all())
+    return equal
 
 
 def grpo_advantages(

@@ -3,15 +3,15 @@
     rollouts      `rollout_func` calls QaRL's vLLM in this process (`qarl.trl.rollouts`).
     log-probs     QaRL's quantized and aligned forward (`qarl.trl.log_probs`) replaces TRL's fused lm_head.
     rewards       TRL computes them, and a response without a reward is an error (`qarl.trl.rollouts`).
+    advantages    TRL's, but exactly 0 where rewards are equal (`qarl.trl.advantages`).
     loss          `compute_loss` calls TBPO, or one of TRL's losses.
     optimizer     `create_optimizer` returns AdamW with FP32 copies of the weights. TRL decides which parameters have
                   weight decay.
     adapters      `peft_config` gives the model QaRL's adapters (`qarl.trl.adapters`), and checkpoints have them alone.
 
-Log-probs, rewards and checkpoints of adapters override private methods of TRL and transformers, so TRL's version is
-pinned (`qarl.trl.checks`). TRL provides data,
-advantages, logs, checkpoints and `accelerate launch`. TRL adds 1e-4 to the standard deviation by which it divides
-rewards; QaRL's local backend adds 1e-6.
+Log-probs, rewards, advantages and checkpoints of adapters override private methods of TRL and transformers, so TRL's
+version is pinned (`qarl.trl.checks`). TRL provides data, logs, checkpoints and `accelerate launch`. To the standard
+deviation by which it divides rewards TRL adds 1e-4, and QaRL's local backend 1e-6.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from qarl.trainer.master_optimizer import write_back
 from qarl.trainer.policy import Policy, adapters_of
 from qarl.trainer.prepare import engine_config
 from qarl.trl.adapters import ignore_frozen, load_adapter, lora_section
+from qarl.trl.advantages import equal_responses
 from qarl.trl.checks import FILE, check_adapter_args, check_args, check_resume, inputs_of, settings_of
 from qarl.trl.config import QaRLConfig, in_trls_words, run_config, trls_words
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
@@ -238,7 +239,16 @@ class QaRLTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         rewards: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         check_scored(rewards, self.reward_func_names, prompts, self.state.global_step)
+        self._rewards = rewards
         return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        group = self.num_generations if self.training else self.num_generations_eval
+        equal = equal_responses(self._rewards, self.reward_weights, group, self.multi_objective_aggregation)
+        own = equal.view(self.accelerator.num_processes, -1)[self.accelerator.process_index]
+        output["advantages"] = output["advantages"].masked_fill(own, 0.0)
+        return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.training:

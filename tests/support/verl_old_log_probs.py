@@ -56,8 +56,8 @@ def changed(changes: dict[str, Any]) -> Config:
     """The config `BASE` with dotted keys changed."""
     values: dict[str, Any] = yaml.safe_load(BASE)
     for dotted, value in changes.items():
-        section, _, leaf = dotted.partition(".")
-        values.setdefault(section, {})[leaf] = value
+        section, _, leaf = dotted.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[leaf] = value
     return build_config(values)
 
 
@@ -91,7 +91,7 @@ def nested(rows: list[Any]) -> torch.Tensor:
     return torch.nested.as_nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
 
 
-def first_batch(config: Config) -> tuple[Any, dict[str, Any]]:
+def first_batch(config: Config, reward: float | None = None) -> tuple[Any, dict[str, Any]]:
     """Keys of a batch of random prompts and responses in TransferQueue's form, and its columns."""
     from transfer_queue import KVBatchMeta
 
@@ -100,7 +100,7 @@ def first_batch(config: Config) -> tuple[Any, dict[str, Any]]:
     prompts = [torch.randint(3, 64, (2 + i // n,), generator=random) for i in range(count)]
     responses = [torch.randint(3, 64, (4 + i,), generator=random) for i in range(count)]
     ones = [torch.ones(len(row), dtype=torch.int64) for row in responses]
-    rewards = torch.rand(count, generator=random)
+    rewards = torch.rand(count, generator=random) if reward is None else torch.full((count,), reward)
     scores = [torch.cat([torch.zeros(len(row) - 1), rewards[i : i + 1]]) for i, row in enumerate(responses)]
     whole = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     columns = {
@@ -123,7 +123,7 @@ AUTO = {"actor.old_log_probs": "auto", "quant.mismatch_limit": 5.0}
 ROLLOUT = {"actor.old_log_probs": "rollout", "actor.loss": "grpo"}
 COUNT = 5
 SCENARIOS: dict[str, dict[str, Any]] = {
-    # Eight rows; the first mini-batch has the first four. `spoil`: step -> rows.
+    # Eight rows; the first mini-batch has the first four. `spoil`: step -> rows. `reward`: of all rows.
     "recompute": {"keys": {"actor.old_log_probs": "recompute"}},
     "auto": {"keys": AUTO | {"actor.old_log_probs_sample": 0.5}},
     "unchecked": {"keys": AUTO | {"actor.old_log_probs_sample": 0.0}, "spoil": {1: [7]}},
@@ -133,6 +133,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "one_mini_batch": {"keys": AUTO | {"actor.ppo_mini_batch_size": 4}, "spoil": {1: [6]}},
     "rollout": {"keys": ROLLOUT, "spoil": {1: [0, 7]}},
     "two_epochs": {"keys": AUTO | {"actor.ppo_epochs": 2}},
+    # One reward for all: TBPO with groups of three, and whitened rewards.
+    "constant": {"keys": {"actor.old_log_probs": "recompute", "rollout.n": 3}, "reward": 0.7},
+    "constant_reinforce": {"keys": {"actor.old_log_probs": "recompute", "actor.loss": "reinforce"}, "reward": 0.7},
     "over_the_limit": {"keys": ROLLOUT | {"quant.mismatch_limit": 1e-9}, "spoil": {0: [1]}},
 }
 
@@ -169,9 +172,10 @@ class KeyedStore:
 
 
 class Planted:
-    """A run with verl's actor worker. `spoil`: step -> rows whose first rollout log-prob is one FP32 number off."""
+    """A run with verl's actor worker. `spoil`: step -> rows whose first rollout log-prob is one FP32 number off.
+    `reward`: of all rows; None: random rewards."""
 
-    def __init__(self, config: Config, spoil: dict[int, list[int]]) -> None:
+    def __init__(self, config: Config, spoil: dict[int, list[int]], reward: float | None = None) -> None:
         resolved = verl_config(config, on_cpu=True)
         OmegaConf.resolve(resolved)
         self.spoil, self.number, self.passes = spoil, 0, list[int]()
@@ -180,7 +184,8 @@ class Planted:
         self.metrics: list[dict[str, Any]] = []
         self.trainer, self.worker = make_trainer(resolved), make_worker(resolved)
         self.trainer.actor_rollout_wg = self
-        batch, columns = first_batch(config)
+        self.first_weights = self.flat()
+        batch, columns = first_batch(config, reward)
         self.columns = KeyedStore(batch.keys, columns)
         self.columns.batch = batch
         with pytest.MonkeyPatch.context() as patch:
@@ -244,7 +249,8 @@ def shown(name: str) -> dict[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler in one line
     logging.getLogger("qarl.verl").addHandler(handler)
     try:
-        actor = Planted(changed({STEPS: COUNT, "optim.lr": 1e-3} | scenario["keys"]), scenario.get("spoil", {}))
+        config = changed({STEPS: COUNT, "optim.lr": 1e-3} | scenario["keys"])
+        actor = Planted(config, scenario.get("spoil", {}), scenario.get("reward"))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
@@ -252,6 +258,7 @@ def shown(name: str) -> dict[str, Any]:
     return {
         "passes": actor.passes,
         "at_pass": [float(weights.double().sum()) for weights in actor.weights_at_pass],
+        "first_weights": actor.first_weights,
         "weights": actor.flat(),
         "metrics": actor.metrics,
         "lrs": actor.lrs,

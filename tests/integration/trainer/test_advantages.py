@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from objective_cases import run_config
+from verl_advantages import advantages_in_verl
 
-from qarl.trainer.advantages import grpo_advantages, step_advantages
+from qarl.trainer.advantages import equal_rewards, grpo_advantages, step_advantages
+
+CHOICES = ("grpo", "rloo", "dr_grpo", "reinforce")
 
 
 def verl_advantages(rewards: torch.Tensor, group_ids: list, norm: bool) -> torch.Tensor:
@@ -40,11 +44,51 @@ def test_equals_verl_bit_for_bit(n: int, norm: bool) -> None:
 
 @pytest.mark.verl
 @pytest.mark.parametrize("norm", [True, False])
-def test_a_group_of_equal_rewards_is_exactly_zero_where_verl_returns_rounding_noise(norm: bool) -> None:
-    rewards = torch.full((8,), 0.7)
-    assert torch.equal(grpo_advantages(rewards, [0] * 8, norm_adv_by_std_in_grpo=norm), torch.zeros(8))
-    noise = verl_advantages(rewards, [0] * 8, norm).abs().max()
+def test_verl_returns_rounding_noise_for_equal_rewards(norm: bool) -> None:
+    """The reason for QaRL's own rule: without this noise it could go."""
+    noise = verl_advantages(torch.full((8,), 0.7), [0] * 8, norm).abs().max()
     assert 0 < noise < 0.1
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("backend", ["local", "verl"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_equal_rewards_have_no_advantage(choice: str, backend: str) -> None:
+    assert wrong_rows(choice, backend, sizes=(2, 3, 8)) == []
+
+
+@pytest.mark.verl
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["local", "verl"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_equal_rewards_have_no_advantage_in_groups_of_2_to_64(choice: str, backend: str) -> None:
+    assert wrong_rows(choice, backend, sizes=range(2, 65)) == []
+
+
+def wrong_rows(choice: str, backend: str, sizes: Iterable[int]) -> list[tuple[int, float]]:
+    """Size and reward of the groups that have an advantage although their rewards are equal: 100 values a size.
+
+    Among the groups of a batch is one with other rewards, whose advantages stay the estimator's. `reinforce` has no
+    groups, so there all rewards of a batch are equal; each size has 20 of the values."""
+    wrong = []
+    for n in sizes:
+        config = config_of(choice, backend, n=n)
+        values = torch.tensor([i / 100 for i in range(1, 101)])
+        if choice == "reinforce":
+            batches = [(value.expand(n), [1 + i % 3 for i in range(n)]) for value in values[n % 5 :: 5]]
+        else:
+            other = torch.arange(n) / n
+            lengths = [1 + i % 3 for i in range(n)] * 101
+            batches = [(torch.cat([values.repeat_interleave(n), other]), lengths)]
+        for rewards, lengths in batches:
+            advantages = advantages_of(config, rewards, lengths, backend).view(-1, n)
+            if choice != "reinforce":
+                *_, last = advantages
+                assert last.unique().numel() == n
+                advantages = advantages[:-1]
+            noisy = (advantages != 0).any(1)
+            wrong += [(n, float(row[0])) for row in rewards.view(-1, n)[: len(noisy)][noisy]]
+    return wrong
 
 
 def whitened(rewards: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -55,16 +99,11 @@ def whitened(rewards: torch.Tensor, lengths: list[int]) -> torch.Tensor:
 
 @pytest.mark.verl
 @pytest.mark.parametrize("backend", ["local", "verl"])
-@pytest.mark.parametrize("choice", ["grpo", "rloo", "dr_grpo", "reinforce"])
+@pytest.mark.parametrize("choice", CHOICES)
 def test_each_estimator_is_its_formula_in_both_backends(choice: str, backend: str) -> None:
     rewards = torch.rand(12, generator=torch.Generator().manual_seed(0))
     lengths = [3, 1, 4, 2, 5, 6, 2, 3, 1, 7, 2, 4]
-    config = run_config(
-        "reinforce" if choice == "reinforce" else "grpo",
-        {},
-        {"adv_estimator": "grpo" if choice == "reinforce" else choice},
-        backend,
-    )
+    config = config_of(choice, backend, n=2)
     pairs = rewards.double().view(-1, 2)
     centred = pairs - pairs.mean(1, keepdim=True)
     expected = {
@@ -73,34 +112,32 @@ def test_each_estimator_is_its_formula_in_both_backends(choice: str, backend: st
         "dr_grpo": centred.flatten(),
         "reinforce": whitened(rewards, lengths),
     }[choice]
-    advantages = step_advantages(config, rewards, lengths) if backend == "local" else on_verl(config, rewards, lengths)
+    advantages = advantages_of(config, rewards, lengths, backend)
     torch.testing.assert_close(advantages.double(), expected, rtol=2e-5, atol=1e-5)
 
 
-def on_verl(config: Any, rewards: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """What verl's trainer computes with the keys that it is given."""
-    from verl import DataProto
-    from verl.trainer.config import AlgoConfig
-    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+def config_of(choice: str, backend: str, n: int) -> Any:
+    loss = "reinforce" if choice == "reinforce" else "grpo"
+    algorithm = {"adv_estimator": "grpo" if choice == "reinforce" else choice}
+    config = run_config(loss, {}, algorithm, backend)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"n": n})})
 
-    from qarl.verl.config import algorithm_keys
 
-    keys = algorithm_keys(config)
-    mask = (torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]).float()
-    scores = torch.zeros_like(mask)
-    scores[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = rewards
-    ids = np.array([str(i // 2) for i in range(len(lengths))], dtype=object)
-    tensors = {"token_level_rewards": scores, "response_mask": mask, "old_log_probs": mask}
-    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": ids})
-    batch = compute_advantage_for_multi_trajectories(
-        data,
-        batch_keys=[f"{i // 2}_{i % 2}_0" for i in range(len(lengths))],
-        adv_estimator=keys["algorithm.adv_estimator"],
-        norm_adv_by_std_in_grpo=keys["algorithm.norm_adv_by_std_in_grpo"],
-        num_repeat=2,
-        config=AlgoConfig(adv_estimator=keys["algorithm.adv_estimator"], gamma=1.0),
-    )
-    return batch.batch["advantages"][:, 0]
+def advantages_of(config: Any, rewards: torch.Tensor, lengths: list[int], backend: str) -> torch.Tensor:
+    """The advantages of a batch of groups, one after the other, by the local backend or by QaRL's trainer for verl."""
+    if backend == "local":
+        return step_advantages(config, rewards, lengths)
+    n = config.rollout.n
+    masks = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    rows = {
+        f"{i // n}_{i % n}_0": {
+            "uid": str(i // n),
+            "response_mask": mask,
+            "rm_scores": torch.cat([torch.zeros(len(mask) - 1), reward[None]]),
+        }
+        for i, (mask, reward) in enumerate(zip(masks, rewards, strict=True))
+    }
+    return torch.stack([row[0] for row in advantages_in_verl(config, rows)])
 
 
 @pytest.mark.verl
@@ -110,3 +147,51 @@ def test_an_empty_response_has_no_whitened_advantage() -> None:
     expected = whitened(torch.tensor([1.0, 0.0, 1.0, 0.5]), [2, 0, 1, 3])
     expected[1] = 0.0
     torch.testing.assert_close(advantages.double(), expected, rtol=2e-5, atol=1e-5)
+
+
+def in_verl(rows: list[tuple[str, float, int]], padding: tuple[str, ...] = (), **keys: Any) -> list[list[float]]:
+    """The advantages of rows with verl's key, a reward and a number of tokens; 0 tokens: one that is masked."""
+    columns = {
+        key: {
+            "uid": key.split("_")[0],
+            "response_mask": torch.full((max(length, 1),), min(length, 1)),
+            "rm_scores": torch.cat([torch.zeros(max(length, 1) - 1), torch.tensor([reward])]),
+        }
+        for key, reward, length in rows
+    }
+    config = config_of("grpo", "verl", n=2)
+    return [row.tolist() for row in advantages_in_verl(config, columns, padding, **keys)]
+
+
+@pytest.mark.verl
+def test_verls_padding_and_sessions_with_several_outputs() -> None:
+    """Prompt 0 has equal rewards in the last outputs of its sessions, which alone count; prompt 1 has not."""
+    rows = [("0_0_0", 0.1, 2), ("0_0_1", 0.7, 1), ("0_1_0", 0.7, 3), ("0_2_0", 0.7, 1)]
+    rows += [("1_0_0", 0.7, 1), ("1_1_0", 0.7, 2), ("1_1_1", 0.2, 2)]
+    rows += [("pad_0_0", 0.0, 0), ("pad_1_0", 0.0, 0)]
+    *equal, first, second, third, _, _ = in_verl(rows, padding=("pad_0_0", "pad_1_0"))
+    assert equal == [[0.0, 0.0], [0.0], [0.0, 0.0, 0.0], [0.0]]
+    assert first[0] > 0 > second[0] == third[0]
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize(("keys", "is_zero"), [({}, True), ({"gamma": 0.5}, False)])
+def test_whitened_rewards_without_and_with_a_discount(keys: dict[str, Any], is_zero: bool) -> None:
+    """Padding is not part of the batch; with a discount, tokens have other returns, and so advantages."""
+    rows = [("0_0_0", 0.7, 1), ("0_1_0", 0.7, 3), ("1_0_0", 0.7, 2), ("pad_0_0", 0.0, 0)]
+    advantages = in_verl(rows, padding=("pad_0_0",), adv_estimator="reinforce_plus_plus", **keys)
+    assert (advantages[:3] == [[0.0], [0.0] * 3, [0.0] * 2]) is is_zero
+
+
+@pytest.mark.verl
+def test_rewards_with_a_kl_term_differ() -> None:
+    """Equal scores, but a KL term in the rewards, which verl subtracts token by token."""
+    rewards = torch.tensor([0.7, 0.7])
+    assert equal_rewards(rewards, [0, 0], baseline="group", filled=rewards > 0).all()
+    assert not equal_rewards(rewards - torch.tensor([0.0, 1e-3]), [0, 0], baseline="group", filled=rewards > 0).any()
+
+
+@pytest.mark.parametrize("baseline", ["group", "batch", None])
+def test_one_response_has_no_baseline(baseline: str | None) -> None:
+    rewards = torch.tensor([0.5])
+    assert not equal_rewards(rewards, [0], baseline=baseline, filled=torch.tensor([True])).any()

@@ -24,6 +24,7 @@ from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, MismatchError
 from qarl.quant.convert import published_forward
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.trl import QaRLConfig, QaRLTrainer, trainer
+from qarl.trl.advantages import equal_responses
 from qarl.trl.checks import check_resume
 from qarl.trl.config import RUN_KEYS
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
@@ -211,3 +212,48 @@ def test_a_resume_with_another_model_config_is_refused(
     file.write_text(json.dumps(saved))
     check_resume(str(checkpoint), other.args, other._settings)
     assert "has no record of model config" in capsys.readouterr().err
+
+
+def constant(completions: list[str], **_: Any) -> list[float]:
+    return [0.7] * len(completions)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_steps": 2},
+        {"loss_type": "dapo", "learning_rate": 1e-2},
+        {"loss_type": "grpo", "scale_rewards": "batch", "master_dtype": "bf16"},
+        {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    ],
+    ids=lambda settings: ", ".join(settings),
+)
+def test_equal_rewards_leave_every_weight_as_it_was(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    size = {"per_device_train_batch_size": 8, "num_generations": 8, "learning_rate": 1e-3}
+    made = build(model, tmp_path, monkeypatch, constant, **size | settings)
+    before = {name: value.clone() for name, value in made.policy.model.state_dict().items()}
+    made.train()
+    assert made.state.global_step == settings.get("max_steps", 1)
+    after = made.policy.model.state_dict()
+    assert [name for name, value in after.items() if not torch.equal(value, before[name])] == []
+    masters = [state["master"] for state in made.optimizer.state.values() if "master" in state]
+    assert all(torch.equal(master, master.bfloat16().float()) for master in masters)
+
+
+def test_an_evaluation_has_its_own_groups(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"per_device_eval_batch_size": 4, "num_generations_eval": 4}
+    made = build(model, tmp_path, monkeypatch, constant, **sizes)
+    groups: list[int] = []
+    monkeypatch.setattr(trainer, "equal_responses", lambda *rows: groups.append(rows[2]) or equal_responses(*rows))
+    made.evaluate(DATA)
+    assert set(groups) == {4}
+
+
+def test_only_equal_groups_lose_their_advantages() -> None:
+    nan = float("nan")
+    rewards = torch.tensor([[0.7, nan], [0.7, nan], [0.7, 1.0], [0.1, 1.0], [0.3, 0.4], [0.4, 0.3]])
+    ones = torch.ones(2)
+    assert equal_responses(rewards, ones, 2, "sum_then_normalize").tolist() == [True, True, False, False, True, True]
+    assert equal_responses(rewards, ones, 2, "normalize_then_sum").tolist() == [True, True, *[False] * 4]

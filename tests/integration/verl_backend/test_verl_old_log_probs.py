@@ -88,6 +88,14 @@ def test_the_limit_on_the_mismatch_stops_a_run_that_takes_the_rollouts_log_probs
     assert runs["over_the_limit"]["error"].startswith("MismatchError")
 
 
+@pytest.mark.parametrize("name", ["constant", "constant_reinforce"])
+def test_equal_rewards_leave_every_weight_as_it_was(runs, name):
+    run = runs[name]
+    assert len(run["metrics"]) == COUNT
+    assert column(run, "actor/grad_norm") == [0.0] * COUNT
+    assert torch.equal(run["weights"], run["first_weights"])
+
+
 def test_a_checkpoint_keeps_the_counts(runs):
     """Whatever the scenario left: a resumed run is as patient as before."""
     before, after = runs["first_mini_batch"]["counts"]

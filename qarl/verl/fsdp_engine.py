@@ -24,6 +24,7 @@ registers no engine for NVIDIA, AMD or `cpu`, so QaRL registers this one for the
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -231,7 +232,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             outputs = {"model_output": {}, "loss": [0.0], "metrics": {DIFFERING: [float(step.compared.differing)]}}
         else:
             self._updated = True
-            outputs["metrics"]["grad_norm"] = self.optimizer_step()
+            norm = outputs["metrics"]["grad_norm"] = self.optimizer_step()
+            step.skipped += int(not math.isfinite(norm))  # verl then makes no update
             if number == 1 and step.relies != "rollout":  # with `rollout`, nobody knows δ of each token
                 step_measurements.log_samples(self, data)
         # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
@@ -250,6 +252,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if "mismatch/abs_mean" in metrics:
             over = self._check_limit(step, metrics["mismatch/abs_mean"], step.statistics.mean_length)
             metrics["mismatch/over_limit"] = float(over)
+        metrics["skipped_steps"] = float(step.skipped)
         for group in self.optimizer.param_groups:
             if group.get("use_muon"):
                 metrics["muon_lr"] = group["lr"]  # in the unit of `qarl.optim.muon`

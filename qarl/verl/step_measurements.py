@@ -204,6 +204,7 @@ class TrainingStep:
                  rank's, and after `close` those of all ranks
     open         whether the weights are still those that sampled; only then forwards are compared
     dropped      whether the update was dropped because of a difference
+    skipped      number of updates that were skipped because the gradient was not finite
     statistics   of all mini-batches until now
     mini_batch   counts of the mini-batch that is trained on, over all ranks
     temperature  the lowest of its rows
@@ -213,6 +214,7 @@ class TrainingStep:
     compared: Counts = field(default_factory=Counts)
     open: bool = True
     dropped: bool = False
+    skipped: int = 0
     statistics: StepStatistics = field(default_factory=StepStatistics)
     mini_batch: Counts = field(default_factory=Counts)
     temperature: float = 1.0

@@ -1,0 +1,78 @@
+"""Every metric of the two backends on one recorded batch, against the table of docs/verl.md."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from metrics_table import kind_of, misplaced, rows
+from ranks import RAYS, run_ranks
+
+pytestmark = pytest.mark.verl
+Logs = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Logs:
+    """Backend -> the metrics of its step."""
+    folder = tmp_path_factory.mktemp("same_batch")
+    run_ranks("verl_same_batch.py", 1, folder / "files", folder / "metrics.json", **RAYS)
+    read: Logs = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    return read
+
+
+@pytest.mark.parametrize("backend", ["local", "verl"])
+def test_the_table_has_every_metric(logs: Logs, backend: str) -> None:
+    assert len(logs[backend]) > 100
+    assert misplaced(logs[backend], backend) == []
+
+
+def test_what_the_table_calls_equal_is_equal(logs: Logs) -> None:
+    """K3 of a micro-batch differs in its last bit, because verl's micro-batch is as wide as its longest response."""
+    local, verl = ({name: value for name, value in log.items() if kind_of(name) == "equal"} for log in logs.values())
+    assert len(local) > 80
+    assert local.keys() == verl.keys()
+    assert {name: value for name, value in local.items() if value != verl[name] and not name.endswith("k3")} == {}
+    assert verl == pytest.approx(local, rel=1e-14)
+
+
+def test_the_clip_ratio_counts_what_was_cut_off(logs: Logs) -> None:
+    """Two of eight responses have the length of the limit. One of them ends with EOS."""
+    for log in logs.values():
+        assert log["response_length/clip_ratio"] == 1 / 8
+    assert logs["verl"]["response_length_non_aborted/clip_ratio"] == 1 / 8
+    assert logs["verl"]["prompt_length/clip_ratio"] == 0.0  # the limit is 6, the longest prompt has 5
+
+
+def test_no_row_is_left_over() -> None:
+    """Each pattern is the first that matches some name: itself, with a part in the place of `*`."""
+    hidden = [pattern for pattern, kind in rows().items() if kind_of(pattern.replace("*", "x")) != kind]
+    assert hidden == []
+
+
+@pytest.mark.vllm
+def test_a_response_is_cut_off_where_vllm_says_so() -> None:
+    """Against vLLM's own check of a request after each token."""
+    import torch
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.utils import check_stop
+    from vllm.v1.request import RequestStatus
+
+    from qarl.verl.response_ends import finish_reasons
+
+    class Request:
+        pooling_params, use_structured_output, stop_reason = None, False, None
+        max_tokens, num_tokens = 4, 0
+
+        def __init__(self, tokens: list[int]) -> None:
+            self.output_token_ids, self.num_output_tokens = tokens, len(tokens)
+            self.sampling_params = SamplingParams(max_tokens=4, stop_token_ids=[7])
+            self.sampling_params._eos_token_id = 1
+            self.status = RequestStatus.RUNNING
+
+    for tokens in ([5, 6, 8, 9], [5, 6, 8, 1], [5, 6, 8, 7], [5, 1], [7], [5, 7, 1, 2]):
+        request: Any = Request(tokens)
+        assert check_stop(request, 100)
+        cut_off = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        assert finish_reasons([torch.tensor(tokens)], 4, {1, 7}) == ["length" if cut_off else "stop"]

@@ -1,4 +1,4 @@
-"""Mismatch and TBPO's statistics in TRL's logs, and the mismatch guard.
+"""The mismatch and the loss's statistics in TRL's logs, and the mismatch guard.
 
 TRL averages each metric over the micro-batches between two logs. An average is wrong for maxima and shares. So QaRL
 collects the statistics of all micro-batches and processes, and combines them once per log. The guard is that of the
@@ -15,9 +15,9 @@ from accelerate.utils import gather_object
 
 from qarl.config import Config
 from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
-from qarl.metrics.step_metrics import mismatch_metrics
+from qarl.metrics.step_metrics import token_mismatch
+from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 from qarl.rollout.publish.manifest import PublishReport
-from qarl.tbpo import reduce_metrics
 from qarl.trainer.mismatch_watch import PROBE_RESPONSES, compare_with_noise
 from qarl.trainer.policy import Policy
 from qarl.trl.config import in_trls_words, trls_words
@@ -29,8 +29,8 @@ class StepMetrics:
 
     def __init__(self, config: Config, policy: Policy, accelerator: Any) -> None:
         self.config, self.policy, self.accelerator = config, policy, accelerator
-        self._statistics: list[dict[str, float]] = []
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._statistics: list[tuple[dict[str, float], bool]] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._noise_is_checked = config.quant.mismatch_limit is not None or policy.limit_level not in NOISE_LIMITS
 
     @torch.no_grad()
@@ -56,8 +56,10 @@ class StepMetrics:
         delta, noise, tokens = self._summed(roots.delta, roots.noise, roots.tokens)
         in_trls_words(lambda: check_noise(times_noise(delta, noise, tokens), level=level, tokens=tokens))
 
-    def add(self, statistics: dict[str, float]) -> None:
-        self._statistics.append(statistics)
+    def add(self, statistics: dict[str, float], *, first: bool) -> None:
+        """Add the statistics of a micro-batch. `first`: whether it is of the first optimizer step after its rollout,
+        in which every ratio is 1."""
+        self._statistics.append((statistics, first))
 
     def compare(self, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, *, trained: bool) -> None:
         """Compare the log-probs of trainer and engine, all [B, T]. `trained`: whether an update has been made.
@@ -67,7 +69,7 @@ class StepMetrics:
         """
         mask = mask.bool().cpu()
         old, rollout = old.detach().float().cpu()[mask], rollout.float().cpu()[mask]
-        self._pairs.append((old, rollout, int(mask.any(1).sum())))
+        self._pairs.append((old, rollout, mask.sum(1)))
         if trained:
             return
         delta = (old - rollout).abs().double()
@@ -84,14 +86,14 @@ class StepMetrics:
         pairs = gather_object(self._pairs) if self._pairs else []
         statistics = gather_object(self._statistics) if self._statistics else []
         self._pairs, self._statistics = [], []
-        metrics: dict[str, float] = dict(reduce_metrics(statistics)) if statistics else {}
-        if pairs:
-            old, rollout = (torch.cat([pair[i] for pair in pairs])[None] for i in range(2))
-            mean_length = sum(len(pair[0]) for pair in pairs) / max(sum(pair[2] for pair in pairs), 1)
-            metrics |= mismatch_metrics(old, rollout, torch.ones_like(old, dtype=torch.bool))
-            del metrics["mismatch/ppl_ratio"]  # it needs the responses one by one
-            warning = self._check(metrics["mismatch/abs_mean"], mean_length, before_first_update=False)
-            metrics["mismatch/over_limit"] = float(warning is not None)
+        later = [part for part, first in statistics if not first]
+        metrics = reduce_metrics([part for part, _ in statistics]) | after_first_metrics(later)
+        mismatch = token_mismatch(*(torch.cat(parts) for parts in zip(*pairs, strict=True))) if pairs else {}
+        if mismatch:
+            lengths = torch.cat([pair[2] for pair in pairs])
+            mean_length = float(lengths[lengths > 0].double().mean())
+            warning = self._check(mismatch["mismatch/abs_mean"], mean_length, before_first_update=False)
+            metrics |= mismatch | {"mismatch/over_limit": float(warning is not None)}
             if warning and self.accelerator.is_main_process:
                 warnings.warn(warning, stacklevel=2)
         if report is not None:

@@ -33,6 +33,7 @@ from qarl.console import note
 from qarl.errors import UserError
 from qarl.lora.adapter import write_adapter
 from qarl.lora.layers import Adapters
+from qarl.objectives.metrics import loss_statistics
 from qarl.optim.muon_adamw import MuonAdamW
 from qarl.process import keep_freed_memory
 from qarl.quant.experts import stacked_experts
@@ -117,6 +118,11 @@ class QaRLTrainer(GRPOTrainer):
         self.rollouts = Rollouts(self.policy, self.engine)
 
     @property
+    def _is_first(self) -> bool:
+        """Whether no update has been made since the responses were sampled."""
+        return bool(self.state.global_step == self._sampled_at)
+
+    @property
     def training(self) -> bool:
         """Whether this is a training step and not an evaluation."""
         return bool(self.policy.model.training)
@@ -178,6 +184,10 @@ class QaRLTrainer(GRPOTrainer):
             old, mask = inputs.get("old_per_token_logps"), inputs["completion_mask"]
             old = self._log_probs if old is None else old
             rollout = inputs["sampling_per_token_logps"]
+            if self.loss_type != "tbpo":
+                keep = mask != 0
+                statistics = loss_statistics(self._log_probs, old, old, rollout, inputs["advantages"], keep, {})
+                self._step_metrics.add(statistics, first=self._is_first)
             self._step_metrics.compare(old, rollout, mask, trained=self.state.global_step > 0)
         return loss
 
@@ -202,7 +212,7 @@ class QaRLTrainer(GRPOTrainer):
             global_batch_size=len(ids) * steps,
         )
         if self.training:
-            self._step_metrics.add(statistics)
+            self._step_metrics.add(statistics, first=self._is_first)
         assert entropies is not None
         entropy = (entropies * mask).sum() / mask.sum().clamp(min=1)
         mode = "train" if self.training else "eval"
@@ -244,6 +254,7 @@ class QaRLTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        self._sampled_at = self.state.global_step
         group = self.num_generations if self.training else self.num_generations_eval
         equal = equal_responses(self._rewards, self.reward_weights, group, self.multi_objective_aggregation)
         own = equal.view(self.accelerator.num_processes, -1)[self.accelerator.process_index]

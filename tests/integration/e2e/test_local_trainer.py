@@ -16,6 +16,7 @@ from cpu_features import needs_w4a16_cpu
 from engine_helpers import config
 from fresh_vllm import greedy_in_a_fresh_vllm
 from glossary import glossary_metrics
+from metrics_table import misplaced
 
 from qarl.quant import linear
 from qarl.quant.state_dict import low_bit_layers
@@ -50,6 +51,7 @@ def test_three_steps_train_publish_and_log_mismatch_bands_and_phases(trainer):
     assert trainer.seconds.keys() >= {f"timing_s/{p}" for p in ("rollout", "old_log_prob", "update", "publish")}
     logged = {*trainer.seconds, *(name for metrics in trainer.metrics for name in metrics)}
     assert logged - glossary_metrics() == set()
+    assert misplaced(logged, "local") == []
 
 
 def test_the_weights_moved_and_the_engine_has_exactly_the_trainers_tensors(trainer, tmp_path):

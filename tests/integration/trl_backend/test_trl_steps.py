@@ -16,6 +16,8 @@ pytest.importorskip("trl")
 
 from bad_runs import edit_model_config
 from datasets import Dataset
+from glossary import glossary_metrics
+from metrics_table import misplaced
 from random_models import save_random_model
 
 from qarl.align.levels import engine_arithmetic
@@ -257,3 +259,28 @@ def test_only_equal_groups_lose_their_advantages() -> None:
     ones = torch.ones(2)
     assert equal_responses(rewards, ones, 2, "sum_then_normalize").tolist() == [True, True, False, False, True, True]
     assert equal_responses(rewards, ones, 2, "normalize_then_sum").tolist() == [True, True, *[False] * 4]
+
+
+@pytest.mark.parametrize("loss_type", ["tbpo", "grpo"])
+def test_the_metrics_have_the_names_of_the_other_backends(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    """Two optimizer steps for each rollout, so the second has ratios other than 1."""
+    steps = {"steps_per_generation": 2, "max_steps": 2, "learning_rate": 1e-3, "logging_steps": 2}
+    made = build(model, tmp_path, monkeypatch, length, loss_type=loss_type, **steps)
+    made.train()
+    (log,) = (entry for entry in made.state.log_history if "mismatch/k3" in entry)
+    ours = {name for name in log if name.partition("/")[0] in ("actor", "mismatch", "tokens")}
+    assert ours - glossary_metrics() == set()
+    assert misplaced(ours, "local") == []
+    contributions = {f"actor/{p}{name}" for p in ("", "rollout_") for name in ("k1", "k3", "zero_centred_loss_neg")}
+    assert ours >= contributions | {"mismatch/w_to_101", "mismatch/ppl_ratio", "actor/update_size"}
+    assert log["actor/k3"] == pytest.approx(log["actor/rollout_k3"], rel=0.5) and log["actor/k3"] > 0
+    assert any(name.startswith("tokens/neg_now_") for name in ours)
+
+
+def test_a_log_without_a_token_has_no_mismatch(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No random response ends with EOS, so all are cut off and masked."""
+    made = build(model, tmp_path, monkeypatch, length, mask_truncated_completions=True, logging_steps=1)
+    made.train()
+    assert not any("mismatch/k3" in entry for entry in made.state.log_history)

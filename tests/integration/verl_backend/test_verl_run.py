@@ -14,6 +14,7 @@ import torch
 from bad_runs import row
 from checkout import ROOT
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
+from metrics_table import misplaced
 from random_models import save_random_model
 from verl_runs import REWARD, run_quickstart, start
 
@@ -63,6 +64,7 @@ def test_a_run_from_our_config(tmp_path, model, data):
         # Learning rate 0, and the two passes batch differently: 8 responses and 2.
         assert entry["actor/seq_ratio_abs_dev_max"] <= 1e-5
         assert 0 < entry["critic/score/mean"] <= 1
+        assert misplaced(entry.keys() - {"step"}, "verl") == []
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["finished"] and summary["accuracy_after"] is not None and summary["failed"] is None
     assert (run_dir / "verl.yaml").is_file() and (run_dir / "versions.json").is_file()

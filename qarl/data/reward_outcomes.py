@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import pickle
 import struct
 import sys
@@ -103,7 +104,7 @@ def _place(trace: TracebackType | None) -> str:
 
 
 def _of_python(filename: str) -> bool:
-    return filename.startswith((sys.base_prefix, "<frozen"))
+    return filename.startswith((os.path.dirname(os.__file__), "<frozen"))
 
 
 def _is_number(score: Any) -> bool:
@@ -124,7 +125,9 @@ def _plain(value: Any) -> Any:
     if torch is None or not isinstance(value, torch.Tensor):
         return value
     value = value.detach().cpu()
-    return value.item() if value.ndim == 0 else value.float().numpy()
+    if value.ndim == 0:
+        return value.item()
+    return value.float().numpy() if value.is_floating_point() else value.numpy()
 
 
 def _check_can_travel(value: Any) -> None:

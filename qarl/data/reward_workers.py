@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -38,7 +39,6 @@ from qarl.data import reward_process
 from qarl.data.reward_outcomes import EVERY_RESPONSE, Outcome, Refused, outcome_of, raised
 from qarl.errors import UserError
 
-DEFAULT_WORKERS = 2
 STARTS = 3
 """Attempts to find a living worker for a call. A worker can die between two calls, for example for lack of memory."""
 LOOK_SECONDS = 1.0
@@ -91,7 +91,7 @@ class WorkerReward:
 
     `submit` and `load` may be called from any thread."""
 
-    def __init__(self, spec: str, workers: int = DEFAULT_WORKERS, folder: str | None = None) -> None:
+    def __init__(self, spec: str, workers: int = 1, folder: str | None = None) -> None:
         self.name = spec
         self._setup = {"function": spec, "folder": folder or os.getcwd()}
         self._count = workers
@@ -164,6 +164,10 @@ class WorkerReward:
         self._all.discard(worker)
 
 
+_UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError)
+"""What pickle raises, before anything is sent."""
+_PLAIN_DATA = "let ground_truth and extra_info be text, numbers, lists and dicts"
+_LACK = {signal.SIGKILL: ", as happens if memory is lacking"}
 _MEMORY = "look at what it prints, at the machine's memory (fewer reward.workers need less) and at the kernel's log"
 
 
@@ -212,6 +216,8 @@ class Worker:
             started = self._connection.recv()
         except (EOFError, OSError):
             raise _EndedIdleError from None
+        except _UNSENDABLE as error:
+            return Refused("cannot be called", f"its arguments cannot be sent to its process: {error}", _PLAIN_DATA)
         assert started == reward_process.STARTED
         try:
             if self._wait(timeout_s):
@@ -254,7 +260,7 @@ class Worker:
         self.end()
         code = self._process.returncode
         if code > 128:
-            return f"signal {code - 128} ({_signal_name(code - 128)}) ended its process"
+            return f"signal {code - 128} ({_signal_name(code - 128)}) ended its process{_LACK.get(code - 128, '')}"
         return f"its process ended with exit code {code}"
 
     def end(self) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.data.answer_forms import as_latex, last_number, number_of_truth, stated_truth, states
 from qarl.data.reward_outcomes import ASYNC, Outcome, Scored
-from qarl.data.reward_workers import DEFAULT_WORKERS, InProcessReward, Reward, WorkerReward
+from qarl.data.reward_workers import InProcessReward, Reward, WorkerReward
 from qarl.errors import UserError, shortened
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ IN_PROCESS = ("arithmetic",)
 """Built-in functions that need no worker process: they depend on their arguments alone, and always end soon."""
 
 
-def find_reward(spec: str, workers: int = DEFAULT_WORKERS, folder: str | None = None) -> Reward:
+def find_reward(spec: str, workers: int = 1, folder: str | None = None) -> Reward:
     """Return the reward that `spec` names (`reward.function`). Its function is loaded in its first worker process.
 
     `workers`: most worker processes (`reward.workers`). `folder`: the folder that they work in; None: the current one.
@@ -145,13 +145,20 @@ def score_responses(
         UserError: the function cannot be loaded, raised an exception, took longer than `timeout_s`, or did not return a
             finite number (alone or under "score"). It names the first such row.
     """
-    arguments = [reward_arguments(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-    futures = [reward.submit(row, timeout_s) for row in arguments]
+    rows = [reward_arguments(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    return score_rows(reward, rows, [f"row {prompt.index}, " for prompt in prompts], timeout_s=timeout_s)
+
+
+def score_rows(
+    reward: Reward, rows: Sequence[Mapping[str, Any]], places: Sequence[str], *, timeout_s: float | None
+) -> list[float]:
+    """Do the same as `score_responses` with the arguments of each call. `places`: a text for each, for errors."""
+    futures = [reward.submit(row, timeout_s) for row in rows]
     scores = []
     try:
-        for prompt, row, future in zip(prompts, arguments, futures, strict=True):
+        for row, place, future in zip(rows, places, futures, strict=True):
             outcome = future.result()
-            scores.append(scored(reward.name, outcome, row, where=f"row {prompt.index}, ").score)
+            scores.append(scored(reward.name, outcome, row, where=place).score)
     except BaseException:
         reward.stop()
         raise

@@ -25,6 +25,7 @@ from qarl.console import say, stage
 from qarl.data.ground_truths import judge, refusal
 from qarl.data.prompts import Prompt, load_prompts, prompt_options
 from qarl.data.response_text import response_texts
+from qarl.data.reward_workers import Reward
 from qarl.data.rewards import find_reward, score_responses
 from qarl.errors import UserError
 from qarl.eval.arguments import BF16, EvalRequest, Settings
@@ -103,7 +104,7 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
 
 def warn_of_ground_truths(prompts: Sequence[Prompt], settings: Settings) -> None:
     """Print a warning if most ground truths are no right answers, so that every score would be 0."""
-    scoring = settings.config.reward if settings.config else RewardConfig()
+    scoring = reward_keys(settings)
     if not scoring.check_ground_truths:
         return
     reward = find_reward(settings.reward, scoring.workers)
@@ -119,10 +120,7 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
     """Return the mean score of each prompt's responses, from an engine with the weights of `folder`."""
     from transformers import AutoTokenizer
 
-    config = settings.config
-    scoring = config.reward if config else RewardConfig()
-    reward = find_reward(settings.reward, scoring.workers)
-    reward.load()
+    scoring, reward = reward_keys(settings), reward_of(settings)
     rows = [prompt for prompt in prompts for _ in range(prompt.samples or 1)]
     draw = random.Random(f"eval-{request.seed}")
     seeds = [draw.getrandbits(31) for _ in rows]
@@ -142,6 +140,18 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
     for row, score in zip(rows, scores, strict=True):
         grouped.setdefault(row.data_source, {}).setdefault(row.index, []).append(score)
     return {name: {index: fmean(scores) for index, scores in rows.items()} for name, rows in grouped.items()}
+
+
+def reward_of(settings: Settings) -> Reward:
+    """Return the reward function, which was loaded. Raise UserError if it cannot be loaded."""
+    reward = find_reward(settings.reward, reward_keys(settings).workers)
+    reward.load()
+    return reward
+
+
+def reward_keys(settings: Settings) -> RewardConfig:
+    """Return how the run scores responses, without a run the defaults."""
+    return settings.config.reward if settings.config else RewardConfig()
 
 
 def adapter_of(folder: Path) -> Adapter | None:

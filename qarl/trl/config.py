@@ -39,6 +39,7 @@ RUN_KEYS = {
     "optim.weight_decay": "weight_decay",
     "optim.master_dtype": "master_dtype",
     **{f"actor.{name}": name for name in KEYS},
+    **{f"reward.{name}": f"reward_{name}" for name in ("timeout_s", "workers")},
     "seed": "seed",
 }
 """Maps QaRL's keys to the fields of `QaRLConfig` that contain their values."""

@@ -28,6 +28,7 @@ from qarl.rollout.publish.manifest import PublishReport
 from qarl.trainer.local import request_seed
 from qarl.trainer.policy import Policy
 from qarl.trl.config import QaRLConfig
+from qarl.trl.rewards import is_name, named_reward
 
 EVALUATION = 2**40
 """Evaluations count their requests from this index in `request_seed`. No step has as many rollouts."""
@@ -126,12 +127,14 @@ def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
     yield from map(len, tokens["input_ids"])
 
 
-def checked_functions(reward_funcs: Any) -> Any:
+def checked_functions(reward_funcs: Any, args: QaRLConfig) -> Any:
     """Return the argument `reward_funcs` of `GRPOTrainer` with functions that raise UserError for NaN and Inf.
 
-    Names and folders of reward models, and models, are returned as they are."""
+    Names of functions become functions. Names and folders of reward models, and models, are returned as they are."""
     if isinstance(reward_funcs, list):
-        return [checked_functions(function) for function in reward_funcs]
+        return [checked_functions(function, args) for function in reward_funcs]
+    if is_name(reward_funcs):
+        return named_reward(reward_funcs, workers=args.reward_workers, timeout_s=args.reward_timeout_s)
     if not callable(reward_funcs) or isinstance(reward_funcs, torch.nn.Module):
         return reward_funcs
     name = get_callable_name(reward_funcs)

@@ -94,7 +94,7 @@ class QaRLTrainer(GRPOTrainer):
         self.tbpo = TBPOConfig.of(args)
         super().__init__(
             self.policy.model,
-            checked_functions(reward_funcs),
+            checked_functions(reward_funcs, args),
             args,
             train_dataset,
             eval_dataset,

@@ -15,11 +15,11 @@ import asyncio
 from functools import cache
 from typing import Any
 
-from qarl.data.reward_workers import Reward
 from qarl.data.rewards import find_reward, scored
 from qarl.errors import UserError
 
-_find: Any = cache(find_reward)
+find = cache(find_reward)
+"""One reward for each of its settings, so that its processes are reused."""
 _refusals: list[UserError] = []
 
 
@@ -32,7 +32,7 @@ async def score(
     `qarl.data.rewards.score_responses`.
     """
     arguments["data_source"] = str(arguments["data_source"])  # verl hands over NumPy's kind of text
-    reward: Reward = _find(function, workers, folder)
+    reward = find(function, workers, folder)
     try:
         outcome = await asyncio.wrap_future(reward.submit(arguments, timeout_s))
         result = scored(reward.name, outcome, arguments, where=_row(arguments.get("extra_info")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -94,7 +95,13 @@ async def infinite(completions: list[str], **_: Any) -> list[float]:
 
 
 def build(
-    model: Path, folder: Path, monkeypatch: Any, rewards: Any = length, wrong: float = 1.0, **settings: Any
+    model: Path,
+    folder: Path,
+    monkeypatch: Any,
+    rewards: Any = length,
+    wrong: float = 1.0,
+    data: Dataset = DATA,
+    **settings: Any,
 ) -> QaRLTrainer:
     monkeypatch.setattr(trainer, "RolloutEngine", Engine)
     base = {
@@ -109,7 +116,7 @@ def build(
         "gradient_checkpointing": False,
         "save_strategy": "no",
     }
-    made = QaRLTrainer(str(model), rewards, QaRLConfig(**base | settings), DATA)
+    made = QaRLTrainer(str(model), rewards, QaRLConfig(**base | settings), data)
     made.engine.policy, made.engine.wrong = made.policy, wrong
     return made
 
@@ -137,6 +144,27 @@ def test_a_function_may_leave_responses_to_others(model: Path, tmp_path: Path, m
     assert made.reward_func_names == ["length", "nothing"]
     made.train()
     assert made.state.global_step == 1
+
+
+def test_functions_by_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run in another process, with the columns of the data; a function beside them stays in this one."""
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "import os, torch\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    torch.set_grad_enabled(False)\n"
+        "    assert (data_source, ground_truth, extra_info) == ('', '12', {})\n"
+        f"    return float(os.getpid() != {os.getpid()})\n"
+    )
+    data = DATA.add_column("ground_truth", ["12"] * len(DATA))
+    made = build(model, tmp_path, monkeypatch, [f"{file}:score", "arithmetic", length], data=data, reward_workers=1)
+    assert made.reward_func_names == ["score", "arithmetic", "length"]
+    made.train()
+    assert torch.is_grad_enabled() and made.state.log_history[0]["rewards/score/mean"] == 1
+    with pytest.raises(UserError, match="no ground truths"):
+        build(model, tmp_path, monkeypatch, "arithmetic").train()
+    with pytest.raises(UserError, match="has no function 'scores'"):
+        build(model, tmp_path, monkeypatch, f"{file}:scores")
 
 
 @pytest.mark.parametrize("level", ["off", "linears"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ import ray
 import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from qarl.verl import failures, trainer
+from qarl.verl import failures, reward, trainer
 from qarl.verl.ask_servers import RESUME, Watch, preemptions_in, servers_have_base
 from qarl.verl.trainer import PromptReplayBuffer
 
@@ -44,7 +47,13 @@ class Actor:
                 future.set_result(None)
             return SimpleNamespace(future=lambda: future)
 
+        def call(function: Callable[[Any], Any]) -> SimpleNamespace:
+            future: Future = Future()
+            future.set_result(function(self))
+            return SimpleNamespace(future=lambda: future)
+
         self.collective_rpc = self.__ray_ready__ = SimpleNamespace(remote=remote)
+        self.__ray_call__ = SimpleNamespace(remote=call)
 
 
 @pytest.fixture
@@ -154,6 +163,24 @@ def test_a_failed_group_is_an_error_although_it_has_responses(sampler, others, p
     with pytest.raises(UserError, match="responses to 1 of the prompts could not be generated") as caught:
         buffer.sample(1, partition, 1 + len(others))
     assert caught.value.where == "a"
+
+
+def test_a_reward_that_failed_is_named_with_its_row_and_exception(sampler, tmp_path, monkeypatch):
+    """The stub of Ray's reward worker calls in this process, where the reward has failed."""
+    monkeypatch.setattr(reward, "_refusals", [])
+    (tmp_path / "rewards.py").write_text("def score(**_): return {}['key']")
+    keys = {"function": "rewards.py:score", "timeout_s": 60, "workers": 1, "folder": str(tmp_path)}
+    arguments = {"data_source": "sums", "solution_str": "x=3", "ground_truth": "3", "extra_info": {"index": 12}}
+    with pytest.raises(UserError) as raised:
+        asyncio.run(reward.score(**keys, **arguments))
+    reward.find("rewards.py:score", 1, str(tmp_path)).stop()
+    buffer, state = sampler
+    state |= prompts(a="failure")
+    with pytest.raises(UserError) as caught:
+        buffer.sample(1, "train", 1)
+    assert caught.value.what == raised.value.what and RESUME in caught.value.fix
+    for part in ("score raised KeyError", "row with index 12", "'sums'", "'key'", "rewards.py, line 1", "x=3"):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("before", [None, ...])

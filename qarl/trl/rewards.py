@@ -1,0 +1,75 @@
+"""A reward function by its name in TRL: `reward_funcs="path/to/file.py:function"`, or one of the built-in names.
+
+So the function of another backend's `reward.function` has the same signature and the same score here. It runs in worker
+processes (`qarl.data.reward_workers`). A callable that is given to `GRPOTrainer` stays in the trainer's process, as in
+TRL, without a limit of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from qarl.data.rewards import BUILTIN, find_reward, score_rows
+from qarl.errors import UserError
+
+
+def is_name(reward_func: Any) -> bool:
+    """Return whether `reward_func` names a function. Names of reward models on the Hub have no colon."""
+    return isinstance(reward_func, str) and (":" in reward_func or reward_func in BUILTIN)
+
+
+def named_reward(spec: str, *, workers: int, timeout_s: float | None) -> Callable[..., list[float]]:
+    """Return the function `spec` with TRL's signature. It is loaded now, in its first worker process.
+
+    Of the dataset's columns it gets `data_source` (default: empty), `ground_truth` (or verl's `reward_model`, which has
+    it), and `extra_info` (default: empty).
+
+    Raises:
+        UserError: the function cannot be loaded. A call raises the errors of `qarl.data.rewards.score_responses`, or
+            that the dataset has no ground truths.
+    """
+    reward = find_reward(spec, workers)
+    reward.load()
+
+    def call(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        rows = [
+            {
+                "data_source": source,
+                "solution_str": text_of(completion),
+                "ground_truth": truth,
+                "extra_info": extra or {},
+            }
+            for completion, source, truth, extra in zip(
+                completions,
+                columns.get("data_source") or [""] * len(prompts),
+                ground_truths(columns),
+                columns.get("extra_info") or [{}] * len(prompts),
+                strict=True,
+            )
+        ]
+        places = [f"response {index} of a rollout, " for index in range(len(rows))]
+        return score_rows(reward, rows, places, timeout_s=timeout_s)
+
+    call.__name__ = spec.rpartition(":")[2]
+    return call
+
+
+def ground_truths(columns: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the ground truth of each row. Raise UserError if the dataset has none."""
+    if "ground_truth" in columns:
+        truths: Sequence[Any] = columns["ground_truth"]
+        return truths
+    if "reward_model" in columns:
+        return [row["ground_truth"] for row in columns["reward_model"]]
+    raise UserError(
+        "the dataset has no ground truths",
+        where="train_dataset, eval_dataset",
+        why="a reward function by name compares with a column ground_truth, or with verl's column reward_model",
+        fix="add the column ground_truth, or give reward_funcs a function with TRL's signature",
+    )
+
+
+def text_of(completion: Any) -> str:
+    """Return the text of a completion: text, or a list of messages, of which the last one counts."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])

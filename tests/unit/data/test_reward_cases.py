@@ -1,0 +1,94 @@
+"""One reward, one answer: each function of `reward_cases` has the same score or refusal in every backend."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from reward_cases import CASES, EXTRA_INFO, GROUND_TRUTH, RESPONSES, limit_of, write_case
+
+from qarl.config.schema import RewardConfig
+from qarl.data.prompts import Prompt
+from qarl.data.rewards import find_reward, score_responses
+from qarl.errors import UserError
+from qarl.eval import evaluate
+from qarl.trainer.local import LocalTrainer
+from qarl.trl.rewards import named_reward
+from qarl.verl.reward import find, score
+
+ROWS = [Prompt(7, "sums", [], [1], GROUND_TRUTH, EXTRA_INFO)] * len(RESPONSES)
+
+
+def in_local(spec: str, keys: RewardConfig) -> list[float]:
+    """As a step scores its responses, whose tokens are here their indices."""
+    texts = SimpleNamespace(batch_decode=lambda ids, **_: [RESPONSES[i] for i in ids])
+    reward = find_reward(spec, keys.workers)
+    run = SimpleNamespace(tokenizer=texts, parts=SimpleNamespace(reward_fn=reward), config=SimpleNamespace(reward=keys))
+    tokens: Any = SimpleNamespace(response_token_ids=range(len(RESPONSES)))
+    return LocalTrainer.rewards(run, ROWS, tokens)  # type: ignore[arg-type]  # a stub of the trainer
+
+
+def in_eval(spec: str, keys: RewardConfig) -> list[float]:
+    settings: Any = SimpleNamespace(reward=spec, config=SimpleNamespace(reward=keys))
+    return score_responses(
+        evaluate.reward_of(settings), ROWS, RESPONSES, timeout_s=evaluate.reward_keys(settings).timeout_s
+    )
+
+
+def in_trl(spec: str, keys: RewardConfig) -> list[float]:
+    columns = {"data_source": ["sums"] * 2, "ground_truth": [GROUND_TRUTH] * 2, "extra_info": [EXTRA_INFO] * 2}
+    function = named_reward(spec, workers=keys.workers, timeout_s=keys.timeout_s)
+    return function(["?"] * 2, [[{"role": "assistant", "content": text}] for text in RESPONSES], **columns)
+
+
+def in_verl(spec: str, keys: RewardConfig) -> list[float]:
+    """As an actor of Ray does: in an event loop that does not run in the main thread."""
+    settings = {"function": spec, "timeout_s": keys.timeout_s, "workers": keys.workers, "folder": os.getcwd()}
+
+    async def both() -> list[float]:
+        results = []
+        for text in RESPONSES:
+            arguments = {"data_source": "sums", "ground_truth": GROUND_TRUTH, "extra_info": EXTRA_INFO}
+            results.append(await score(**settings, **arguments, solution_str=text))
+        return [result["score"] if isinstance(result, dict) else result for result in results]
+
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(lambda: asyncio.run(both())).result()
+    finally:
+        find(spec, keys.workers, os.getcwd()).stop()
+
+
+BACKENDS: dict[str, Callable[[str, RewardConfig], list[float]]] = {
+    "local": in_local,
+    "verl": in_verl,
+    "trl": in_trl,
+    "eval": in_eval,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "backend",
+    # Each case starts processes of its own, so two backends must do for every change.
+    ["local", "verl", pytest.param("trl", marks=pytest.mark.slow), pytest.param("eval", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_score_or_the_same_refusal(tmp_path: Path, name: str, backend: str) -> None:
+    spec, expected = write_case(tmp_path, name), CASES[name][1]
+    keys = RewardConfig(function=spec, timeout_s=limit_of(name), workers=1)
+    before = os.getcwd(), dict(os.environ)
+    if isinstance(expected, list):
+        assert BACKENDS[backend](spec, keys) == expected
+    else:
+        with pytest.raises(UserError) as error:
+            BACKENDS[backend](spec, keys)
+        assert re.search(expected, str(error.value))
+    assert (os.getcwd(), dict(os.environ)) == before

@@ -170,10 +170,17 @@ def limit_threads(num_threads: int | None) -> None:
     """Set the size of the OpenMP pool that trainer and engine share. Call this before torch is imported.
 
     If `num_threads` is None, the size is OMP_NUM_THREADS if set, otherwise the number of usable CPUs."""
+    os.environ["OMP_NUM_THREADS"] = str(thread_count(num_threads))
+
+
+def thread_count(num_threads: int | None, *, processes: int = 1) -> int:
+    """Return the size of the OpenMP pool of each of `processes` processes that share the CPUs of this machine.
+
+    `num_threads`: a value of `trainer.num_threads`, which comes before OMP_NUM_THREADS."""
     # "4,2" means 4 threads, and 2 in nested regions.
     environment = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    wanted = num_threads or (int(environment) if environment.isdecimal() else 0) or len(os.sched_getaffinity(0))
-    os.environ["OMP_NUM_THREADS"] = str(wanted)
+    chosen = num_threads or (int(environment) if environment.isdecimal() else 0)
+    return chosen or max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 _MALLOC_ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")

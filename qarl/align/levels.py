@@ -55,6 +55,9 @@ from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import get_scheme
 
 LEVELS = ("off", "linears", "model", "exact")
+EXACT_PROMPT = 300
+"""At level `exact`, prompts of up to about this number of tokens have δ = 0 with any number of threads (measured for
+heads of 128; with smaller heads the number is larger)."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class AlignReport:
     """The result of `align_model`: the level `asked` for, and the `level` that was applied.
 
     `why_lower`: the reasons if the applied level is lower. `replaced`: number of replaced modules, by kind.
-    `unconfirmed`: why the applied level promises no mismatch on this device, or None.
+    `unconfirmed`: why the applied level promises no mismatch on this device, or None. `threads`: of this process.
     """
 
     asked: str
@@ -70,6 +73,7 @@ class AlignReport:
     replaced: dict[str, int]
     why_lower: tuple[str, ...] = ()
     unconfirmed: str | None = None
+    threads: int = 1
 
     @property
     def limit_level(self) -> str:
@@ -80,7 +84,9 @@ class AlignReport:
     def __str__(self) -> str:
         lower = LEVELS.index(self.level) < LEVELS.index(self.asked)
         changed = f" {'fell back to' if lower else 'is'} {self.level}" if self.level != self.asked else ""
-        lines = [f"quant.align={self.asked}{changed}"]
+        limit = f" for prompts of up to about {EXACT_PROMPT} tokens, with {self.threads} threads"
+        limited = self.level == "exact" and self.threads > 1
+        lines = [f"quant.align={self.asked}{changed}{limit if limited else ''}"]
         lines += [f"  {reason}" for reason in self.why_lower]
         lines += [f"  {self.unconfirmed}"] if self.unconfirmed else []
         lines += [f"  aligned: {count} {kind}" for kind, count in self.replaced.items()]
@@ -138,7 +144,8 @@ def align_model(
         missing = unconfirmed(level, device_type, model.config, eager=eager, adapters=adapters)
         return AlignReport(asked, level, align_layers(model), reasons, missing)
     replaced = _align_on_cpu(model, experts, exact=level == "exact")
-    return AlignReport(asked, level, {kind: number for kind, number in replaced.items() if number}, reasons)
+    numbers = {kind: number for kind, number in replaced.items() if number}
+    return AlignReport(asked, level, numbers, reasons, threads=torch.get_num_threads())
 
 
 def _align_on_cpu(model: Any, experts: Mapping[str, QuantExperts], *, exact: bool) -> dict[str, int]:

@@ -14,6 +14,7 @@ from qarl.align.cpu import AlignedLinear
 from qarl.align.families import shown_mismatch
 from qarl.align.levels import resolve_level, unconfirmed
 from qarl.align.model_config import check_config_keys
+from qarl.checks.exactness import exceptions
 from qarl.checks.layers import meta_model
 from qarl.config import Config
 from qarl.errors import UserError
@@ -40,12 +41,13 @@ def check_served(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Modul
 
 def level_notes(config: Config, hf_config: Any) -> list[str]:
     """Return the measured mismatch of the model's family, and notes if the applied level is lower than `quant.align`,
-    or if no device has confirmed it."""
+    if no device has confirmed it, or if it is `exact` with exceptions."""
     level = applied_level(config, hf_config)[0]
     engine = {"eager": config.rollout.enforce_eager is True, "adapters": bool(config.lora.r)}
     unsure = unconfirmed(level, run_device(config), hf_config, **engine)
     notes = (lower_level(config, hf_config), unsure and f"quant.align={level} is {unsure}", shown_mismatch(hf_config))
-    return [text for text in notes if text]
+    said = [text for text in notes if text]
+    return said + exceptions(config, hf_config) if level == "exact" else said
 
 
 def lower_level(config: Config, hf_config: Any) -> str | None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from qarl.checks import layers, memory
 from qarl.checks.check import Check, Finding, Findings, NotCheckedError, Status, error, note, ok, warning
+from qarl.checks.exactness import exceptions
 from qarl.checks.machine import Machine
 from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
 from qarl.checks.memory_terms import adapter_parameters, ranks
@@ -168,7 +169,7 @@ def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> tuple[str, ...]:
     return tuple(f"{name}  {list(shape)}" for shape, alike in named.items() for name in alike)
 
 
-def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: str | None) -> Findings:
+def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: str | None, hf_config: Any) -> Findings:
     asked, (applied, reasons) = config.quant.align, level
     if reasons:
         yield warning(
@@ -178,6 +179,8 @@ def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: s
         )
     else:
         yield ok(f"quant.align={asked} {'applies' if applied == asked else f'is {applied} on this machine'}")
+    for text in exceptions(config, hf_config) if applied == "exact" else ():
+        yield note(text)
     if unconfirmed:
         yield warning(
             f"quant.align={applied} is unconfirmed on GPUs",

@@ -1,0 +1,100 @@
+"""What a run, the doctor and the pages say about `exact`: threads, lengths of prompts, and adapters."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkout import ROOT
+from engine_helpers import config
+from transformers import CONFIG_MAPPING
+
+from qarl.align.levels import EXACT_PROMPT, AlignReport
+from qarl.checks import model as checks_of_model
+from qarl.checks.exactness import ONE_BY_ONE, exceptions
+from qarl.checks.model import level_notes
+from qarl.doctor.model import alignment
+from qarl.process import thread_count
+
+
+def tiny() -> Any:
+    """A model whose k_proj and v_proj have 64 outputs, and whose other linears have at least 256."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+    return CONFIG_MAPPING["qwen3"](**sizes, **heads)
+
+
+@pytest.mark.parametrize("prompt", [EXACT_PROMPT, EXACT_PROMPT + 1, 3000])
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_threads_and_long_prompts(threads: int, prompt: int, tmp_path: Path) -> None:
+    keys = [f"trainer.num_threads={threads}", f"data.max_prompt_length={prompt}"]
+    said = exceptions(config(tmp_path, *keys), tiny())
+    assert bool(said) == (threads > 1 and prompt > EXACT_PROMPT)
+    if said:
+        (text,) = said
+        assert "is not exact for prompts of more than about 300 tokens" in text
+        assert f"data.max_prompt_length={prompt}" in text
+        assert f"{threads} threads" in text and "set trainer.num_threads=1" in text
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "responses"),
+    [
+        (0, None, None),
+        (8, None, 8),  # 8 responses of 8 times 64 outputs are 4096
+        (32, None, 2),
+        (64, None, 1),
+        (128, None, None),  # 128 times 64 is more
+        (8, "[q_proj]", 2),
+        (32, "[q_proj]", None),
+    ],
+)
+def test_adapters_of_small_linears(rank: int, targets: str | None, responses: int | None, tmp_path: Path) -> None:
+    keys = [f"lora.r={rank}", *([f"lora.target_modules={targets}"] if targets else [])]
+    said = exceptions(config(tmp_path, "trainer.num_threads=1", *keys), tiny())
+    assert len(said) == (responses is not None)
+    if said:
+        assert f"may not be exact for the last {responses} responses of a batch" in said[0]
+        assert ("q_proj" if targets else "k_proj") in said[0]
+
+
+@pytest.mark.parametrize("level", ["off", "linears", "model", "exact"])
+def test_only_the_level_exact_has_exceptions(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the notes of a run, and in the doctor."""
+    monkeypatch.setattr(checks_of_model, "applied_level", lambda *_: (level, ()))
+    settings = config(tmp_path, f"quant.align={level}", "trainer.num_threads=2", "data.max_prompt_length=3000")
+    found = exceptions(settings, tiny())
+    assert len(found) == 1
+    assert (found[0] in level_notes(settings, tiny())) == (level == "exact")
+    whats = [finding.what for finding in alignment(settings, (level, ()), None, tiny())]
+    assert (found[0] in whats) == (level == "exact")
+
+
+@pytest.mark.parametrize("asked", ["model", "exact"])
+def test_the_log_says_for_which_prompts(asked: str) -> None:
+    many = str(AlignReport(asked, "exact", {}, threads=2))
+    assert "for prompts of up to about 300 tokens, with 2 threads" in many
+    assert "prompts" not in str(AlignReport(asked, "exact", {}, threads=1))
+    assert "prompts" not in str(AlignReport(asked, "linears", {}, threads=2))
+
+
+def test_the_pages_name_the_same_limits() -> None:
+    alignment_page, lora_page = (
+        (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("alignment", "lora")
+    )
+    assert re.search(rf"prompts of more than\s+about {EXACT_PROMPT} tokens", alignment_page)
+    assert f"linear is at most {ONE_BY_ONE}" in lora_page
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "processes", "expected"),
+    [(3, "2", 1, 3), (None, "2", 1, 2), (None, "4,2", 1, 4), (None, "", 1, 6), (None, "", 4, 1), (None, "", 8, 1)],
+)
+def test_the_number_of_threads(
+    asked: int | None, environment: str, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    assert thread_count(asked, processes=processes) == expected

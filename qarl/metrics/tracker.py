@@ -195,13 +195,13 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def _read_value(value: Any) -> Any:
-    """Return a value of metrics.jsonl, with text as the number that it names, or None if it names none."""
-    if not isinstance(value, str):
-        return value
+    """Return a value of metrics.jsonl, with text as the number that it names. Return None if it names none, and for an
+    integer beyond the largest float."""
     try:
-        return float(value)
-    except ValueError:
+        number = float(value) if isinstance(value, str | int) else None
+    except (ValueError, OverflowError):
         return None
+    return number if isinstance(value, str) else value
 
 
 class _TensorBoard:

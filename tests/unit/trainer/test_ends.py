@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 from ends import BOOM, FAILING, STEPS, End, cells, check_end, restored_limit, write_run
 
+from qarl.metrics.tracker import read_metrics
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.train import main
-from qarl.trainer import loop
+from qarl.trainer import finish, loop
 from qarl.trainer.local import LocalTrainer
+from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("no_probe")
 
@@ -143,4 +146,87 @@ def test_every_end_with_every_shape_of_evaluation(startable_run, monkeypatch, ca
     check_end(Path("runs/bad"), end, shape, code, printed.out + printed.err)
     if name == "Ctrl-C":
         assert [path.name for path in Path("runs/bad/checkpoints").iterdir()] == ["step_2"]
-        assert json.loads(Path("runs/bad/summary.json").read_text())["steps"] == 2
+        assert summary()["steps"] == 2
+
+
+def summary() -> dict[str, Any]:
+    return json.loads(Path("runs/bad/summary.json").read_text())
+
+
+@pytest.fixture
+def train(startable_run, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """`qarl train` of a run with one data source. Returns the exit code and what it printed."""
+    monkeypatch.setattr(loop, "LocalTrainer", Trainer)
+    settings = write_run("one source")
+
+    def run(*overrides: str) -> tuple[int, str]:
+        code = main(["config=run.yaml", *settings, *overrides])
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.out + printed.err
+        return code, printed.out + printed.err
+
+    return run
+
+
+def test_an_export_that_found_no_room_is_made_by_the_same_command_without_another_step(train, monkeypatch):
+    save = Policy.save
+    with restored_limit() as fill_the_disk:
+
+        def save_on_a_full_disk(*arguments: Any) -> Path:
+            fill_the_disk()
+            return save(*arguments)
+
+        monkeypatch.setattr(Policy, "save", save_on_a_full_disk)
+        code, printed = train("trainer.save_freq=3")
+        assert code == 2 and "the newest checkpoint is" in printed and "could not be exported" in printed
+    monkeypatch.setattr(Policy, "save", save)
+    monkeypatch.setattr(Trainer, "at_step", at(STEPS, fail))
+    code, printed = train("trainer.save_freq=3")
+    assert code == 0 and "resumes from" in printed
+    assert Path("runs/bad/export/model.safetensors").is_file()
+    ended = summary()
+    assert ended["finished"] is True and ended["steps"] == STEPS
+    assert ended["accuracy_before"] == ended["accuracy_after"] == 0.5
+
+
+def test_an_evaluation_that_fails_loses_neither_the_step_nor_its_checkpoint(train, monkeypatch):
+    evaluate = Trainer.evaluate
+
+    def evaluate_badly(trainer: Trainer) -> dict[str, float]:
+        if trainer.step == 2:
+            FAILING.touch()
+        return evaluate(trainer)
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate_badly)
+    code, printed = train("trainer.save_freq=2")
+    assert code == 2 and "no verdict" in printed
+    assert [path.name for path in Path("runs/bad/checkpoints").iterdir()] == ["step_2"]
+    assert [entry["step"] for entry in read_metrics("runs/bad")] == [0, 1, 2]
+    FAILING.unlink()
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    assert train("trainer.save_freq=2")[0] == 0
+    assert summary()["steps"] == STEPS and summary()["accuracy_after"] == 0.5
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["alone", "after an error"])
+@pytest.mark.parametrize("file", ["export", "plots", "report"])
+def test_an_interrupt_while_the_last_files_are_written_hides_no_cause(train, monkeypatch, file, first):
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    owner, name = {"export": (Policy, "save"), "plots": (finish, "plot_run"), "report": (finish, "write_report")}[file]
+    monkeypatch.setattr(owner, name, stop)
+    if first:
+        monkeypatch.setattr(Trainer, "at_step", at(2, lambda trainer: FAILING.touch()))
+    code, printed = train()
+    assert code == 130 and printed.endswith("interrupted\n") and ("no verdict" in printed) is first
+    ended = summary()
+    assert ended["interrupted"] is True and ended["finished"] is (file != "export" and not first)
+    assert ("no verdict" in (ended["failed"] or "")) is first
+
+
+def test_what_ends_the_program_during_a_run_is_an_error_of_the_run(train, monkeypatch):
+    monkeypatch.setattr(Trainer, "at_step", at(2, lambda trainer: sys.exit(0)))
+    with pytest.raises(RuntimeError, match=r"something in the run called sys\.exit\(0\)"):
+        train()
+    assert "sys.exit(0)" in summary()["failed"] and summary()["finished"] is False

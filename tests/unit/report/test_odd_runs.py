@@ -1,0 +1,92 @@
+"""Report and plots of run folders that nobody would write: damaged, without steps, with odd names and numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_helpers import config
+
+from qarl.checkpoint.storage import json_safe
+from qarl.metrics.plots import plot_run
+from qarl.metrics.validation import sources_metrics
+from qarl.report import page
+from qarl.report.page import contents, update_report, write_report
+
+NAMES = ("openai/gsm8k", "", "two words", "$cost_$x^{", "_private", "漢字", "a\nb", "x" * 300, "</script>", "nan")
+STEP = {"timing_s/step": 1.0, "critic/score/mean": 0.5, "mismatch/k3": 1e-4}
+NUMBERS = {
+    "NaN": math.nan, "infinite": math.inf, "zero": 0.0, "negative": -1.0, "the largest": 1.7e308,
+    "the smallest": 5e-324, "an integer beyond floats": 10**400, "text": "word", "null": None,
+}  # fmt: skip
+
+
+def write(folder: Path, entries: list[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(json_safe(entry)) + "\n" for entry in entries))
+    return folder
+
+
+def shown(folder: Path) -> dict[str, Any]:
+    """Return the contents of a report, which is written, too."""
+    assert write_report(folder).read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    return contents(folder)
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_data_sources_of_any_name_have_a_line(tmp_path):
+    figures = {name: place / 10 for place, name in enumerate(NAMES)}
+    run = write(tmp_path, [{"step": step} | STEP | sources_metrics(figures) for step in (1, 2)])
+    assert tmp_path / "plots" / "accuracy.png" in plot_run(run)
+    (chart,) = [chart for chart in shown(run)["charts"] if chart["title"] == "Held-out accuracy"]
+    labels = {label for _, label in chart["lines"]}
+    assert labels == {"accuracy", "''", *NAMES} - {""}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_numbers_that_no_axis_shows_are_left_out(tmp_path, case):
+    odd = dict.fromkeys([*STEP, "val/accuracy", "actor/grad_norm", "rollout/entropy"], NUMBERS[case])
+    run = write(tmp_path, [{"step": 1} | STEP | {"val/accuracy": 0.5}, {"step": 2} | odd, {"step": 3} | STEP])
+    assert {path.stem for path in plot_run(run)} >= {"reward", "k3", "accuracy"}
+    assert shown(run)["step"] == 3
+
+
+@pytest.mark.parametrize("entries", [[], [{"step": 0, "val/accuracy": 0.5}], [{"step": 0}]])
+def test_a_run_without_a_step_has_a_report(tmp_path, entries):
+    run = write(tmp_path, entries)
+    plot_run(run)
+    assert shown(run)["step"] == 0
+
+
+DAMAGED = {
+    "summary.json": ("", '{"finished": tr', "[1]", '{"seconds": NaN}', "\0\0"),
+    "config.yaml": ("", "trainer: [", "text", "trainer:\n  total_training_steps: many", "\0"),
+    "samples.jsonl": ('{"step": 1', "3", "null", '{"prompt": "1+1"}', '{"step": "one"}'),
+    "warnings.jsonl": ('{"sign"', "3", '{"sign": "entropy"}', "[]"),
+    "metrics.jsonl": ('{"step": 4, "x', "3", "null", '{"step": null}', "\0\0\0"),
+}
+
+
+@pytest.mark.parametrize("file", DAMAGED)
+def test_damaged_files_of_a_run_leave_the_rest_of_its_report(tmp_path, file):
+    for place, text in enumerate(DAMAGED[file]):
+        run = write(tmp_path / str(place), [{"step": 1} | STEP])
+        with (run / file).open("a", encoding="utf-8") as opened:
+            opened.write(text)
+        data = shown(run)
+        assert data["step"] == 1 and data["series"]["critic/score/mean"] == {"s": [1], "v": [0.5]}
+        assert data["samples"] == data["warnings"] == [] and data["total"] is None
+
+
+def test_no_error_of_the_report_ends_a_run(tmp_path, monkeypatch, capsys):
+    settings = config(tmp_path, "trainer.report=true")
+
+    def fail(run_dir: Path) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(page, "write_report", fail)
+    update_report(settings, 1)
+    assert "the report was not written after step 1: KeyError: 'a bug'" in capsys.readouterr().err

@@ -103,7 +103,12 @@ class WorkerReward:
 
     def load(self) -> None:
         """Start a worker, if there is none. Raise UserError if the function cannot be loaded."""
-        self._executor().submit(lambda: self._idle.append(self._take())).result()
+        loading = self._executor().submit(lambda: self._idle.append(self._take()))
+        try:
+            loading.result()
+        except BaseException:
+            self.stop()
+            raise
 
     def submit(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Future[Outcome]:
         """As in `Reward`. The future raises UserError if the function cannot be loaded."""

@@ -79,6 +79,25 @@ def test_no_worker_outlives_its_trainer(trainer: subprocess.Popen[str], file: Pa
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.long
+def test_ctrl_c_ends_a_function_that_never_loads(file: Path) -> None:
+    file.write_text(
+        "import os\nfrom pathlib import Path\n"
+        "Path(__file__).with_name('loading').write_text(str(os.getpid()))\nwhile True: pass\n"
+    )
+    source = 'from qarl.data.rewards import find_reward\nfind_reward("rewards.py:score").load()'
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", source], cwd=file.parent, env=environment) as process:
+        loading, deadline = file.with_name("loading"), time.monotonic() + 60
+        while not (loading.is_file() and loading.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        worker = psutil.Process(int(loading.read_text()))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) != 0
+    worker.wait(30)
+
+
 @pytest.mark.parametrize("how", ["a script", "standard input"])
 def test_the_main_program_runs_once(file: Path, how: str) -> None:
     """Without `if __name__ == "__main__"`, and with a program that has no file."""

@@ -9,6 +9,7 @@ at the limit, one of the limit's length that ends with EOS. The rollout's log-pr
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -70,7 +71,8 @@ def recorded(config: Config) -> tuple[Any, dict[str, Any]]:
     return batch, columns
 
 
-def in_verl(config: Config) -> dict[str, Any]:
+def in_verl(config: Config) -> dict[str, dict[str, Any]]:
+    """The metrics of the step, and of one whose gradients are NaN."""
     resolved = verl_config(config, on_cpu=True)
     OmegaConf.resolve(resolved)
     trainer, worker = make_trainer(resolved), make_worker(resolved)
@@ -105,7 +107,11 @@ def in_verl(config: Config) -> dict[str, Any]:
         trainer._compute_advantage(batch, metrics)
         trainer._update_actor(batch, metrics)
         trainer._compute_metrics(batch, metrics, {"step": 1.0, "gen": 0.5}, 1, 0)
-    return our_names({name: number(value) for name, value in metrics.items()})
+        skipped: dict[str, Any] = {}
+        patch.setattr(worker.actor.engine, "optimizer_step", lambda: math.nan)
+        trainer._update_actor(batch, skipped)
+    named = (our_names({name: number(value) for name, value in log.items()}) for log in (metrics, skipped))
+    return dict(zip(("verl", "verl_without_updates"), named, strict=True))
 
 
 class RecordedEngine:
@@ -144,10 +150,7 @@ def main(folder: Path, output: str) -> None:
     torch.distributed.init_process_group("cpu:gloo")
     make_files(folder)
     os.chdir(folder)
-    backends = {
-        "verl": in_verl(changed(KEYS)),
-        "local": in_local(changed(KEYS | {"backend": "local"})),
-    }
+    backends = in_verl(changed(KEYS)) | {"local": in_local(changed(KEYS | {"backend": "local"}))}
     Path(output).write_text(json.dumps(backends), encoding="utf-8")
     torch.distributed.destroy_process_group()
 

@@ -30,7 +30,8 @@ def test_the_table_has_every_metric(logs: Logs, backend: str) -> None:
 
 def test_what_the_table_calls_equal_is_equal(logs: Logs) -> None:
     """K3 of a micro-batch differs in its last bit, because verl's micro-batch is as wide as its longest response."""
-    local, verl = ({name: value for name, value in log.items() if kind_of(name) == "equal"} for log in logs.values())
+    logged = (logs["local"], logs["verl"])
+    local, verl = ({name: value for name, value in log.items() if kind_of(name) == "equal"} for log in logged)
     assert len(local) > 80
     assert local.keys() == verl.keys()
     assert {name: value for name, value in local.items() if value != verl[name] and not name.endswith("k3")} == {}
@@ -39,10 +40,15 @@ def test_what_the_table_calls_equal_is_equal(logs: Logs) -> None:
 
 def test_the_clip_ratio_counts_what_was_cut_off(logs: Logs) -> None:
     """Two of eight responses have the length of the limit. One of them ends with EOS."""
-    for log in logs.values():
-        assert log["response_length/clip_ratio"] == 1 / 8
+    for backend in ("local", "verl"):
+        assert logs[backend]["response_length/clip_ratio"] == 1 / 8
     assert logs["verl"]["response_length_non_aborted/clip_ratio"] == 1 / 8
     assert logs["verl"]["prompt_length/clip_ratio"] == 0.0  # the limit is 6, the longest prompt has 5
+
+
+def test_updates_without_a_finite_gradient_are_counted(logs: Logs) -> None:
+    assert logs["verl"]["actor/skipped_steps"] == 0
+    assert logs["verl_without_updates"]["actor/skipped_steps"] == 2  # mini-batches
 
 
 def test_no_row_is_left_over() -> None:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from qarl.checkpoint.storage import METRICS_FILE, StorageError, append_lines, number, read_lines, write_json, writing
 from qarl.console import say
-from qarl.errors import UserError
+from qarl.errors import UserError, in_one_line
 from qarl.metrics.summary import STEP_SECONDS
 from qarl.metrics.warning_log import WarningLog
 from qarl.process import cpu_fields, package_versions
@@ -70,7 +70,7 @@ class Tracker:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics.open("ab").close()
         history = [entry for entry in read_metrics(run_dir) if entry["step"] <= start_step] if start_step else []
-        self._watch = WarningLog(run_dir, history, config_dict.get("actor"))
+        self._watch: WarningLog | None = WarningLog(run_dir, history, config_dict.get("actor"))
         self._views: dict[str, Any] = {}
         make: dict[str, Callable[[], Any]] = {
             "console": lambda: _Console(total_steps),
@@ -90,8 +90,21 @@ class Tracker:
         append_lines(self._metrics, [{"step": step, **values}])
         for name in list(self._views):
             self._try(name, lambda view: view.log(values, step))
-        for text in self._watch.after(step, values):
+        for text in self._signs_after(step, values):
             self.message(f"step {step}: {text}")
+
+    def _signs_after(self, step: int, values: Mapping[str, float]) -> list[str]:
+        """Return new warning signs. An error in looking for them ends the looking, not the run."""
+        if self._watch is None:
+            return []
+        try:
+            return self._watch.after(step, values)
+        except StorageError:
+            raise
+        except Exception as error:
+            self._watch = None
+            say(f"warning: no more warning signs are looked for after step {step} ({in_one_line(error)})")
+            return []
 
     def message(self, text: str) -> None:
         """Print a message on the console logger, or on stderr if the run has no console logger."""

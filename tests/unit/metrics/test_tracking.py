@@ -18,6 +18,7 @@ import wandb
 from qarl.errors import UserError
 from qarl.metrics.plots import plot_run
 from qarl.metrics.tracker import Tracker, check_wandb_key, read_metrics, write_versions
+from qarl.metrics.warning_log import WarningLog
 
 
 def write_lines(run_dir: Path, *entries: dict[str, float]) -> None:
@@ -144,3 +145,19 @@ def test_wandb_without_a_key_is_refused_before_the_run(tmp_path: Path, monkeypat
     host = urlsplit(wandb.setup().settings.base_url).hostname
     (tmp_path / "netrc").write_text(f"machine {host} login user password {'x' * 40}\n")
     check_wandb_key()
+
+
+def test_an_error_in_looking_for_warning_signs_ends_the_looking_and_not_the_run(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def fail(self: WarningLog, step: int, metrics: dict[str, float]) -> list[str]:
+        calls.append(step)
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(WarningLog, "after", fail)
+    with Tracker(tmp_path, [], 2, {}) as tracker:
+        tracker.log({"x": 1.0}, step=1)
+        tracker.log({"x": 2.0}, step=2)
+    assert calls == [1] and tracker.problem is None
+    assert [entry["x"] for entry in read_metrics(tmp_path)] == [1.0, 2.0]
+    assert "no more warning signs are looked for after step 1 (KeyError: 'a bug')" in capsys.readouterr().err

@@ -16,7 +16,9 @@ from updating_trainer import FOUR, four_responses, updating_trainer
 
 from qarl.data.prompts import Prompt
 from qarl.data.reward_workers import InProcessReward
+from qarl.diagnose.diagnosis import with_keys
 from qarl.metrics.step_metrics import PhaseTimer
+from qarl.objectives import verl_functions
 from qarl.rollout.engine import RolloutBatch, SamplingConfig
 from qarl.trainer.local import LocalTrainer
 
@@ -47,6 +49,37 @@ def everything(trainer: Any) -> dict[str, torch.Tensor]:
         tensors |= {f"moment.{index}.{name}": v for name, v in slots.items() if torch.is_tensor(v)}
     tensors |= {f"published.{name}": tensor for name, tensor in trainer.policy.packed_state_dict()}
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def test_a_mini_batch_is_divided_by_its_own_responses(tmp_path, monkeypatch):
+    """Responses of 3 and 2 tokens, then of 1 and 2: not by those of the whole batch, or of a micro-batch."""
+    trainer, batch = small_trainer(tmp_path, "fp32"), four_responses()
+    trainer.config = with_keys(trainer.config, {"actor.ppo_micro_batch_size_per_gpu": 1})
+    wholes = []
+    loss = trainer.loss
+    monkeypatch.setattr(trainer, "loss", lambda *arguments: wholes.append(arguments[-1]) or loss(*arguments))
+    old = torch.full_like(batch.rollout_log_probs, -4.0)
+    for start in (0, 2):
+        trainer.backward(batch, old, start, start + 2)
+    assert wholes == [{"responses": 2, "tokens": 5}] * 2 + [{"responses": 2, "tokens": 3}] * 2
+
+
+def test_the_kl_term_is_multiplied_by_its_factor(tmp_path, monkeypatch):
+    trainer, batch = small_trainer(tmp_path, "fp32"), four_responses()
+    trainer.objective = trainer.objective.model_copy(update={"use_kl_loss": True, "kl_loss_coef": 0.25})
+    seen = []
+    monkeypatch.setattr(
+        verl_functions, "kl_term", lambda *tensors, **whole: seen.append((*tensors, whole)) or torch.tensor(8.0)
+    )
+    old = torch.full_like(batch.rollout_log_probs, -4.0)
+    rows, whole = slice(0, 2), {"responses": 2, "tokens": 5}
+    without, _ = trainer.loss(batch, old, rows, old[rows], whole)
+    batch.reference_log_probs = torch.full_like(old, -5.0)
+    loss, statistics = trainer.loss(batch, old, rows, old[rows], whole)
+    assert float(loss - without) == 2.0 and statistics["sum/kl_loss"] == 8.0
+    ((new, reference, mask, _, denominators),) = seen
+    assert torch.equal(new, old[rows]) and torch.equal(reference, batch.reference_log_probs[rows])
+    assert torch.equal(mask, batch.response_mask[rows]) and denominators == whole
 
 
 @pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])

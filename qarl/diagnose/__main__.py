@@ -1,14 +1,19 @@
 """Show how far trainer and rollout differ for a run, and why.
 
 usage: qarl diagnose config=NAME.yaml [KEY=VALUE ...]
+       qarl diagnose calibrate config=NAME.yaml [batches=6] [share=0.05] [KEY=VALUE ...]
        qarl diagnose --help [SECTION | SECTION.KEY ...]
 
 The arguments are those of qarl train. The command samples one batch, as in the first step of that
 run, but does not train the model. It prints one response token by token, and the mismatch split by
 cause. `python -m qarl.diagnose` is the same command.
 
+calibrate samples several batches, and proposes thresholds for the corrections of a run: weights,
+rejections, TBPO's cap and bands. Each would lose `share` of the responses (or tokens) to the
+mismatch of a level, compared with level exact, which has none.
+
 exit codes:
-  0    the mismatch was measured
+  0    the mismatch was measured, or the thresholds
   2    the config, the data or the machine cannot be used; one message says why
   130  ended by Ctrl-C
 """
@@ -22,10 +27,19 @@ from qarl.console import entry
 
 def _main(argv: list[str]) -> int:
     from qarl.config import load_config
+    from qarl.diagnose.arguments import CALIBRATE, calibrate_request
     from qarl.process import limit_threads
 
+    request = None
+    if argv[:1] == [CALIBRATE]:
+        request, argv = calibrate_request(argv[1:])
     config = load_config(argv)
     limit_threads(config.trainer.num_threads)
+    if request is not None:
+        from qarl.diagnose.calibrate import calibrate
+
+        calibrate(config, request)
+        return 0
     from qarl.diagnose.diagnosis import diagnose
 
     diagnose(config)
@@ -35,8 +49,9 @@ def _main(argv: list[str]) -> int:
 def _help(topics: list[str]) -> str:
     """Return the help: this page and the config's sections, or help on the sections and keys in `topics`."""
     from qarl.config.help import config_help
+    from qarl.diagnose.arguments import CALIBRATE
 
-    return config_help(__doc__ or "", topics)
+    return config_help(__doc__ or "", [topic for topic in topics if topic != CALIBRATE])
 
 
 main, describe = entry(_main, __doc__, _help)

@@ -1,0 +1,397 @@
+"""`qarl diagnose calibrate`: thresholds for the corrections of a run, measured against the exact reference.
+
+arXiv 2605.14220 (VeXact, section 6) proposes this use of a reference without a mismatch: thresholds of corrections are
+ad hoc without one. Batches are sampled as in the first steps of the run, but from the weights in `model.path` without
+an update. Then trainers at several levels compute the log-probs of the same responses. At level `exact` they are the
+rollout's own (on a CPU, bit for bit), so a correction has nothing to correct there, and whatever a threshold takes at
+another level is lost to the mismatch of that level alone.
+
+For each level, `RULES` gives the statistics of r_corr, the ratio of the trainer's probability to the rollout's, that a
+correction compares with a threshold (section 4.2 of the paper finds r_corr better than the ratio of an update). The
+proposed threshold loses `share` of the responses, or of the tokens (`qarl.diagnose.thresholds`).
+
+TBPO's bands bound the ratio of an update, which has no mismatch if trainer and rollout agree. So they are measured at
+`exact`: it takes the mini-batches of each batch as a first training step would, and the ratios of all but the first one
+count. The learning rate is optim.lr from the first update on, the optimizer has no moments yet, and each batch starts
+from the sampled weights.
+
+This departs from the paper, whose reference is another engine: with the engine's own responses on both sides, no noise
+of sampling comes between two levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qarl.checkpoint.storage import write_json
+from qarl.config import Config
+from qarl.config.actor import SEQUENCE_LOSSES
+from qarl.console import say
+from qarl.diagnose.arguments import CalibrateRequest
+from qarl.diagnose.diagnosis import compare, with_keys
+from qarl.diagnose.thresholds import Sample, propose, share_above
+from qarl.metrics.step_metrics import SAFETY_BOUND, mismatch_metrics
+from qarl.quant.state_dict import requantize
+from qarl.tbpo.config import TBPOConfig
+from qarl.trainer.batch import Batch
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.policy import Policy
+from qarl.trainer.prepare import prepare_run
+
+FILE = "calibrate.json"
+REFERENCE = "exact"
+LEVELS = ("off", "linears")
+"""Levels that are measured besides the run's own and the reference."""
+LEAST = 1e-6
+"""A threshold of a rejection is above 0, and a weight's is at least 1."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A correction with a threshold. `keys`: the config's keys besides it. `key`: the threshold's. `of`: what is lost.
+
+    `statistic`: log r_corr, FP64 [B, R], 0 outside of the mask, and the mask -> values [B], or [tokens] if `of` is
+    "tokens". `least`: the smallest allowed threshold. `paper`: that of the paper that proposes the correction."""
+
+    name: str
+    keys: Mapping[str, Any]
+    key: str
+    of: str
+    statistic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    least: float
+    paper: float | None = None
+
+    def refused_with(self, loss: str) -> bool:
+        """Return whether the config refuses this correction with the objective `loss`."""
+        if self.key.startswith("actor."):
+            return loss != "tbpo"
+        if "rollout_correction.rollout_is" in self.keys:
+            return loss in ("tbpo", "mis_gspo")
+        return self.of == "tokens" and loss in SEQUENCE_LOSSES
+
+
+def _k1(log_r: torch.Tensor) -> torch.Tensor:
+    return -log_r
+
+
+def _k3(log_r: torch.Tensor) -> torch.Tensor:
+    return log_r.expm1() - log_r
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return values.sum(1) / mask.sum(1).clamp(min=1)
+
+
+def _bounded_exp(log_r: torch.Tensor) -> torch.Tensor:
+    return log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+
+
+def _weight(level: str, statistic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], paper: float | None) -> Rule:
+    keys = {"rollout_correction.rollout_is": level}
+    of = "tokens" if level == "token" else "responses"
+    return Rule(f"weight, {level}", keys, "rollout_correction.rollout_is_threshold", of, statistic, 1.0, paper)
+
+
+def _rejection(
+    option: str, statistic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], paper: float | None = None
+) -> Rule:
+    of = "tokens" if option.startswith("token") else "responses"
+    keys = {"rollout_correction.rollout_rs": option}
+    return Rule(f"rejection, {option}", keys, "rollout_correction.rollout_rs_threshold", of, statistic, LEAST, paper)
+
+
+RULES = (
+    # arXiv 2605.14220, equations 6, 8 and 11, and its thresholds (appendix A.4).
+    _weight("token", lambda log_r, mask: _bounded_exp(log_r)[mask], 2.0),
+    _weight("sequence", lambda log_r, mask: _bounded_exp(log_r.sum(1)), None),
+    _weight("geometric", lambda log_r, mask: _bounded_exp(_mean(log_r, mask)), None),
+    _rejection("token_k3", lambda log_r, mask: _k3(log_r)[mask]),
+    _rejection("seq_sum_k1", lambda log_r, mask: _k1(log_r).sum(1), 0.001),
+    _rejection("seq_sum_k3", lambda log_r, mask: _k3(log_r).sum(1), 0.001),
+    _rejection("seq_mean_k1", lambda log_r, mask: _mean(_k1(log_r), mask)),
+    _rejection("seq_mean_k3", lambda log_r, mask: _mean(_k3(log_r), mask)),
+    _rejection("seq_max_k3", lambda log_r, mask: _k3(log_r).amax(1)),
+    # arXiv 2604.07853, section 3.2: w outside of [1/C, C].
+    Rule(
+        "TBPO's cap C",
+        {},
+        "actor.seq_tis_imp_ratio_cap",
+        "responses",
+        lambda log_r, mask: _bounded_exp(_mean(log_r, mask).abs()),
+        1.0,
+        TBPOConfig().seq_tis_imp_ratio_cap,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The sampled batches, and for each of them the number of the prompt of every response, int64 [B]."""
+
+    batches: Sequence[Batch]
+    prompts: Sequence[torch.Tensor]
+
+    @property
+    def responses(self) -> int:
+        return sum(int(batch.response_mask.any(1).sum()) for batch in self.batches)
+
+    @property
+    def tokens(self) -> int:
+        return sum(int(batch.response_mask.sum()) for batch in self.batches)
+
+
+def numbered_prompts(batches: Sequence[Batch]) -> Sampled:
+    """Number the prompts from 0 in the order in which they come. Equal prompts have one number."""
+    numbers: dict[tuple[int, ...], int] = {}
+    prompts = []
+    for batch in batches:
+        texts = [
+            tuple(row[:length].tolist()) for row, length in zip(batch.input_ids, batch.prompt_lengths, strict=True)
+        ]
+        prompts.append(torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts]))
+    return Sampled(batches, prompts)
+
+
+def sample_of(rule: Rule, log_probs: Sequence[torch.Tensor], sampled: Sampled) -> Sample:
+    """Return the values of `rule` over all batches. `log_probs`: the trainer's, FP32 [B, R] for each batch."""
+    values, prompts = [], []
+    for batch, numbers, own in zip(sampled.batches, sampled.prompts, log_probs, strict=True):
+        mask, rollout = batch.response_mask.cpu(), batch.rollout_log_probs.cpu()
+        log_r = torch.where(mask, own.cpu() - rollout, 0.0).double().clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        measured = rule.statistic(log_r, mask)
+        if rule.of == "tokens":
+            prompts.append(numbers[:, None].expand_as(mask)[mask])
+            values.append(measured)
+        else:
+            filled = mask.any(1)
+            prompts.append(numbers[filled])
+            values.append(measured[filled])
+    return Sample(torch.cat(values).numpy(), torch.cat(prompts).numpy())
+
+
+def threshold_row(rule: Rule, sample: Sample, reference: Sample, config: Config, share: float) -> dict[str, Any]:
+    """Return the report of one rule: the proposed threshold, or why there is none, and what the paper's loses."""
+    row: dict[str, Any] = {
+        "name": rule.name,
+        "of": rule.of,
+        "refused_with_this_loss": rule.refused_with(config.actor.loss),
+    }
+    proposal = propose(sample, share, origin=1.0 if rule.least == 1.0 else 0.0)
+    if isinstance(proposal, str):
+        row["none"] = proposal
+    elif proposal.value < rule.least:
+        row["none"] = f"{1 - share:.0%} of the {rule.of} are below {rule.least:g}, the smallest threshold"
+    else:
+        row |= {"keys": dict(rule.keys) | {rule.key: proposal.value}, **proposal.as_dict()}
+        row["reference_loses"] = share_above(reference, proposal.value).share
+    if rule.paper is not None:
+        lost = share_above(sample, rule.paper)
+        row["paper"] = {"value": rule.paper, "loses": lost.share, "low": lost.low, "high": lost.high}
+    return row
+
+
+@dataclass(frozen=True)
+class Update:
+    """The ratios of a later mini-batch: r - 1 of each response, its advantage and length, and its prompt, [B] each."""
+
+    deviation: torch.Tensor
+    advantage: torch.Tensor
+    length: torch.Tensor
+    prompts: torch.Tensor
+
+
+def band_rows(updates: Sequence[Update], actor: Any, share: float) -> list[dict[str, Any]]:
+    """Return a row for each edge of TBPO's bands: the width that leaves `share` of the responses of its sign outside.
+
+    A band with two edges leaves half of the share outside each. With `actor.band_scaling=length`, widths are those at
+    `actor.band_reference_length`."""
+    deviation, advantage, length, prompts = (
+        torch.cat([getattr(update, name) for update in updates])
+        for name in ("deviation", "advantage", "length", "prompts")
+    )
+    if actor.band_scaling == "length":
+        deviation = deviation * (length / actor.band_reference_length).sqrt()
+    two_sided = actor.positive_band == "two_sided"
+    edges = [("seq_clip_ratio_high", 1, 1, share / 2 if two_sided else share)]
+    edges += [("seq_clip_ratio_low", 1, -1, share / 2)] if two_sided else []
+    edges += [("neg_seq_clip_ratio_low", -1, -1, share / 2), ("neg_seq_clip_ratio_high", -1, 1, share / 2)]
+    rows = []
+    for name, sign, side, allowed in edges:
+        chosen = advantage * sign > 0
+        sample = Sample((side * deviation[chosen]).double().numpy(), prompts[chosen].numpy())
+        proposal = propose(sample, allowed)
+        row: dict[str, Any] = {"name": f"TBPO's {name}", "of": f"responses with A {'>' if sign > 0 else '<'} 0"}
+        if isinstance(proposal, str):
+            row["none"] = proposal
+        elif proposal.value < LEAST:
+            row["none"] = "the ratios are on the other side of 1"
+        else:
+            row |= {"keys": {f"actor.{name}": proposal.value}, **proposal.as_dict()}
+        if len(sample.values):
+            configured = getattr(actor, name)
+            lost = share_above(sample, configured)
+            row["configured"] = {"value": configured, "loses": lost.share, "low": lost.low, "high": lost.high}
+        rows.append(row)
+    return rows
+
+
+def measure_updates(trainer: LocalTrainer, sampled: Sampled, old: Sequence[torch.Tensor]) -> list[Update]:
+    """Take a first training step on each batch, from the sampled weights, and return the ratios after each update."""
+    trained = [parameter for parameter in trainer.policy.model.parameters() if parameter.requires_grad]
+    start = [parameter.detach().clone() for parameter in trained]
+    size = trainer.config.actor.ppo_mini_batch_size * trainer.config.rollout.n
+    updates = []
+    for batch, prompts, before in zip(sampled.batches, sampled.prompts, old, strict=True):
+        with torch.no_grad():
+            for parameter, value in zip(trained, start, strict=True):
+                parameter.copy_(value)
+        requantize(trainer.policy.model)
+        trainer.replace_policy(trainer.policy)
+        parts = [part for _ in range(trainer.config.actor.ppo_epochs) for part in batch.micro_batches(size)]
+        for number, part in enumerate(parts):
+            _, new = trainer.backward(batch, before, part.start, part.stop)
+            if number:
+                updates.append(_ratios(batch, part, new, before, prompts))
+            if part is not parts[-1]:
+                trainer.optimizer_step()
+    return updates
+
+
+def _ratios(batch: Batch, rows: slice, new: torch.Tensor, old: torch.Tensor, prompts: torch.Tensor) -> Update:
+    mask = batch.response_mask[rows]
+    filled = mask.any(1).cpu()
+    log_r = _mean(torch.where(mask, new - old[rows], 0.0), mask)
+    columns = (log_r.double().expm1().cpu(), batch.advantages[rows].cpu(), mask.sum(1).cpu(), prompts[rows])
+    return Update(*(column[filled] for column in columns))
+
+
+def calibrate(config: Config, request: CalibrateRequest) -> dict[str, Any]:
+    """Sample, compare, print, and write `calibrate.json` to the run directory. Return its content."""
+    config = with_keys(config, {"optim.lr_warmup_steps": 0})
+    parts = prepare_run(config)
+    trainer = LocalTrainer(config, parts)
+    with trainer.engine:
+        sampled = numbered_prompts([_sample(trainer, number, request.batches) for number in range(request.batches)])
+    others = [level for level in dict.fromkeys((config.quant.align, *LEVELS)) if level != REFERENCE]
+    log_probs = {level: _log_probs(trainer, level, sampled) for level in (*others, REFERENCE)}
+    report: dict[str, Any] = {
+        "model": config.model.path,
+        "scheme": config.quant.scheme,
+        "loss": config.actor.loss,
+        "level": config.quant.align,
+        "batches": request.batches,
+        "prompts": len({int(number) for numbers in sampled.prompts for number in numbers}),
+        "responses": sampled.responses,
+        "tokens": sampled.tokens,
+        "share": request.share,
+    }
+    report["levels"] = {
+        level: _level(own, log_probs[REFERENCE], sampled, config, request.share) for level, own in log_probs.items()
+    }
+    report["bands"] = _bands(trainer, sampled, log_probs[REFERENCE], request.share)
+    print(as_text(report))
+    write_json(config.run_dir / FILE, report)
+    return report
+
+
+def _sample(trainer: LocalTrainer, number: int, batches: int) -> Batch:
+    """Sample the batch of step `number`, from weights that no step has changed."""
+    say(f"sampling: batch {number + 1} of {batches}")
+    trainer.step = number
+    trainer.publish()
+    return trainer.rollout()[0]
+
+
+def _log_probs(trainer: LocalTrainer, level: str, sampled: Sampled) -> list[torch.Tensor]:
+    """Return the log-probs of each batch at `level`. Afterwards the trainer's policy is the one of the last level."""
+    say(f"quant.align={level}")
+    config = trainer.config
+    if level != trainer.policy.align:
+        trainer.replace_policy(Policy.load(with_keys(config, {"quant.align": level})))
+    return [compare(level, trainer.policy, batch, config).log_probs for batch in sampled.batches]
+
+
+def _level(
+    own: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], sampled: Sampled, config: Config, share: float
+) -> dict[str, Any]:
+    """Return the report of one level."""
+    whole = [
+        torch.cat([part[batch.response_mask].cpu() for part, batch in zip(parts, sampled.batches, strict=True)])
+        for parts in (own, [batch.rollout_log_probs for batch in sampled.batches])
+    ]
+    mismatch = mismatch_metrics(whole[0][None], whole[1][None], torch.ones(1, len(whole[0])))
+    names = ("abs_mean", "abs_max", "k1", "k3")
+    rows = [
+        threshold_row(rule, sample_of(rule, own, sampled), sample_of(rule, reference, sampled), config, share)
+        for rule in RULES
+    ]
+    return {"mismatch": {name: mismatch[f"mismatch/{name}"] for name in names}, "thresholds": rows}
+
+
+def _bands(
+    trainer: LocalTrainer, sampled: Sampled, old: Sequence[torch.Tensor], share: float
+) -> list[dict[str, Any]] | str:
+    """Return the rows of the bands, or a sentence that says why there are none. The trainer is at the reference."""
+    actor, config = trainer.config.actor, trainer.config
+    if actor.loss != "tbpo":
+        return "not measured: actor.loss is not tbpo"
+    if actor.ppo_mini_batch_size >= config.data.train_batch_size and actor.ppo_epochs == 1:
+        return "not measured: each step has one update, before which every ratio is 1"
+    say("updates at the reference")
+    return band_rows(measure_updates(trainer, sampled, old), actor, share)
+
+
+_HEAD = "| correction | keys | 95% interval | loses | on other prompts | at exact | the paper's loses |"
+_BAND_HEAD = "| band | keys | 95% interval | outside | on other prompts | the configured one leaves outside |"
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """Return the printed report, in Markdown."""
+    lines = [
+        f"\n{report['scheme']}, actor.loss={report['loss']}, {report['model']}: {report['batches']} batches, "
+        f"{report['prompts']} prompts, {report['responses']} responses, {report['tokens']} tokens",
+        f"thresholds that lose {report['share']:.1%}; what they cost is measured here, not whether training is better",
+    ]
+    for level, part in report["levels"].items():
+        mismatch = part["mismatch"]
+        lines.append(
+            f"\nquant.align={level}: mean |δ| {mismatch['abs_mean']:.3g}, largest {mismatch['abs_max']:.3g}, "
+            f"K1 {mismatch['k1']:.3g}, K3 {mismatch['k3']:.3g}"
+        )
+        if not mismatch["abs_max"]:
+            lines.append("no mismatch: every ratio is 1, and nothing is to be corrected")
+            continue
+        lines += ["", *_table(_HEAD, part["thresholds"])]
+    bands = report["bands"]
+    lines.append("\nTBPO's bands, after the updates of a first step at exact:\n")
+    lines += [bands] if isinstance(bands, str) else _table(_BAND_HEAD, bands)
+    return "\n".join(lines)
+
+
+def _table(head: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [head, "|---" * (head.count("|") - 1) + "|"]
+    for row in rows:
+        cells = [row["name"] + (" (not with this actor.loss)" if row.get("refused_with_this_loss") else "")]
+        if "none" in row:
+            cells += [row["none"], "", "", ""]
+        else:
+            cells.append(" ".join(f"{key}={value}" for key, value in row["keys"].items()))
+            cells.append(f"{row['low']:.3g} to {row['high']:.3g}")
+            cells.append(f"{row['loses']:.1%} of {row['of']}")
+            cells.append(f"{row['on_other_prompts']:.1%}")
+        if head == _HEAD:
+            cells.append("" if "none" in row else f"{row['reference_loses']:.1%}")
+        cells.append(_other(row.get("paper") or row.get("configured")))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _other(known: Mapping[str, float] | None) -> str:
+    """Return what another threshold loses, with its interval."""
+    if known is None:
+        return ""
+    return f"{known['value']:g}: {known['loses']:.1%} ({known['low']:.1%} to {known['high']:.1%})"

@@ -135,16 +135,17 @@ DECIDES = """
     seed backend verl model.path model.dtype model.head_dtype data.train_files data.train_batch_size
     data.max_prompt_length data.max_response_length data.shuffle data.prompt_key data.filter_overlong_prompts
     reward.function reward.keep_special_tokens rollout.n rollout.temperature rollout.top_p rollout.top_k
-    rollout.tensor_model_parallel_size rollout.router_replay quant.scheme quant.group_size quant.ignore quant.align quant.kernels lora.r lora.alpha
-    lora.target_modules actor.loss actor.loss_agg_mode actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c
-    actor.tau_pos actor.tau_neg actor.mis_imp_ratio_cap actor.use_kl_loss actor.kl_loss_coef actor.ppo_mini_batch_size
-    actor.old_log_probs actor.old_log_probs_sample actor.ppo_epochs actor.grad_clip actor.seq_clip_ratio_high
-    actor.seq_clip_ratio_low actor.neg_seq_clip_ratio_low actor.neg_seq_clip_ratio_high actor.seq_tis_imp_ratio_cap
-    actor.mismatch_outside_cap actor.positive_band actor.band_scaling actor.band_reference_length
-    algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo rollout_correction.bypass_mode
-    rollout_correction.rollout_is rollout_correction.rollout_is_mode rollout_correction.rollout_is_threshold
-    rollout_correction.rollout_is_threshold_lower rollout_correction.rollout_is_batch_normalize
-    rollout_correction.rollout_rs rollout_correction.rollout_rs_threshold rollout_correction.rollout_rs_threshold_lower
+    rollout.tensor_model_parallel_size rollout.router_replay quant.scheme quant.group_size quant.ignore quant.align
+    quant.kernels lora.r lora.alpha lora.target_modules actor.loss actor.loss_agg_mode actor.clip_ratio_low
+    actor.clip_ratio_high actor.clip_ratio_c actor.tau_pos actor.tau_neg actor.mis_imp_ratio_cap actor.use_kl_loss
+    actor.kl_loss_coef actor.ppo_mini_batch_size actor.old_log_probs actor.old_log_probs_sample actor.ppo_epochs
+    actor.grad_clip actor.seq_clip_ratio_high actor.seq_clip_ratio_low actor.neg_seq_clip_ratio_low
+    actor.neg_seq_clip_ratio_high actor.seq_tis_imp_ratio_cap actor.mismatch_outside_cap actor.positive_band
+    actor.band_scaling actor.band_reference_length algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo
+    rollout_correction.bypass_mode rollout_correction.rollout_is rollout_correction.rollout_is_mode
+    rollout_correction.rollout_is_threshold rollout_correction.rollout_is_threshold_lower
+    rollout_correction.rollout_is_batch_normalize rollout_correction.rollout_rs
+    rollout_correction.rollout_rs_threshold rollout_correction.rollout_rs_threshold_lower
     rollout_correction.rollout_rs_ratio rollout_correction.veto_threshold optim.name optim.lr optim.betas optim.eps
     optim.weight_decay optim.lr_warmup_steps optim.lr_scheduler_type optim.min_lr_ratio optim.muon_lr
     optim.muon_momentum optim.master_dtype trainer.nnodes trainer.n_gpus_per_node

@@ -10,6 +10,9 @@ import pytest
 from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 
+from qarl.data.ground_truths import judge
+from qarl.data.prompts import Prompt
+from qarl.data.reward_workers import InProcessReward
 from qarl.data.rewards import get_reward_fn
 
 
@@ -36,6 +39,16 @@ def test_the_reward() -> None:
     assert score("5+7=12") == 1 and score("5+7=13") == 0
     assert score(" " * 64 + "5+7=12") == pytest.approx(0.9)
     assert score(" " * 500 + "5+7=12") == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("function", "truth"), [("own_reward.py:short_and_right", "12"), ("own_task.py:reward", "0123")]
+)
+def test_ground_truths_are_right_answers(function: str, truth: str) -> None:
+    name = str(ROOT / "examples" / function)
+    prompts = [Prompt(0, "", [], [1], truth)] * 2
+    judged = judge(InProcessReward(name, get_reward_fn(name)), prompts, timeout_s=None)
+    assert (judged.count, judged.wrong) == (2, [])
 
 
 @pytest.mark.vllm

@@ -208,6 +208,13 @@ def test_sizes_that_the_engines_kernel_lacks(diagnosis: Refusal) -> None:
 
 
 @pytest.mark.verl
+def test_files_that_verl_would_read(diagnosis: Refusal) -> None:
+    spoil, words = SPOILED["prompts in UTF-16"]
+    spoil()
+    diagnosis("backend=verl", words=words.split(" | "))
+
+
+@pytest.mark.verl
 def test_code_that_verl_would_run(diagnosis: Refusal) -> None:
     edit_model_config(auto_map={"AutoConfig": "code.Config"})
     diagnosis("backend=verl", words=["contains Python code, which verl would run"])

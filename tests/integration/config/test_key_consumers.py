@@ -204,6 +204,7 @@ BESIDE_VERL = {
     "verl": "qarl/verl/run.py",
     "backend": "qarl/train.py",
     "dry_run": "qarl/train.py",
+    "reward.check_ground_truths": "qarl/checks/registry.py",
     "trainer.num_threads": "qarl/verl/config.py",
     "trainer.logger": "qarl/verl/run.py",
     "trainer.plots": "qarl/verl/run.py",

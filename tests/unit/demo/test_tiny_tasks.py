@@ -8,6 +8,9 @@ import pytest
 from checkout import ROOT
 
 from qarl.config import load_config
+from qarl.data.ground_truths import judge
+from qarl.data.prompts import Prompt
+from qarl.data.reward_workers import InProcessReward
 from qarl.data.rewards import get_reward_fn
 from qarl.demo import tiny_model
 
@@ -25,6 +28,16 @@ def test_worked_answers_are_right_and_as_long_as_said(name: str) -> None:
     for problem in problems:
         assert task.reward("", task.response_text(problem), task.answer(problem)) == 1.0
     assert task.draw(5, random.Random(0), set(problems[:3])) != problems[:5]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ground_truths_are_right_answers(name: str) -> None:
+    """So that a run of a shipped config starts without an error or a warning."""
+    task = tiny_model.TASKS[name]
+    problems = task.draw(64, random.Random(0), set())
+    prompts = [Prompt(i, name, [], [1], task.answer(problem)) for i, problem in enumerate(problems)]
+    judged = judge(InProcessReward(name, task.reward), prompts, timeout_s=None)
+    assert (judged.count, judged.wrong) == (64, [])
 
 
 def test_letters_are_inserted_one_by_one() -> None:

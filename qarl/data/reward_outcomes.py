@@ -63,7 +63,7 @@ def outcome_of(result: Any) -> Outcome:
         if inspect.iscoroutine(result):
             result.close()  # otherwise Python warns that it was never awaited
         return ASYNC
-    score = result.get("score") if isinstance(result, Mapping) else result
+    score: Any = result.get("score") if isinstance(result, Mapping) else result
     if not _is_number(score):
         why = "a reward must be a finite number that FP32 can hold, or a dict with one under 'score'"
         fix = "make it return a number for every response, even an empty or garbled one"

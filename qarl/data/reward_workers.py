@@ -172,7 +172,7 @@ class WorkerReward:
 _UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError)
 """What pickle raises, before anything is sent."""
 _PLAIN_DATA = "let ground_truth and extra_info be text, numbers, lists and dicts"
-_LACK = {signal.SIGKILL: ", as happens if memory is lacking"}
+_LACK: dict[int, str] = {signal.SIGKILL: ", as happens if memory is lacking"}
 _MEMORY = "look at what it prints, at the machine's memory (fewer reward.workers need less) and at the kernel's log"
 
 

@@ -7,7 +7,7 @@ checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
     on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.checkpoint.Saving`)
     _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
     _compute_advantage      sets the advantages of equal rewards to 0, where verl's are rounding noise
-                            (`qarl.trainer.advantages`)
+                            (`qarl.verl.advantages`)
     _compute_metrics        counts responses that were cut off, not those as long as the longest
                             (`qarl.verl.response_ends`)
     _update_actor           tells the engine to check the first mini-batch (`qarl.verl.step_measurements`). If it drops
@@ -52,8 +52,8 @@ from verl.utils.debug import marked_timer
 from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.metrics.validation import answers_metrics
-from qarl.trainer.advantages import baseline_of, equal_rewards
 from qarl.trainer.old_log_probs import Skipping, differing_tokens, sample_size
+from qarl.verl.advantages import rows_of_equal_rewards
 from qarl.verl.ask_servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped, reward_refusal
 from qarl.verl.checkpoint import Saving
 from qarl.verl.checks import refuse
@@ -128,39 +128,17 @@ class QaRLTrainerSync(PPOTrainerSync):
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)
-        equal = self._rows_of_equal_rewards(batch)
-        if equal:
+        algorithm, partition = self.config.algorithm, batch.partition_id
+        column = "token_level_rewards" if algorithm.use_kl_in_reward else "rm_scores"
+        names = [column, "response_mask"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=partition, select_fields=names)
+        rewards, tokens = (torch.stack([row.float().sum() for row in data[name].unbind()]) for name in names)
+        if equal := rows_of_equal_rewards(batch.keys, rewards, tokens > 0, algorithm):
             keys = [batch.keys[row] for row in equal]
-            names = ["advantages"]
-            data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
+            data = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=["advantages"])
             data["advantages"] = torch.zeros_like(data["advantages"])
-            tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=data)
+            tq.kv_batch_put(keys=keys, partition_id=partition, fields=data)
         return batch
-
-    def _rows_of_equal_rewards(self, batch: Any) -> list[int]:
-        """Return the rows whose rewards all equal those that verl's estimator compares them with.
-
-        verl's keys are PROMPT_SESSION_OUTPUT. GRPO compares the last output of each session alone."""
-        algorithm = self.config.algorithm
-        baseline = baseline_of(algorithm.adv_estimator)
-        if baseline == "batch" and algorithm.gamma != 1.0:
-            baseline = None  # discounted rewards differ from token to token
-        names = ["token_level_rewards" if algorithm.use_kl_in_reward else "rm_scores", "response_mask"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
-        rewards, masks = ([row.float().sum() for row in data[name].unbind()] for name in names)
-        sessions = [key.rpartition("_")[0] for key in batch.keys]
-        counted = list(range(len(sessions)))
-        if algorithm.adv_estimator == "grpo":
-            outputs = [int(key.rpartition("_")[2]) for key in batch.keys]
-            last: dict[str, int] = {}
-            for row in sorted(counted, key=outputs.__getitem__):
-                last[sessions[row]] = row
-            counted = sorted(last.values())
-        prompts = [sessions[row].rpartition("_")[0] for row in counted]
-        filled = torch.stack(masks)[counted] > 0
-        equal = equal_rewards(torch.stack(rewards)[counted], prompts, baseline=baseline, filled=filled)
-        chosen = {sessions[counted[place]] for place in equal.nonzero().flatten().tolist()}
-        return [row for row, session in enumerate(sessions) if session in chosen]
 
     def _compute_metrics(
         self, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int

@@ -231,3 +231,4 @@ def test_digests_tell_bytes_dtype_shape_and_name_apart():
     assert tensor_digest(torch.arange(6).view(2, 3).t()) == tensor_digest(torch.arange(6).view(2, 3).t().contiguous())
     a, b = ("a", zeros), ("b", zeros + 1)
     assert tensors_digest([a, b]) == tensors_digest([b, a]) != tensors_digest([("a", b[1]), ("b", a[1])])
+    assert tensors_digest([a, b]) != tensors_digest([a, ("c", b[1])])

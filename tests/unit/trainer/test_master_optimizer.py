@@ -1,0 +1,67 @@
+"""The schedule by hand and against transformers', the clipping against torch's, and the factor of an FP16 loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_cosine_schedule_with_warmup
+
+from qarl.config import OptimConfig
+from qarl.trainer.master_optimizer import FIRST, MasterOptimizer, lr_scale
+
+
+def settings(**keys: Any) -> OptimConfig:
+    return OptimConfig(lr=0.1, lr_warmup_steps=4, **keys)
+
+
+def test_the_warmup_is_linear_from_zero() -> None:
+    expected = [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [lr_scale(step, settings(lr_scheduler_type="constant"), 12) for step in range(6)] == expected
+
+
+def test_the_cosine_ends_at_its_floor_and_stays_there() -> None:
+    """From step 4 to step 12: 1 at the start, halfway between 1 and the floor of 0.2 in the middle, then the floor."""
+    cosine = settings(lr_scheduler_type="cosine", min_lr_ratio=0.2)
+    scales = [lr_scale(step, cosine, 12) for step in (4, 6, 8, 10, 12, 13, 100)]
+    quarter = math.cos(math.pi / 4)
+    expected = [1.0, 0.6 + 0.4 * quarter, 0.6, 0.6 - 0.4 * quarter, 0.2, 0.2, 0.2]
+    assert scales == pytest.approx(expected)
+
+
+def test_without_a_floor_the_cosine_is_that_of_transformers() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    theirs = get_cosine_schedule_with_warmup(torch.optim.SGD([weight], lr=1.0), 4, 12)
+    cosine = settings(lr_scheduler_type="cosine", min_lr_ratio=0.0)
+    for step in range(13):
+        assert lr_scale(step, cosine, 12) == pytest.approx(theirs.lr_lambdas[0](step))
+
+
+def optimizer(weight: torch.nn.Parameter, **more: Any) -> MasterOptimizer:
+    return MasterOptimizer([("weight", weight)], settings(), seed=0, total_training_steps=12, **more)
+
+
+@pytest.mark.parametrize("largest", [0.5, 1.3, 1.9, 2.0, 2.1, 5.0])
+def test_gradients_are_clipped_as_torch_does(largest: float) -> None:
+    """The norm is 2. What is below the limit stays as it is."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    ours = optimizer(weight)
+    ours.accumulate()
+    assert ours.clip_grad_norm(largest) == 2.0
+    theirs = torch.nn.Parameter(torch.zeros(4))
+    theirs.grad = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    torch.nn.utils.clip_grad_norm_([theirs], largest)
+    torch.testing.assert_close(ours.gradients["weight"], theirs.grad, rtol=1e-6, atol=0)
+
+
+def test_the_factor_of_an_fp16_loss_is_divided_out_before_the_norm() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    ours = optimizer(weight, scale_loss=True)
+    for _ in range(2):
+        weight.grad = torch.full((4,), 0.25 * FIRST, dtype=torch.float16)
+        ours.accumulate()
+    assert ours.clip_grad_norm(10.0) == 1.0
+    assert ours.gradients["weight"].tolist() == [0.5] * 4

@@ -7,6 +7,7 @@ and print all findings (`examine`). The doctor adds checks of its own (`qarl.doc
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from qarl.config import Config
 from qarl.console import note as print_note
 from qarl.console import say
 from qarl.data.dated_template import fixed_date, written_dates
-from qarl.data.ground_truths import judge, refusal
+from qarl.data.ground_truths import SECONDS, judge, refusal
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
 from qarl.data.reward_workers import Reward
 from qarl.data.rewards import BUILTIN, score_responses
@@ -232,8 +233,10 @@ def _ground_truths(
     function, limit = config.reward.function, config.reward.timeout_s
     if not config.reward.check_ground_truths:
         return
+    end = time.monotonic() + SECONDS
     for key, prompts in (("data.train_files", train_prompts), ("data.val_files", val_prompts)):
-        if refused := refusal(judge(reward_fn, prompts, timeout_s=limit), function, key):
+        judged = judge(reward_fn, prompts, timeout_s=limit, seconds=end - time.monotonic())
+        if refused := refusal(judged, function, key):
             is_error = function in BUILTIN and key == "data.train_files"
             yield Finding.of(refused, "error" if is_error else "warning")
 

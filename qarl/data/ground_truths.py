@@ -52,23 +52,31 @@ def judge(reward: Reward, prompts: Sequence[Prompt], *, timeout_s: float | None,
     `score_responses` does."""
     rows = [prompt for prompt in prompts[:ROWS] if isinstance(prompt.ground_truth, str | int | float)]
     judged, forms = Judged(), list(FORMS)
-    started = time.monotonic()
+    end = time.monotonic() + seconds
     for start in range(0, len(rows), _AT_ONCE):
-        if time.monotonic() - started > seconds:
-            break
         part = rows[start : start + _AT_ONCE]
+        wrong = _wrong(reward, part, forms, timeout_s, end)
+        if wrong is None:
+            break
         judged.count += len(part)
-        judged.wrong += _wrong(reward, part, forms, timeout_s)
+        judged.wrong += wrong
     return judged
 
 
-def _wrong(reward: Reward, prompts: Sequence[Prompt], forms: list[str], timeout_s: float | None) -> list[Prompt]:
-    """Return the prompts whose ground truth is right in none of `forms`. Move a form that is right to the front."""
+def _wrong(
+    reward: Reward, prompts: Sequence[Prompt], forms: list[str], timeout_s: float | None, end: float
+) -> list[Prompt] | None:
+    """Return the prompts whose ground truth is right in none of `forms`, or None if that is not known at the time
+    `end` (`time.monotonic`). Move a form that is right to the front."""
+    if time.monotonic() >= end:
+        return None
     least = score_responses(reward, prompts, [""] * len(prompts), timeout_s=timeout_s)
     left = list(zip(prompts, least, strict=True))
     for form in tuple(forms):
         if not left:
             break
+        if time.monotonic() >= end:
+            return None
         rows = [prompt for prompt, _ in left]
         scores = score_responses(reward, rows, [as_answer(row, form) for row in rows], timeout_s=timeout_s)
         wrong = [row for row, score in zip(left, scores, strict=True) if score <= row[1]]

@@ -1,11 +1,12 @@
 """Ground truths that no response can match are found before a run, and those of honest tasks are not."""
 
 import json
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from qarl.data import ground_truths
 from qarl.data.ground_truths import FORMS, ROWS, judge, refusal
 from qarl.data.prompts import Prompt
 from qarl.data.reward_workers import InProcessReward
@@ -84,13 +85,19 @@ def test_only_the_first_rows_and_few_calls() -> None:
     assert len(asked) == 2 * ROWS + 8 * (len(FORMS) - 1), "the form that was right is tried first from then on"
 
 
-def test_a_slow_function_is_asked_for_a_part() -> None:
-    def slow(**_: Any) -> float:
-        time.sleep(0.005)
+@pytest.mark.parametrize(("seconds", "count"), [(0, 0), (40, 0), (60, 8), (120, 16)])
+def test_a_slow_function_is_asked_for_a_part(monkeypatch: pytest.MonkeyPatch, seconds: int, count: int) -> None:
+    """It takes a second per response, 56 for 8 rows in all forms. Rows that were not given in all are not judged."""
+    calls: list[str] = []
+
+    def slow(solution_str: str, **_: Any) -> float:
+        calls.append(solution_str)
         return 0.0
 
-    judged = judge(InProcessReward("slow", slow), prompts(["72"] * 64), timeout_s=None, seconds=0.05)
-    assert 0 < judged.count < 64 and judged.mostly_wrong
+    monkeypatch.setattr(ground_truths, "time", SimpleNamespace(monotonic=lambda: len(calls)))
+    judged = judge(InProcessReward("slow", slow), prompts(["72"] * 64), timeout_s=None, seconds=seconds)
+    assert (judged.count, len(judged.wrong)) == (count, count)
+    assert judged.mostly_wrong == bool(count) and len(calls) <= seconds + 8
 
 
 def test_a_function_that_fails_for_a_right_answer() -> None:

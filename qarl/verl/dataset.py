@@ -57,7 +57,7 @@ class Rows:
         return self.select([index for index in range(len(self)) if function(self[index])])
 
 
-class QaRLDataset(RLHFDataset):  # type: ignore[misc]  # verl has no types
+class QaRLDataset(RLHFDataset):
     """verl's dataset, but for the reading of files."""
 
     def _read_files_and_tokenize(self) -> None:

@@ -12,7 +12,7 @@ from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManage
 from qarl.data.response_text import response_texts
 
 
-class KeepSpecialTokens(NaiveRewardManager):  # type: ignore[misc]  # verl has no types
+class KeepSpecialTokens(NaiveRewardManager):
     """verl's manager, but for what its tokenizer decodes."""
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **more: Any) -> None:

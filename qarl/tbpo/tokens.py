@@ -18,6 +18,7 @@ Legend: B responses, T token positions, N = B * T.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,8 +78,7 @@ def _classes(
     """Return number, sum and maximum of |log ratio|, and sum of the log ratio, of the tokens of each sign and class.
 
     `of_policy`: FP64 [B, T], the log-probs that choose the class of a token. Tokens with A = 0 are left out."""
-    edges = torch.tensor(BINS, dtype=torch.float64, device=valid.device).log()
-    kind = torch.bucketize(of_policy, edges)
+    kind = torch.stack([of_policy > math.log(edge) for edge in BINS]).sum(0)
     first = torch.where(advantage > 0, 0, len(CLASSES))[:, None]
     counts = valid & (advantage != 0)[:, None]
     place = torch.where(counts, first + kind, len(_GROUPS)).flatten()

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl.console import entry, say, stage, summary_text
+from qarl.console import entry, note, say, stage, summary_text
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,13 +32,17 @@ _STARTED = time.perf_counter()
 
 
 def _main(argv: list[str]) -> int:
-    from qarl.config import load_config
+    from qarl.checks.bands import narrow_bands
+    from qarl.config import load_config, unused_keys
     from qarl.config.checks import unusual_values
     from qarl.process import limit_threads
 
     config = load_config(argv)
-    for warning in unusual_values(config):
+    narrow = narrow_bands(config)
+    for warning in [*unusual_values(config), *([narrow] if narrow else [])]:
         say(f"warning: {warning}")
+    for text in unused_keys.notes(config):
+        note(text)
     if config.dry_run:
         dry_run(config)
         return 0

@@ -40,6 +40,8 @@ def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str 
     """Return why this level cannot be used for a model config and a compute capability (None: unknown), or None."""
     if config.model_type == "qwen3_moe":
         return "is built for dense models on cuda, not for mixtures of experts"
+    if not layer_ops.has_head_size(size := head_size_of(config)):
+        return f"calls FlashAttention 3, which has no heads of {size}: vLLM chooses another attention"
     return layer_ops.attention_unavailable(capability)
 
 

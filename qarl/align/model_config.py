@@ -11,7 +11,8 @@ Qwen3-MoE is assigned to one of four groups:
 
 For families in `SHOWN` the rule refuses by default. A key must have the default of the family's config class, unless it
 is in `SIZES` or no forward reads it, or `COMPARED` allows its value. `python -m benchmarks.proofs family_keys` measures
-the rows behind `COMPARED`. A key that neither side reads is harmless and is not checked.
+the rows behind `COMPARED`. A key that neither side reads and no config class has is refused, unless it is null or one
+of `BOOKKEEPING`.
 """
 
 from __future__ import annotations
@@ -303,6 +304,16 @@ _KEYS: dict[str, str] = {
 VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.split()}
 """Key -> verdict `both`, `rotary` or `neither`, with a reason. A `Refusal` for the model's family overrides it."""
 
+BOOKKEEPING: dict[str, Allowed] = {
+    **dict.fromkeys(("auto_map", "keys_to_ignore_at_inference", "tokenizer_class", "torch_dtype"), _any),
+    **dict.fromkeys(("finetuning_task", "pruned_heads", "task_specific_params", "torchscript"), _any),
+    **dict.fromkeys(("unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config"), _any),
+    "use_mrope": _unset,
+    "rope_interleaved": _unset,
+}
+"""Keys of published configs (Qwen2.5, SmolLM2, models saved by Unsloth) that no config class has and no forward reads,
+with the values that change nothing. The last two name other rotary embeddings."""
+
 UNREAD = frozenset(key for key, verdict in VERDICTS.items() if verdict in (_LOADING, _TRAINING, _ROTARY)) | {
     "num_labels",
     "hidden_dropout",
@@ -323,12 +334,43 @@ def verdict(family: str, key: str) -> str | None:
     return VERDICTS.get(key, "neither: the class of this family does not read it" if key in REFUSED else None)
 
 
+@cache
+def _known_keys(kind: type[Any]) -> frozenset[str]:
+    """Return the keys of a config class, those with a verdict, and those that only bookkeeping or generation reads."""
+    from transformers import GenerationConfig
+
+    own = vars(kind()).keys() | kind.attribute_map.keys()
+    read = read_keys(kind.model_type) | VERDICTS.keys() | REFUSED.keys()
+    return frozenset(own | read | BOOKKEEPING.keys() | GenerationConfig().to_dict().keys())
+
+
+def check_known_keys(config: Any) -> None:
+    """Raise UserError if a config of a trained family has a key that nobody knows, with another value than null.
+
+    Neither transformers nor vLLM reads it, so both compute the same, but perhaps not the model that was published: a
+    later release of the family may have a new layer (`use_gated_attention`) that both leave out."""
+    if config.model_type not in (*FAMILIES, *SHOWN):
+        return
+    known = _known_keys(type(config))
+    for key, value in sorted(vars(config).items()):
+        harmless = key in BOOKKEEPING and BOOKKEEPING[key](value, config)
+        if value is None or key.startswith("_") or harmless or (key in known and key not in BOOKKEEPING):
+            continue
+        raise UserError(
+            f"{key}={value!r} in a config of {config.model_type} is an unknown key",
+            where="model.path: config.json",
+            why="neither trainer nor engine reads it, so both would compute a model without what it stands for",
+            fix="train another model; or remove the key from config.json, if it changes nothing in the model",
+        )
+
+
 def check_config_keys(config: Any) -> None:
-    """Raise UserError if the config has a refused key with a value that has an effect.
+    """Raise UserError if the config has an unknown key, or a refused one with a value that has an effect.
 
     The error names the side that ignores the key. In a config of a family in `SHOWN`, every value that was never
     compared is refused (`qarl.align.model_config`). Configs of other families pass; `check_family` refuses them.
     """
+    check_known_keys(config)
     if config.model_type not in FAMILIES:
         check_compared_keys(config, UNREAD)
         if config.model_type in SHOWN and not by_layer(getattr(config, "rope_parameters", None) or {}):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from qarl.align.families import FAMILIES, check_adapters, check_family, check_rows, shown_mismatch
+from qarl.align.rotary import head_size_of
 from qarl.checks import layers, machine
 from qarl.checks.check import Check, Finding, Findings, NotCheckedError, RunInputs, examine, note, ok, warning
 from qarl.checks.generation import check_sampling, eos_warnings
@@ -31,9 +32,11 @@ from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, chec
 from qarl.data.reward_workers import Reward
 from qarl.data.rewards import BUILTIN, score_responses
 from qarl.errors import UserError
+from qarl.kernels.cpu import layer_ops
 from qarl.kernels.registry import kernels_of
 from qarl.lora.layers import target_linears
 from qarl.metrics.tracker import check_loggers
+from qarl.process import vllm_unusable
 from qarl.quant.convert import no_own_experts
 from qarl.quant.scheme import Scheme
 from qarl.rollout import vllm_plugin
@@ -159,8 +162,33 @@ def _family(config: Config, hf_config: Any) -> Findings:
         )
 
 
-def _vocabulary(hf_config: Any, tokenizer: Any) -> None:
-    check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
+def _vocabulary(config: Config, hf_config: Any, tokenizer: Any) -> Findings:
+    """verl masks the ids that the tokenizer lacks in the rollout alone. The local engine and TRL's mask nothing."""
+    padding = hf_config.vocab_size // 100
+    largest = padding if config.backend == "verl" else hf_config.vocab_size
+    unused = check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=largest)
+    if unused > padding:
+        yield warning(
+            f"the model has {unused} token ids that the tokenizer lacks",
+            where="model.path: vocab_size in config.json",
+            why="they are sampled like all others, and stand for no text",
+            fix="use the tokenizer that belongs to the model, unless it gives these ids almost no probability",
+        )
+
+
+def _head_size(hf_config: Any) -> None:
+    """vLLM says so only as its engine builds the first layer, after the trainer has loaded its weights."""
+    if why := vllm_unusable():
+        raise NotCheckedError(why, "make setup")
+    size = head_size_of(hf_config)
+    sizes = layer_ops.head_sizes()
+    if size not in sizes:
+        raise UserError(
+            f"vLLM has no attention for heads of {size} on a CPU",
+            where="model.path: head_dim in config.json, or else hidden_size / num_attention_heads",
+            why=f"its backend for CPUs has the head sizes {', '.join(map(str, sizes))}",
+            fix="train a model with one of these head sizes, or use a GPU",
+        )
 
 
 def _eos(config: Config, tokenizer: Any, hf_config: Any) -> Findings:
@@ -279,6 +307,7 @@ CHECKS = (
     Check("ignore list", "quant.ignore treats fused layers as a whole", _ignore),
     Check("layer sizes", "quant.group_size divides all layers", layers.check_group_size),
     Check("layer sizes", "the engine's kernels have all sizes", _engine_shapes, device="cpu"),
+    Check("layer sizes", "the engine's attention has the head size", _head_size, here=True, device="cpu"),
     Check("layer sizes", "engines can be split", _tensor_parallel, backend="verl"),
     Check("kernels", "the trainer's log-probs apply the engine's sampling", _sampling),
     Check("data", "there is a reward function", lambda reward_fn: None),

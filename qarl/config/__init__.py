@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from qarl.config.actor import ActorConfig as ActorConfig
-from qarl.config.errors import ConfigError, Problem, from_pydantic, key_of
+from qarl.config.errors import ConfigError, Problem, from_pydantic, key_by_key, key_of
 from qarl.config.optim import OptimConfig as OptimConfig
 from qarl.config.read_config import read_arguments, with_home
 from qarl.config.schema import Config, check_together, default_values, flat_values, sections
@@ -70,7 +70,8 @@ def _build(values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequ
     except ConfigError as error:
         bad = error.problems
     except ValidationError as error:
-        errors, descriptions = error.errors(include_url=False), describe_keys()
+        descriptions = describe_keys()
+        errors = list(key_by_key(error.errors(include_url=False), descriptions))
         bad_keys = {key_of(item["loc"]).partition("[")[0] for item in errors}
         bad = [from_pydantic(item, descriptions) for item in errors] + check_together(flat_values(filled, bad_keys))
     reported += [replace(problem, source=sources.get(problem.key.partition("[")[0])) for problem in bad]

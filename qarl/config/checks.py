@@ -22,6 +22,7 @@ from qarl.config.actor import SEQUENCE_LOSSES
 from qarl.config.errors import Problem, show
 from qarl.config.ignored_layers import is_ignored
 from qarl.config.types import Sane, Section
+from qarl.config.unused_keys import STEPS, WARMUP, warmup_exceeds
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, Any]
 Problems = Iterator[Problem]
+LEAST_TOP_P = 0.01
+LEAST_TEMPERATURE = 0.05
+"""Below them sampling is greedy but for rare ties. A model can be less sure than that of single tokens."""
 _AVERAGED = (*SEQUENCE_LOSSES, "sapo")
 _BYPASS, _IS, _RS = (f"rollout_correction.{name}" for name in ("bypass_mode", "rollout_is", "rollout_rs"))
 
@@ -195,9 +199,32 @@ def a_path_to_resume_from(v: Values) -> Problems:
         yield bad(v, key, "no checkpoint to resume from is given", fix)
 
 
+def one_token_is_left(temperature: float, top_p: float, top_k: int) -> tuple[str, Any, str] | None:
+    """Return name, smallest good value and reason of a setting that leaves the sampler one token, or None."""
+    equal = "all responses to a prompt would be the same, and their advantages 0"
+    if top_k == 1:
+        return "top_k", -1, f"the engine would sample only the likeliest token, so {equal}"
+    if top_p < LEAST_TOP_P:
+        why = f"the likeliest token alone nearly always has a probability above {top_p:g}, so {equal}"
+        return "top_p", 1, why
+    if temperature < LEAST_TEMPERATURE:
+        factor = math.exp(0.5 / temperature)
+        why = f"a token whose logit is 0.5 larger would be {factor:.0e} times as likely, so {equal}"
+        return "temperature", 1.0, why
+    return None
+
+
+def sampling_leaves_a_choice(v: Values) -> Problems:
+    left = one_token_is_left(v["rollout.temperature"], v["rollout.top_p"], v["rollout.top_k"])
+    if left is not None:
+        name, good, reason = left
+        yield bad(v, f"rollout.{name}", reason, f"set it to {good}")
+
+
 def both_sides_sample_from_the_same_tokens(v: Values) -> Problems:
     backend, align, top_p, top_k = v["backend"], v["quant.align"], v["rollout.top_p"], v["rollout.top_k"]
-    if top_p == 1 and top_k <= 0:
+    all_tokens = top_p == 1 and top_k <= 0
+    if all_tokens or one_token_is_left(1.0, top_p, top_k):
         return
     key, off = ("rollout.top_p", 1) if top_p < 1 else ("rollout.top_k", -1)
     reason = "the engine samples only from the likeliest tokens, but the log-probs of "
@@ -210,6 +237,13 @@ def both_sides_sample_from_the_same_tokens(v: Values) -> Problems:
     elif v["actor.old_log_probs"] == "rollout":
         reason = f"with {key}, the pass that recomputes old log-probs is needed to find the tokens that both sides keep"
         yield bad(v, "actor.old_log_probs", reason, "set it to auto or recompute")
+
+
+def the_schedule_fits_the_run(v: Values) -> Problems:
+    steps = v[STEPS]
+    if warmup_exceeds(v):
+        reason = f"the run has {steps} steps ({STEPS}), so no step would have the full learning rate"
+        yield bad(v, WARMUP, reason, f"set it below {steps}, such as {steps // 20}, or train for more steps")
 
 
 def fp16_is_unquantized(v: Values) -> Problems:
@@ -267,7 +301,9 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     something_to_evaluate,
     local_is_one_process,
     a_path_to_resume_from,
+    sampling_leaves_a_choice,
     both_sides_sample_from_the_same_tokens,
+    the_schedule_fits_the_run,
     fp16_is_unquantized,
     adapters_are_served,
 )

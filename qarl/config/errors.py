@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import ErrorDetails
 
+from qarl.config.other_names import counterpart
 from qarl.errors import UserError
 
 NOT_GIVEN = "(not given)"
@@ -57,9 +58,14 @@ def show(value: Any, limit: int = 120) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+CLOSE = 0.8
+"""Smallest similarity (difflib's ratio) at which a name counts as another one with a typing error. At difflib's own
+0.6, `truncation` would be a typing error of `function`."""
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate most similar to `name`, or None if no candidate is similar enough."""
-    matches = difflib.get_close_matches(name, list(candidates), n=1)
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=CLOSE)
     return matches[0] if matches else None
 
 
@@ -70,6 +76,27 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
         by_leaf.setdefault(path.rpartition(".")[2], path)
     guess = nearest(key.rpartition(".")[2], by_leaf)
     return by_leaf[guess] if guess else None
+
+
+def key_by_key(errors: Iterable[ErrorDetails], known: Iterable[str]) -> Iterator[ErrorDetails]:
+    """Yield `errors`, with one error for each key of an unknown section.
+
+    A section whose own name has a typing error stays one error, unless another library has its keys."""
+    for error in errors:
+        leaves = list(_leaves(error)) if error["type"] == "extra_forbidden" else [error]
+        theirs = any(counterpart(key_of(leaf["loc"])) for leaf in leaves)
+        whole = nearest_key(key_of(error["loc"]), known) and not theirs
+        yield from [error] if whole else leaves
+
+
+def _leaves(error: ErrorDetails) -> Iterator[ErrorDetails]:
+    values = error["input"]
+    if not isinstance(values, Mapping) or not values:
+        yield error
+        return
+    for name, value in values.items():
+        child: ErrorDetails = {**error, "loc": (*error["loc"], str(name)), "input": value}
+        yield from _leaves(child)
 
 
 def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str]) -> Problem:
@@ -89,11 +116,14 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str]) -> Probl
 
 
 def _unknown(key: str, known: Mapping[str, str]) -> tuple[str, str]:
+    other = counterpart(key)
+    if other is not None and other.key in known:
+        return "unknown key", f"did you mean {other.key}? {other.sentence}"
     section = key.rpartition(".")[0]
     names = [path for path in known if path.rpartition(".")[0] == section]
     guess = nearest_key(key, known)
-    listing = f"known here: {', '.join(name.rpartition('.')[2] for name in names)}"
-    return "unknown key", f"did you mean {guess}? ({listing})" if guess else f"remove it ({listing})"
+    listing = f" (known here: {', '.join(name.rpartition('.')[2] for name in names)})" if names else ""
+    return "unknown key", f"did you mean {guess}?{listing}" if guess else f"remove it{listing}"
 
 
 def key_of(loc: Sequence[int | str]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from qarl.config.types import Section, Text, as_list
@@ -27,6 +28,8 @@ REFUSED = {
 """Settings of peft's LoraConfig that QaRL refuses, and why."""
 FOLDER = "adapter"
 """The folder of the adapter in an export."""
+Rank = Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512]
+"""vLLM's ranks, and 0 for no adapters."""
 PEFT_NAMES = {"lora_dropout": "dropout", "lora_bias": "bias", "lora_alpha": "alpha", "rank": "r"}
 """Other names of keys, most of them peft's, and QaRL's."""
 
@@ -36,7 +39,7 @@ class LoraConfig(Section):
 
     docs/lora.md has the gain in memory and bytes, and the learning rate."""
 
-    r: Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512] | None = 0
+    r: Rank | None = 0
     """Rank of the adapters, one of vLLM's. 0 or null: no adapters, all weights are trained."""
 
     alpha: int | None = Field(default=None, ge=1)
@@ -59,6 +62,30 @@ class LoraConfig(Section):
                 reason = f"unknown key lora.{key}"
                 raise PydanticCustomError("lora", "{reason}", {"reason": reason, "fix": f"write lora.{name}"})
         return values
+
+    @field_validator("r", mode="before")
+    @classmethod
+    def _rank_of_vllm(cls, rank: Any) -> Any:
+        ranks = [known for known in get_args(Rank) if known]
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or rank in ranks:
+            return rank
+        larger = [known for known in ranks if known > rank]
+        fix = f"use {larger[0]}, the next larger one" if larger else f"use {ranks[-1]}, the largest"
+        reason = f"vLLM serves adapters only of the ranks {', '.join(map(str, ranks))}"
+        raise PydanticCustomError("rank", "{reason}", {"reason": reason, "fix": fix})
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_and_no_patterns(cls, targets: list[str]) -> list[str]:
+        for target in targets:
+            if target == ALL_LINEAR or re.fullmatch(r"\w+", target):
+                continue
+            reason = (
+                f"{target} is no name: linears are chosen by the last part of their names, without dots or patterns"
+            )
+            fix = f"list the names, such as [q_proj, v_proj], or write {ALL_LINEAR}"
+            raise PydanticCustomError("target", "{reason}", {"reason": reason, "fix": fix})
+        return targets
 
     @property
     def factor(self) -> float:

@@ -28,7 +28,8 @@ class OptimConfig(Section):
     """Decoupled weight decay. In each step it is multiplied by the learning rate. The default is the paper's."""
 
     lr_warmup_steps: Annotated[int, Unit("steps")] = Field(default=0, ge=0)
-    """Number of training steps in which the learning rate rises linearly from 0 to its peak."""
+    """Number of training steps in which the learning rate rises linearly from 0 to its peak. Must be less than
+    trainer.total_training_steps."""
 
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """After the warm-up: `constant`, or `cosine` down to min_lr_ratio at the last training step."""

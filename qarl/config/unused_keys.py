@@ -2,7 +2,8 @@
 
 Such a key is an error, because its value would seem to act. There is one exception: if a YAML file sets the key and the
 command line sets the key that switches it off, the file's value is dropped. So `config=quickstart.yaml actor.loss=grpo`
-needs no second argument, and the resolved config lists only values that act. `quant.group_size` may stand beside any
+needs no second argument, and the resolved config lists only values that act. In the same way a file's warm-up is
+dropped if the command line makes the run shorter than it. `quant.group_size` may stand beside any
 scheme, because programs that compare schemes set it once for all.
 """
 
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from qarl.config.actor import LOSSES, Level
 from qarl.config.errors import Problem, show
 from qarl.config.read_config import COMMAND_LINE
 from qarl.tbpo.config import KEYS as TBPO_KEYS
+
+if TYPE_CHECKING:
+    from qarl.config import Config
 
 _IS, _RS = "rollout_correction.rollout_is", "rollout_correction.rollout_rs"
 _ADVANTAGES = tuple(loss for loss in LOSSES if loss != "reinforce")
@@ -66,6 +70,35 @@ RULES = (
 )
 
 
+STEPS = "trainer.total_training_steps"
+WARMUP = "optim.lr_warmup_steps"
+IN_THE_PAPER = ("actor.seq_clip_ratio_low",)
+"""Keys that the table of the paper's appendix B gives a value, which is their default, and that no default run reads.
+So a file with the paper's values may list them."""
+
+
+def notes(config: Config) -> list[str]:
+    """Return a sentence for each key of `IN_THE_PAPER` that was given, and has no effect."""
+    sentences = []
+    for key in IN_THE_PAPER:
+        section, _, leaf = key.partition(".")
+        if leaf not in getattr(config, section).model_fields_set:
+            continue
+        for rule in (rule for rule in RULES if key in rule.keys):
+            of_rule, _, decider = rule.decider.partition(".")
+            value = getattr(getattr(config, of_rule), decider)
+            if not rule.reads(value):
+                sentences.append(f"{key} has no effect with {rule.decider}={value}; {rule.fix} to give it one")
+                break
+    return sentences
+
+
+def warmup_exceeds(values: Mapping[str, Any]) -> bool:
+    """Return whether no step of the run would have the full learning rate. A value that is no number says no."""
+    steps, warmup = values.get(STEPS), values.get(WARMUP)
+    return isinstance(steps, int) and isinstance(warmup, int) and 0 < warmup >= steps
+
+
 def unread(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
     """Yield each key whose value differs from its default and has no effect, with the rule that says why.
 
@@ -95,8 +128,11 @@ def problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Pro
 
 def dropped(values: Mapping[str, Any], defaults: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
     """Return the unread keys that a file sets and that an argument of the command line switches off."""
-    return [
-        key
-        for key, rule in unread(values, defaults)
-        if sources.get(rule.decider) == COMMAND_LINE and sources.get(key) != COMMAND_LINE
-    ]
+
+    def decides(decider: str, key: str) -> bool:
+        return sources.get(decider) == COMMAND_LINE and sources.get(key) != COMMAND_LINE
+
+    keys = [key for key, rule in unread(values, defaults) if decides(rule.decider, key)]
+    if decides(STEPS, WARMUP) and warmup_exceeds(values):
+        keys.append(WARMUP)
+    return keys

@@ -18,53 +18,40 @@ from packaging.requirements import Requirement
 
 from qarl.checkpoint import storage
 from qarl.checks import registry
+from qarl.checks.bands import band_widths, narrow_bands
 from qarl.checks.check import Check, Finding, Findings, RunInputs, Status, error, examine, note, ok, warning
 from qarl.checks.inputs_record import Record
 from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.checks.memory_terms import ranks
 from qarl.checks.model_size import ModelSize
-from qarl.config import Config
+from qarl.config import Config, unused_keys
 from qarl.config.checks import unusual_values
 from qarl.console import fit_terminal
 from qarl.doctor import model
 from qarl.errors import UserError
-from qarl.metrics.band_advice import PAPER, bands_in_force, how_to_set, scaled
 from qarl.process import package_versions
 from qarl.trainer.resume import check_free, find_start, may_resume
 from qarl.verl.checkpoint import find_verl_start
-
-SHORTEST = 1000
-"""The smallest response length (in tokens) for which the paper's narrowest band gives no warning. The paper itself uses
-its bands at 3072 tokens."""
 
 
 def values(config: Config) -> Findings:
     for value in unusual_values(config):
         yield Finding.of(value, "warning")
+    for text in unused_keys.notes(config):
+        yield note(text, fix="nothing to do, if the key stands there only for completeness")
 
 
 def bands(config: Config) -> Findings:
-    """Say whether TBPO's bands are wide enough for the length of the responses (`qarl.metrics.band_advice`)."""
-    actor, length = config.actor, config.data.max_response_length
-    if actor.loss != "tbpo":
+    """Say whether TBPO's bands are wide enough for the length of the responses."""
+    if config.actor.loss != "tbpo":
         return
-    widths = {f"actor.{name}": width for name, width in bands_in_force(actor.model_dump()).items()}
-    if actor.band_scaling == "length":
-        widths = {key: scaled(width, length, actor.band_reference_length) for key, width in widths.items()}
-    narrowest, widest, paper = min(widths.values()), max(widths.values()), PAPER.neg_seq_clip_ratio_low
-    limit = scaled(paper, length, SHORTEST) * (1 - 1e-9)
-    if narrowest >= limit:
-        yield ok(f"bands of {narrowest:.1e} to {widest:.1e} suit {length} tokens")
+    if (narrow := narrow_bands(config)) is not None:
+        yield Finding.of(narrow, "warning")
         return
-    yield warning(
-        f"bands of {narrowest:.1e} are narrow for responses of at most {length} tokens",
-        where=", ".join(key for key, width in widths.items() if width < limit),
-        why="the spread of sequence ratios is proportional to 1/sqrt(tokens); the paper's bands are for up to "
-        "16384 tokens, and responses outside their band have no gradient",
-        fix=how_to_set(actor.model_dump(), scaled(paper, length) / narrowest)
-        + "; watch actor/inside_band_frac_after_first",
-    )
+    widths = band_widths(config).values()
+    length = config.data.max_response_length
+    yield ok(f"bands of {min(widths):.1e} to {max(widths):.1e} suit {length} tokens")
 
 
 def backend(config: Config, machine: Machine) -> Findings:

@@ -31,6 +31,15 @@ _TOKENS = 4096
 
 
 @cache
+def head_sizes() -> tuple[int, ...]:
+    """Return the head sizes that vLLM's attention on a CPU has, as its backend lists them."""
+    configure_vllm_process()
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return tuple(CPUAttentionBackend.get_supported_head_sizes())
+
+
+@cache
 def attention_unavailable(device_type: str, head_size: int) -> str | None:
     """Return why the engine's attention cannot be called for this device and head size, or None if it can."""
     if device_type != "cpu":
@@ -42,9 +51,7 @@ def attention_unavailable(device_type: str, head_size: int) -> str | None:
 
     if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         return "this vLLM build has no cpu_attention_with_kv_cache"
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    if head_size not in CPUAttentionBackend.get_supported_head_sizes():
+    if head_size not in head_sizes():
         return f"vLLM's attention on CPU has no head size {head_size}"
     return None
 

@@ -114,7 +114,16 @@ PAGE = 16
 HEAD_SIZES = (96, 128, 256)
 """Head sizes for which a decode step has the bits of a prefill, up to 5,000 keys on an H200. With heads of 64, whose
 tiles in a decode step have 160 or 192 keys instead of 128, 18% of the outputs differ by a rounding."""
+HEAD_MULTIPLE = 8
+LARGEST_HEAD = 256
+"""FlashAttention 3 has heads of a multiple of 8, up to this size. For others vLLM chooses another backend. A test
+compares this with vLLM's own rule."""
 CAPABILITY = (9, 0)
+
+
+def has_head_size(size: int) -> bool:
+    """Return whether FlashAttention 3 has heads of this size."""
+    return size % HEAD_MULTIPLE == 0 and size <= LARGEST_HEAD
 
 
 def attention_unavailable(capability: tuple[int, int] | None) -> str | None:

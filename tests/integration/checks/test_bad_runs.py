@@ -125,7 +125,6 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "a tensor is lacking": (lose_a_tensor, "lacks 1 tensors | model.layers.1.mlp.up_proj.weight | random num"),
     "tied weights that differ": (tie_weights_that_differ, "ties lm_head.weight to model.embed_tokens.weight"),
     "weights cut short": (cut_the_weights, "model/model.safetensors | cut short"),
-    "vocabulary too long": (config_is(vocab_size=128), "64 entries | vocab_size is 128 | masked in the rollout"),
     "vocabulary too short": (config_is(vocab_size=48), "vocab_size is 48 | no embedding"),
     "no chat template": (remove("chat_template.jinja"), "no chat template | where: model | chat_template.jinja"),
     "prompts in UTF-16": (

@@ -65,3 +65,19 @@ def test_no_rank_trains_all_weights(folder: Path) -> None:
 @pytest.mark.parametrize(("r", "alpha", "factor"), [(8, None, 1.0), (8, 16, 2.0), (32, 8, 0.25)])
 def test_the_factor_is_alpha_over_r(r: int, alpha: int | None, factor: float) -> None:
     assert LoraConfig(r=r, alpha=alpha).factor == factor
+
+
+@pytest.mark.parametrize(("rank", "advice"), [(24, "use 32"), (1000, "use 512"), (2, "use 8"), (65, "use 128")])
+def test_a_rank_that_vllm_lacks_is_answered_with_the_next(folder: Path, rank: int, advice: str) -> None:
+    problem = override_problem(f"lora.r={rank}")
+    assert advice in problem.fix
+    assert "1, 8, 16, 32" in problem.reason
+
+
+@pytest.mark.parametrize(
+    "target", [".*proj", "q_proj|v_proj", "self_attn.q_proj", "re:.*", "[qv]_proj", "q_proj,v_proj"]
+)
+def test_a_pattern_is_no_target(folder: Path, target: str) -> None:
+    problem = override_problem(R8, f"lora.target_modules=['{target}']")
+    assert problem.key == "lora.target_modules"
+    assert f"{target} is no name" in problem.reason

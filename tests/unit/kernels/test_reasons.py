@@ -47,6 +47,14 @@ def test_the_reason_is_said(ask: Callable[[], str | None], words: str, monkeypat
     assert words in (ask() or "")
 
 
+def test_flash_attentions_head_sizes_are_vllms() -> None:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    sizes = range(1, 300)
+    theirs = [size for size in sizes if FlashAttentionBackend.supports_head_size(size)]
+    assert [size for size in sizes if gpu_ops.has_head_size(size)] == theirs
+
+
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (layer_ops, on_cpu, gpu_ops, on_gpu):
         monkeypatch.setattr(module, "vllm_missing", lambda: "there is no vLLM")

@@ -306,6 +306,7 @@ VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.spli
 
 BOOKKEEPING: dict[str, Allowed] = {
     **dict.fromkeys(("auto_map", "keys_to_ignore_at_inference", "tokenizer_class", "torch_dtype"), _any),
+    "attn_implementation": _any,  # verl puts it into the config that it loads
     **dict.fromkeys(("finetuning_task", "pruned_heads", "task_specific_params", "torchscript"), _any),
     **dict.fromkeys(("unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config"), _any),
     "use_mrope": _unset,

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qarl.config import Config
+from qarl.config.checks import LEAST_TEMPERATURE, one_token_is_left
 from qarl.config.schema import MIN_TEMPERATURE
 from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
+from qarl.verl.added_keys import unread_keys
 from qarl.verl.config import CORRECTION, PLUGIN
+from qarl.verl.refusals import Problem, attempt, errors_of, raise_all
 
 if TYPE_CHECKING:
     from qarl.verl.config_classes import QuantSettings
@@ -50,6 +53,7 @@ OWN_KEYS = {
 """verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL reads only its own keys to
 check model, data and reward, to choose the checkpoint and to decide whether the run is finished."""
 KV_CACHE = "engine_kwargs.vllm.kv_cache_dtype"
+VLLM_QUANTIZATION = "engine_kwargs.vllm.quantization"
 BATCH_KEYS = {
     f"{ACTOR}.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
@@ -90,16 +94,13 @@ def check_run_config(config: Config, composed: Any) -> None:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+    raise_all([*run_errors(config, composed), *composed_errors(composed)])
+    refuse_partial_batches(composed, {key.removeprefix("+") for key in config.verl})
     try:
-        refuse_keys(config, composed)
-        refuse_partial_batches(composed, {key.removeprefix("+") for key in config.verl})
-        check_composed(composed)
         reference, critic = need_reference_policy(composed), need_critic(composed)
         validate_config(config=composed, use_reference_policy=reference, use_critic=critic)
         omega_conf_to_dataclass(composed.actor_rollout_ref.rollout)
         omega_conf_to_dataclass(composed.algorithm)
-    except UserError:
-        raise
     except Exception as error:  # assertions, ValueErrors and hydra's own, depending on the key
         raise UserError(
             "verl refuses the configuration",
@@ -109,30 +110,21 @@ def check_run_config(config: Config, composed: Any) -> None:
         ) from error
 
 
-def refuse_keys(config: Config, composed: Any) -> None:
-    """Raise UserError if verl's keys set sampling, trainer, loggers or checkpoints as QaRL does not support."""
-    rollout, trainer = composed.actor_rollout_ref.rollout, composed.trainer
-    mode, saved = trainer.v1.trainer_mode, composed.actor_rollout_ref.actor.checkpoint.save_contents
-    folder, ours = Path(trainer.default_local_dir).resolve(), (config.run_dir / "checkpoints").resolve()
-    whole = "the engine would sample only from the likeliest tokens, but the trainer's log-probs cover all tokens"
-    below = f"vLLM samples at {MIN_TEMPERATURE} instead, but the trainer's log-probs would use the lower temperature"
-    stale = "responses would come from several versions of the weights, and quant.mismatch_limit would report an error"
+def run_errors(config: Config, composed: Any) -> Iterator[UserError]:
+    """Yield an error for each of verl's keys that sets loggers or checkpoints as a run of QaRL's config does not
+    support."""
+    trainer = composed.trainer
+    saved = composed.actor_rollout_ref.actor.checkpoint.save_contents
+    folder = Path(trainer.default_local_dir).resolve()
+    ours = (config.run_dir / "checkpoints").resolve()
     unread = "QaRL reads the metrics from verl's file logger; without it the run would end as if it had taken no step"
     lost = "verl deletes the old checkpoint before the next is complete; a run killed in between would lose both"
     export = "there would be no checkpoint to export at the end (trainer.save_final)"
     exports = config.trainer.save_final
     whole_model = "a checkpoint has the adapter and no model; qarl export writes base and adapter"
     merged = bool(config.lora.r) and "hf_model" in saved
-    kv_cache = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("kv_cache_dtype")
-    scales = "its scales are not published, and vLLM forgets them when it sleeps"
     only = trainer.max_actor_ckpt_to_keep == 1 or trainer.get("remove_previous_ckpt_in_save")
-    problems = (
-        (rollout.top_p != 1, f"{ROLLOUT}.top_p", rollout.top_p, 1, whole),
-        (rollout.top_k > 0, f"{ROLLOUT}.top_k", rollout.top_k, -1, whole),
-        (rollout.temperature < MIN_TEMPERATURE, f"{ROLLOUT}.temperature", rollout.temperature, MIN_TEMPERATURE, below),
-        (kv_cache not in (None, "auto", "bfloat16"), f"{ROLLOUT}.{KV_CACHE}", kv_cache, "auto", scales),
-        (mode not in ("sync", "qarl_sync"), "trainer.v1.trainer_mode", mode, "qarl_sync", stale),
-        (not trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"),
+    problems: tuple[Problem, ...] = (
         ("file" not in (trainer.logger or ()), "trainer.logger", trainer.logger, "a list that contains file", unread),
         (only, "trainer.max_actor_ckpt_to_keep", 1, "2 or more (trainer.max_ckpt_to_keep=2)", lost),
         (exports and trainer.save_freq <= 0, "trainer.save_freq", trainer.save_freq, "a number above 0", export),
@@ -140,7 +132,7 @@ def refuse_keys(config: Config, composed: Any) -> None:
         (merged, f"{ACTOR}.checkpoint.save_contents", saved, "a list without hf_model", whole_model),
         (exports and "model" not in saved, f"{ACTOR}.checkpoint.save_contents", saved, "a list with model", export),
     )
-    refuse(problems, prefix="verl.")
+    return errors_of(problems, prefix="verl.")
 
 
 def refuse_partial_batches(composed: Any, written: set[str]) -> None:
@@ -191,49 +183,103 @@ def refuse_partial_batches(composed: Any, written: set[str]) -> None:
 
 def check_composed(composed: Any) -> None:
     """Raise UserError if verl's config `composed` has parts that contradict each other or that QaRL does not support.
-    Without a quantized actor, only the rollout's log-probs and corrections are checked."""
+    One error names them all. Without a quantized actor, only the rollout's log-probs and corrections are checked."""
+    raise_all(composed_errors(composed))
+
+
+def composed_errors(composed: Any) -> list[UserError]:
+    """Return what `check_composed` raises, one error for each setting."""
     from verl.utils.config import omega_conf_to_dataclass
 
-    from qarl.verl.config_classes import actor_settings, check_engine_config
+    from qarl.verl.config_classes import actor_settings, engine_errors
     from qarl.verl.loss import OURS
 
-    actor, trainer = omega_conf_to_dataclass(composed.actor_rollout_ref.actor), composed.trainer
-    quant, loss = getattr(actor.engine, "quant", None), composed.actor_rollout_ref.actor.policy_loss.loss_mode
+    errors = list(unread_keys(composed))
+    if any((error.where or "").startswith(f"+{ACTOR}.") for error in errors):
+        return errors  # verl's class of the actor would refuse them in fewer words
+    actor = attempt(lambda: omega_conf_to_dataclass(composed.actor_rollout_ref.actor), errors)
+    quant = None if actor is None else getattr(actor.engine, "quant", None)
+    loss = composed.actor_rollout_ref.actor.policy_loss.loss_mode
+    errors += errors_of(_log_prob_problems(composed, quant))
+    if quant is not None or loss in OURS:
+        errors += errors_of(_sampling_problems(composed))
+        errors += errors_of(_trainer_problems(composed))
+    if actor is not None and loss in OURS:
+        attempt(lambda: actor_settings(actor, actor.loss_agg_mode), errors)
+    if actor is not None and quant is not None:
+        errors += engine_errors(composed.actor_rollout_ref.model, actor.engine)
+        errors += other_engine_errors(composed, quant)
+    return errors
+
+
+def _log_prob_problems(composed: Any, quant: QuantSettings | None) -> Iterator[Problem]:
+    """Yield who needs the rollout's log-probs and would not get them, and what TBPO does not go with."""
+    from qarl.verl.loss import OURS
+
+    trainer, loss = composed.trainer, composed.actor_rollout_ref.actor.policy_loss.loss_mode
     source, mode = "recompute" if quant is None else quant.old_log_probs, trainer.v1.trainer_mode
-    correction, tbpo, plain = composed.algorithm.rollout_correction, loss == "tbpo", mode != "qarl_sync"
+    plain = mode == "sync"
     lacks = not composed.actor_rollout_ref.rollout.calculate_log_probs and (loss in OURS or source != "recompute")
     reader = f"{ACTOR}.policy_loss.loss_mode={loss} and {QUANT}.old_log_probs={source} need the rollout's log-probs"
     unread = f"trainer.v1.trainer_mode={mode} would ignore it; only qarl_sync reads this key"
     minutes = trainer.get("save_minutes", -1)
-    problems = [
-        (lacks, f"{ROLLOUT}.calculate_log_probs", False, True, reader),
-        (plain and source != "recompute", f"{QUANT}.old_log_probs", source, "recompute", unread),
-        (plain and minutes > 0, "trainer.save_minutes", minutes, -1, unread),
-    ]
+    yield lacks, f"{ROLLOUT}.calculate_log_probs", False, True, reader
+    yield plain and source != "recompute", f"{QUANT}.old_log_probs", source, "recompute", unread
+    yield plain and minutes > 0, "trainer.save_minutes", minutes, -1, unread
     for key, why in (
         ("bypass_mode", "replaces the trainer's log-probs by the rollout's, so TBPO would see no mismatch"),
         ("rollout_is", "adds a weight for each token, but TBPO already weights the whole sequence"),
         ("rollout_rs", "removes tokens before TBPO forms a response's ratio and the mismatch is measured"),
     ):
-        value = correction.get(key)
-        problems.append((tbpo and value, f"{CORRECTION}.{key}", value, "false or null", f"with TBPO, it {why}"))
-    refuse(problems)
-    if loss in OURS:
-        actor_settings(actor, actor.loss_agg_mode)
-    if quant is not None:
-        check_engine_config(composed.actor_rollout_ref.model, actor.engine)
-        refuse_other_engine(composed, quant)
+        value = composed.algorithm.rollout_correction.get(key)
+        yield loss == "tbpo" and value, f"{CORRECTION}.{key}", value, "false or null", f"with TBPO, it {why}"
 
 
-def refuse(problems: Iterable[tuple[Any, str, Any, Any, str]], prefix: str = "") -> None:
-    """Raise UserError for the first of `problems`: whether it is one, verl's key, its value, a good value, and why."""
-    for wrong, key, value, good, why in problems:
-        if wrong:
-            raise UserError(f"{key}={value} cannot be used", where=prefix + key, why=why, fix=f"set it to {good}")
+def _sampling_problems(composed: Any) -> Iterator[Problem]:
+    """Yield settings of the rollout with which the trainer's log-probs are of other tokens, or of no choice at all."""
+    rollout = composed.actor_rollout_ref.rollout
+    whole = "the engine would sample only from the likeliest tokens, but the trainer's log-probs cover all tokens"
+    below = f"vLLM samples at {MIN_TEMPERATURE} instead, but the trainer's log-probs would use the lower temperature"
+    yield rollout.top_p != 1, f"{ROLLOUT}.top_p", rollout.top_p, 1, whole
+    yield rollout.top_k > 0, f"{ROLLOUT}.top_k", rollout.top_k, -1, whole
+    if rollout.temperature < MIN_TEMPERATURE:
+        yield True, f"{ROLLOUT}.temperature", rollout.temperature, LEAST_TEMPERATURE, below
+    elif left := one_token_is_left(rollout.temperature, 1.0, -1):
+        yield True, f"{ROLLOUT}.temperature", rollout.temperature, LEAST_TEMPERATURE, left[2]
 
 
-def refuse_other_engine(composed: Any, quant: QuantSettings) -> None:
-    """Raise UserError if the settings of vLLM are not those that the actor (`quant`) computes with."""
+def _trainer_problems(composed: Any) -> Iterator[Problem]:
+    """Yield engines, trainers and schedules that QaRL does not run in, and keys that verl's v1 trainer ignores."""
+    rollout, trainer, optim = (
+        composed.actor_rollout_ref.rollout,
+        composed.trainer,
+        composed.actor_rollout_ref.actor.optim,
+    )
+    mode, vllm = trainer.v1.trainer_mode, (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    other = mode not in ("sync", "qarl_sync")
+    stale = "responses would come from several versions of the weights, and quant.mismatch_limit would report an error"
+    engine = rollout.get("name") or "vllm"  # a missing value is verl's own error
+    only = "QaRL publishes to vLLM alone"
+    twice = "the group +qarl=SCHEME quantizes the engine, and this would quantize it a second time"
+    kv_cache, scales = vllm.get("kv_cache_dtype"), "its scales are not published, and vLLM forgets them when it sleeps"
+    loop = rollout.agent.default_agent_loop
+    alone = rollout.multi_turn.enable and "single_turn" in str(loop)
+    turns = f"verl's v1 trainer does not read it, and {ROLLOUT}.agent.default_agent_loop={loop} makes one turn"
+    tool = f"false; for several turns set {ROLLOUT}.agent.default_agent_loop=tool_agent, or name a loop in the column "
+    steps, warmup = trainer.get("total_training_steps") or 0, optim.get("lr_warmup_steps") or 0
+    late = f"the run has {steps} steps (trainer.total_training_steps), so no step would have the full learning rate"
+    yield not trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"
+    yield other, "trainer.v1.trainer_mode", mode, "qarl_sync", stale
+    yield engine != "vllm", f"{ROLLOUT}.name", engine, "vllm", only
+    for key, value in (("quantization", rollout.get("quantization")), (VLLM_QUANTIZATION, vllm.get("quantization"))):
+        yield value is not None, f"{ROLLOUT}.{key}", value, "null", twice
+    yield kv_cache not in (None, "auto", "bfloat16"), f"{ROLLOUT}.{KV_CACHE}", kv_cache, "auto", scales
+    yield alone, f"{ROLLOUT}.multi_turn.enable", True, f"{tool}agent_name", turns
+    yield 0 < steps <= warmup, f"{ACTOR}.optim.lr_warmup_steps", warmup, f"a number below {steps}", late
+
+
+def other_engine_errors(composed: Any, quant: QuantSettings) -> Iterator[UserError]:
+    """Yield an error for each setting of vLLM that is not what the actor (`quant`) computes with."""
     from omegaconf import OmegaConf
 
     overrides = as_dict(OmegaConf.select(composed, OVERRIDES))
@@ -247,7 +293,7 @@ def refuse_other_engine(composed: Any, quant: QuantSettings) -> None:
             return ", ".join(f"{name}={config[name]}" for name in differing if name in config) or "nothing quantized"
 
         settings = ", ".join(f"{QUANT}.{key}={getattr(quant, key)}" for key in ("scheme", "group_size", "ignore"))
-        raise UserError(
+        yield UserError(
             "the actor and the rollout engine would have different quantization",
             where=f"{QUANT}, {OVERRIDES}.quantization_config",
             why=f"{settings} gives {shown(actors)}, but {OVERRIDES}.quantization_config has {shown(engines)}",
@@ -278,7 +324,7 @@ def refuse_other_engine(composed: Any, quant: QuantSettings) -> None:
     receiver = str(OmegaConf.select(composed, RECEIVER) or "verl.")
     why = "it is no receiver for what QaRL publishes: verl's does not know the records of a publish"
     good = f"{PLUGIN}.worker_extension.QaRLWorkerExtension"
-    refuse([*problems, (receiver.startswith("verl."), RECEIVER, receiver, good, why)])
+    yield from errors_of([*problems, (receiver.startswith("verl."), RECEIVER, receiver, good, why)])
 
 
 def as_dict(section: Any) -> dict[str, Any]:

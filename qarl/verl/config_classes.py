@@ -26,8 +26,9 @@ from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.tbpo.config import KEYS, TBPOConfig
-from qarl.verl.checks import as_dict, check_composed, refuse
+from qarl.verl.checks import as_dict, check_composed
 from qarl.verl.config import fsdp_engine_fields
+from qarl.verl.refusals import Problem, attempt, errors_of, raise_all, refuse
 
 _LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
 _LossKeys: Any = make_dataclass(
@@ -152,16 +153,22 @@ def actor_settings(actor: Any, loss_agg_mode: str) -> Settings:
 
 
 def check_engine_config(model: Any, engine: Any) -> None:
-    """Raise UserError for verl settings that QaRL's forward does not support.
+    """Raise UserError that says all of `engine_errors`."""
+    raise_all(engine_errors(model, engine))
+
+
+def engine_errors(model: Any, engine: Any) -> list[UserError]:
+    """Return an error for each of verl's settings that QaRL's forward does not support.
 
     `engine`: the actor's `fsdp_config`. If it is not quantized, only attention is QaRL's."""
+    errors: list[UserError] = []
     where, shards = "actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config"
     precision, ranks = engine.mixed_precision or {}, engine.ulysses_sequence_parallel_size
     known = {"param_dtype", "reduce_dtype", "buffer_dtype"}  # the keys that QaRL's engine follows
     # verl exchanges heads between ranks only in Flash Attention.
     rows = "each rank would compute attention only within its own part of a row"
     hooks = "low-bit weights are sent through hooks of FSDP2, and FSDP1 does not run without GPUs"
-    problems = [
+    problems: list[Problem] = [
         (ranks > 1, f"{where}.ulysses_sequence_parallel_size", ranks, 1, rows),
         (engine.strategy != "fsdp2", f"{where}.strategy", engine.strategy, "fsdp2", hooks),
         (set(precision) - known, f"{shards}.mixed_precision", precision, f"keys of {known}", "others would be ignored"),
@@ -170,7 +177,7 @@ def check_engine_config(model: Any, engine: Any) -> None:
         if get_device_name() == "cuda":
             from qarl.checks.machine import check_this_gpu
 
-            check_this_gpu(engine.quant.scheme, "engine")
+            attempt(lambda: check_this_gpu(engine.quant.scheme, "engine"), errors)
         reference, lora = "actor_rollout_ref.ref.fsdp_config._target_", model.lora_rank
         stored, adapts = str(engine.model_dtype or "fp32"), engine.quant.lora.r
         dtype, plain = str(precision.get("param_dtype", "bf16")), "verl.workers.config.FSDPEngineConfig"
@@ -191,7 +198,7 @@ def check_engine_config(model: Any, engine: Any) -> None:
         ]
         for name in ("use_fused_kernels", "enable_activation_offload", "use_liger"):
             problems.append((getattr(model, name), f"actor_rollout_ref.model.{name}", True, False, wraps))
-    refuse(problems)
+    return [*errors, *errors_of(problems)]
 
 
 class CheckBeforeRay(Callback):

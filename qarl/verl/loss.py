@@ -21,8 +21,9 @@ import torch
 from verl.trainer.ppo.core_algos import register_policy_loss
 
 from qarl.objectives.loss import objective_loss
-from qarl.verl.checks import ACTOR, refuse
+from qarl.verl.checks import ACTOR
 from qarl.verl.config_classes import actor_settings
+from qarl.verl.refusals import refuse
 
 OURS = ("tbpo", "qarl")
 """The values of `loss_mode` that this module registers."""

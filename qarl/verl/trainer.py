@@ -56,9 +56,9 @@ from qarl.trainer.old_log_probs import Skipping, differing_tokens, sample_size
 from qarl.verl.advantages import rows_of_equal_rewards
 from qarl.verl.ask_servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped, reward_refusal
 from qarl.verl.checkpoint import Saving
-from qarl.verl.checks import refuse
 from qarl.verl.config_classes import QuantSettings
 from qarl.verl.loss import DIFFERING, RELIES
+from qarl.verl.refusals import refuse
 from qarl.verl.response_ends import corrected_metrics, end_tokens
 
 COUNTS = "old_log_probs.json"

@@ -103,8 +103,10 @@ def test_every_key_that_is_read_is_compared_or_refused(family: str) -> None:
     assert len(read) > 80 and COMPARED[family].keys() <= read | {"sliding_window_pattern"}
     assert COMPARED[family].keys() - follow <= {key for changes in rows(family).values() for key in changes}
     config = small_config(family)
-    object.__setattr__(config, "logits_are_halved", True)  # nobody reads it
     check_config_keys(config)
+    object.__setattr__(config, "logits_are_halved", True)
+    with pytest.raises(UserError, match="logits_are_halved=True"):
+        check_config_keys(config)
 
 
 @pytest.mark.parametrize("family", SHOWN)

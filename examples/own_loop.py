@@ -15,9 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.align import align_model
+from qarl.checks.model_folder import check_model_folder
 from qarl.config import OptimConfig
 from qarl.data.prompts import load_prompts
 from qarl.data.rewards import arithmetic
+from qarl.data.rows import check_data_file
 from qarl.kernels.log_probs import log_probs_of_logits
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
 from qarl.rollout import EngineConfig, RolloutEngine, SamplingConfig
@@ -26,6 +28,7 @@ from qarl.trainer.advantages import grpo_advantages
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.master_optimizer import MasterOptimizer
 
+DATA = "data/column_addition/train.parquet"
 PROMPTS, RESPONSES, MAX_TOKENS = 4, 8, 80
 SCHEME = get_scheme("w4a16", group_size=32)
 IGNORE = ("lm_head",)
@@ -45,8 +48,10 @@ def response_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 def main(argv: Sequence[str]) -> None:
     steps = int(argv[0]) if argv else 3
     folder = argv[1] if len(argv) > 1 else "models/tiny-qwen3"
+    check_model_folder(folder)
+    check_data_file(DATA)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = load_prompts("data/column_addition/train.parquet", tokenizer=tokenizer, max_prompt_length=32)
+    prompts = load_prompts(DATA, tokenizer=tokenizer, max_prompt_length=32)
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     print(quantize_model(model, scheme=SCHEME, ignore=IGNORE))  # which kernel multiplies, what was left in BF16 and why

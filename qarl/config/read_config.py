@@ -84,7 +84,7 @@ class RawConfig:
 def read_arguments(argv: Sequence[str]) -> RawConfig:
     """Read `argv`, such as `["config=quickstart.yaml", "rollout.n=4"]`, into raw values with overrides applied.
 
-    Without a usable file, raise ConfigError."""
+    The folder of a run stands for the config in it. Without a usable file, raise ConfigError."""
     raw = RawConfig()
     arguments = _split_arguments(argv, raw.problems)
     path = _config_path(arguments.pop("config", None), raw.problems)
@@ -190,7 +190,7 @@ def _config_path(name: str | None, problems: list[Problem]) -> Path | None:
 def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, str]:
     arguments: dict[str, str] = {}
     for argument in argv:
-        key, equals, text = argument.partition("=")
+        key, equals, text = _of_run_folder(argument).partition("=")
         if not equals or not all(re.fullmatch(r"\w+", part) for part in key.split(".")):
             fix = "write key=value, for example config=quickstart.yaml or quant.scheme=bf16; --help describes the keys"
             problems.append(Problem(argument, NOT_GIVEN, "not of the form key=value", fix, COMMAND_LINE))
@@ -200,6 +200,12 @@ def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, 
         else:
             arguments[key] = text
     return arguments
+
+
+def _of_run_folder(argument: str) -> str:
+    """Return `config=FOLDER/config.yaml` for the folder of a run, and any other argument unchanged."""
+    config = Path(os.path.expanduser(argument)) / "config.yaml"
+    return f"config={config}" if "=" not in argument and config.is_file() else argument
 
 
 def _apply_override(key: str, text: str, raw: RawConfig) -> None:

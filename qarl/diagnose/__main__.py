@@ -1,12 +1,14 @@
 """Show how far trainer and rollout differ for a run, and why.
 
 usage: qarl diagnose config=NAME.yaml [KEY=VALUE ...]
+       qarl diagnose runs/NAME [KEY=VALUE ...]
        qarl diagnose calibrate config=NAME.yaml [batches=6] [share=0.05] [KEY=VALUE ...]
        qarl diagnose --help [SECTION | SECTION.KEY ...]
 
-The arguments are those of qarl train. The command samples one batch, as in the first step of that
-run, but does not train the model. It prints one response token by token, and the mismatch split by
-cause. `python -m qarl.diagnose` is the same command.
+The arguments are those of qarl train; the folder of a run stands for its config.yaml. The command
+samples one batch, as in the first step of that run, from the model that the run started from, and
+does not train. It prints one response token by token, and the mismatch split by cause.
+`python -m qarl.diagnose` is the same command.
 
 calibrate samples several batches, and proposes thresholds for the corrections of a run: weights,
 rejections, TBPO's cap and bands. Each would lose `share` of the responses (or tokens) to the

@@ -14,7 +14,8 @@ keys:
   keep_special_tokens=true  give the reward a response's special tokens; default: the run's, else false
   n=N                 responses per prompt; default: the column __rollout_n__ of the file, else 1
   temperature=T       default: the run's rollout.val_temperature, else 0, which needs n=1
-  max_prompt_length=N, max_response_length=N    in tokens; default: the run's, else 1024 and 2048
+  max_prompt_length=N, max_response_length=N    in tokens; default: the run's, else 1024 and 2048,
+                      or less in this proportion if the model has fewer positions
   limit=N             only the first N prompts of the files
   seed=N              default: 0
   output=FILE.json    also write the scores to a file

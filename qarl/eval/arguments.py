@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,8 @@ BF16 = "bf16"
 TASK_LENGTHS = (4096, 2048)
 """Tokens of prompts and of responses for tasks of lm-evaluation-harness: MMLU-Pro has five worked examples, and asks
 for 2048 tokens."""
+FILE_LENGTHS = (1024, 2048)
+"""Tokens of prompts and of responses for files, if neither arguments nor a run say otherwise."""
 _OF_FILES = ("files", "reward", "n", "temperature", "keep_special_tokens")
 _OF_TASKS = ("include_path", "num_fewshot", "apply_chat_template")
 _Count = Annotated[int, Field(gt=0)]
@@ -106,6 +109,43 @@ def settings_of(request: EvalRequest) -> Settings:
         files,
         request.reward or (config.reward.function if config else "math_verify"),
         request.temperature if request.temperature is not None else config.rollout.val_temperature if config else 0.0,
-        request.max_prompt_length or (config.data.max_prompt_length if config else 1024),
-        request.max_response_length or (config.data.max_response_length if config else 2048),
+        *lengths_of(request, config),
     )
+
+
+def lengths_of(request: EvalRequest, config: Config | None) -> tuple[int, int]:
+    """Return the largest numbers of tokens of a prompt and of a response: those of the request, else of the run, else
+    `FILE_LENGTHS`, which are lowered in proportion if the model has fewer positions.
+
+    Raise UserError if lengths that were given exceed the positions."""
+    folders = [request.model, *([Path(request.against)] if request.against not in (None, BF16) else [])]
+    limits = [limit for folder in folders if (limit := positions_of(folder)) is not None]
+    limit = min(limits, default=None)
+    usual = (config.data.max_prompt_length, config.data.max_response_length) if config else FILE_LENGTHS
+    given = (request.max_prompt_length, request.max_response_length)
+    prompt, response = given[0] or usual[0], given[1] or usual[1]
+    if limit is None or prompt + response <= limit:
+        return prompt, response
+    if config is None and given == (None, None):
+        prompt = max(1, limit * FILE_LENGTHS[0] // sum(FILE_LENGTHS))
+        return prompt, limit - prompt
+    if config is None and None in given:
+        prompt = given[0] or limit - response
+        response = given[1] or limit - prompt
+    if prompt < 1 or response < 1 or prompt + response > limit:
+        total = (given[0] or usual[0]) + (given[1] or usual[1])
+        raise UserError(
+            f"max_prompt_length + max_response_length = {total} tokens, but the model has {limit} positions",
+            where="max_prompt_length, max_response_length",
+            fix=f"lower them to at most {limit} together",
+        )
+    return prompt, response
+
+
+def positions_of(folder: Path) -> int | None:
+    """Return `max_position_embeddings` of a model folder or of a run's export, or None if no config.json says it."""
+    for file in (folder / EXPORT / "config.json", folder / "config.json"):
+        if file.is_file():
+            positions = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
+            return positions if isinstance(positions, int) else None
+    return None

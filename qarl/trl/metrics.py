@@ -45,6 +45,9 @@ class StepMetrics:
         """
         if self._noise_is_checked:
             return
+        (tokens,) = self._summed(int(inputs["completion_mask"][:PROBE_RESPONSES].sum()))
+        if not tokens:
+            return  # all responses were masked, as TRL does with truncated ones; the next micro-batch may have tokens
         self._noise_is_checked = True
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[:PROBE_RESPONSES]
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)[:PROBE_RESPONSES]

@@ -51,6 +51,13 @@ def test_ground_truths_are_right_answers(function: str, truth: str) -> None:
     assert (judged.count, judged.wrong) == (2, [])
 
 
+def test_the_loop_without_a_model_asks_no_hub() -> None:
+    done = run("examples/own_loop.py", "1", "models/no-such-model")
+    assert done.returncode == 1
+    assert "there is no model folder 'models/no-such-model'" in done.stderr
+    assert "huggingface_hub" not in done.stderr
+
+
 @pytest.mark.vllm
 @needs_w4a16_cpu
 def test_the_loop_ends_without_a_word_about_leaks() -> None:

@@ -312,3 +312,36 @@ def test_a_log_without_a_token_has_no_mismatch(model: Path, tmp_path: Path, monk
     made = build(model, tmp_path, monkeypatch, length, mask_truncated_completions=True, logging_steps=1)
     made.train()
     assert not any("mismatch/k3" in entry for entry in made.state.log_history)
+
+
+@pytest.mark.parametrize("loss", ["tbpo", "grpo"])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_steps_whose_responses_are_all_masked(
+    model: Path, tmp_path: Path, monkeypatch: Any, loss: str, interval: int
+) -> None:
+    """TRL masks truncated responses, and all of the stub's are: no step has a token, and nothing is learned."""
+    made = build(
+        model,
+        tmp_path,
+        monkeypatch,
+        loss_type=loss,
+        max_steps=2,
+        logging_steps=interval,
+        mask_truncated_completions=True,
+        weight_decay=0.0,
+        per_device_eval_batch_size=4,
+    )
+    before = {name: weight.clone() for name, weight in made.policy.model.named_parameters()}
+    made.train()
+    steps = [entry for entry in made.state.log_history if "loss" in entry]
+    assert len(steps) == 2 // interval
+    assert all(entry["loss"] == 0 for entry in steps)
+    assert not [name for entry in steps for name in entry if name.startswith("mismatch/")]
+    assert made.evaluate(DATA)["eval_loss"] == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in made.policy.model.named_parameters())
+
+
+def test_the_noise_limit_waits_for_a_batch_with_tokens(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    made = build(model, tmp_path, monkeypatch, wrong=3.0, mask_truncated_completions=True)
+    made.train()
+    assert made._step_metrics._noise_is_checked is False

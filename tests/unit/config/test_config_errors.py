@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from config_problems import MINIMAL, file_problem, override_problem, problem_of, problems_of
 
-from qarl.config import describe_keys, load_config
+from qarl.config import describe_keys, load_config, write_resolved
 from qarl.config.read_config import available_configs
 from qarl.errors import UserError
 
@@ -26,6 +26,16 @@ def test_malformed_override(folder: Path, argument: str) -> None:
     problem = override_problem(argument)
     assert (problem.key, problem.source) == (argument, "command line")
     assert "key=value" in problem.fix and "config=quickstart.yaml" in problem.fix
+
+
+def test_the_folder_of_a_run_stands_for_its_config(folder: Path) -> None:
+    config = load_config(["config=minimal.yaml", "seed=7"])
+    write_resolved(config, "runs/minimal/config.yaml")
+    assert load_config(["runs/minimal"]) == config
+    assert load_config(["runs/minimal/", "seed=8"]).seed == 8
+    assert override_problem("runs/minimal").reason.startswith("given twice")
+    Path("runs/empty").mkdir()
+    assert problem_of("runs/empty", "config=minimal.yaml").key == "runs/empty"
 
 
 def test_duplicate_override(folder: Path) -> None:

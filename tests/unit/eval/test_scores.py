@@ -141,3 +141,46 @@ def test_which_weights_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     scored(step=7)
     (run / "export").rmdir()
     assert len(asked) == 1 and scored() == [] and asked[0].format == "quantized"
+
+
+def model_with(folder: Path, positions: int | None) -> Path:
+    folder.mkdir()
+    keys = {} if positions is None else {"max_position_embeddings": positions}
+    (folder / "config.json").write_text(json.dumps(keys))
+    return folder
+
+
+LENGTHS = [
+    (None, {}, (1024, 2048)),
+    (3072, {}, (1024, 2048)),
+    (2048, {}, (682, 1366)),
+    (90, {}, (30, 60)),
+    (2048, {"max_prompt_length": 100}, (100, 1948)),
+    (2048, {"max_response_length": 500}, (1024, 500)),
+    (2048, {"max_response_length": 1500}, (548, 1500)),
+    (2048, {"max_prompt_length": 1000, "max_response_length": 1048}, (1000, 1048)),
+]
+"""Positions of a model, lengths that were given -> tokens of prompt and response."""
+
+
+@pytest.mark.parametrize(("positions", "given", "lengths"), LENGTHS)
+def test_default_lengths_fit_the_positions(
+    tmp_path: Path, positions: int | None, given: dict[str, int], lengths: tuple[int, int]
+) -> None:
+    model = model_with(tmp_path / "model", positions)
+    settings = settings_of(EvalRequest(model=model, files="x.parquet", **given))
+    assert (settings.max_prompt_length, settings.max_response_length) == lengths
+
+
+@pytest.mark.parametrize("given", [{"max_prompt_length": 2048}, {"max_prompt_length": 1, "max_response_length": 2048}])
+def test_lengths_beyond_the_positions_are_refused(tmp_path: Path, given: dict[str, int]) -> None:
+    model = model_with(tmp_path / "model", 2048)
+    with pytest.raises(UserError, match="the model has 2048 positions"):
+        settings_of(EvalRequest(model=model, files="x.parquet", **given))
+
+
+def test_the_other_model_counts_too(tmp_path: Path) -> None:
+    small = model_with(tmp_path / "small", 300)
+    model = model_with(tmp_path / "model", 4096)
+    settings = settings_of(EvalRequest(model=model, files="x.parquet", against=str(small)))
+    assert settings.max_prompt_length + settings.max_response_length == 300

@@ -215,6 +215,7 @@ class ActorConfig(ObjectiveKeys):
 
     seq_clip_ratio_low: Annotated[float, _LOWER_BAND] = _tbpo("seq_clip_ratio_low")
     """For a positive advantage with positive_band=two_sided, a sequence ratio below 1 - this value gives no gradient.
+    With the default positive_band=upper it has no effect; a run that names it says so.
     The default is the paper's."""
 
     neg_seq_clip_ratio_low: Annotated[float, _LOWER_BAND] = _tbpo("neg_seq_clip_ratio_low")

@@ -380,7 +380,7 @@ def _table(head: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
             cells += [row["none"], "", "", ""]
         else:
             cells.append(" ".join(f"{key}={value}" for key, value in row["keys"].items()))
-            cells.append(f"{row['low']:.3g} to {row['high']:.3g}")
+            cells.append(f"{row['low']:.5g} to {row['high']:.5g}")  # a ratio near 1 needs five digits
             cells.append(f"{row['loses']:.1%} of {row['of']}")
             cells.append(f"{row['on_other_prompts']:.1%}")
         if head == _HEAD:

@@ -71,7 +71,8 @@ def finish_run(
     folder, or why there is no export. If there was an error, raise the first of: `failure`, that of the export,
     `problem`, that of the summary, of the plots, of the report.
     """
-    ending, summary = Ending(failure), {"steps": step, **facts, "finished": False}
+    ending = Ending(failure)
+    summary: dict[str, Any] = {"steps": step, **facts, "finished": False}
 
     def write() -> None:
         summary["failed"] = ending.in_words()

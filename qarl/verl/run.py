@@ -109,8 +109,10 @@ def _finish(config: Config, failure: BaseException | None, follower: MetricsFoll
 
     What decides on the export is the checkpoint of the last step, not the metrics: they may be missing, and the run may
     fail after that checkpoint, as in its last evaluation."""
-    total, logged = config.trainer.total_training_steps, follower.last_step
-    interrupted, whole = isinstance(failure, KeyboardInterrupt), _whole_checkpoints(config)
+    total = config.trainer.total_training_steps
+    logged = follower.last_step
+    whole = _whole_checkpoints(config)
+    interrupted = isinstance(failure, KeyboardInterrupt)
     # A run that ended by itself has made all its steps, except if it was only to evaluate.
     step = max([logged, *whole]) if failure is None else min(logged, total - 1)
     save: Callable[[Path], Path] | str = partial(export_final, config)
@@ -152,12 +154,13 @@ def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of one step under QaRL's names. A metric that QaRL has no name for keeps verl's name."""
     # verl adds the prefix to every metric of an actor.
     plain = {name.removeprefix("actor/") if name.startswith(_OURS) else name: value for name, value in metrics.items()}
-    named = {RENAMED.get(name, name): number for name, value in plain.items() if (number := logged(value)) is not None}
-    # Another trainer than QaRL's (`trainer.v1.trainer_mode`) has only verl's own figures of an evaluation.
+    values = {RENAMED.get(name, name): as_logged(value) for name, value in plain.items()}
+    named = {name: value for name, value in values.items() if value is not None}
+    # A trainer other than QaRL's (`trainer.v1.trainer_mode`) has only verl's own figures of an evaluation.
     return sources_metrics(verls_figures(named)) | named
 
 
-def logged(value: Any) -> float | None:
+def as_logged(value: Any) -> float | None:
     """Return a value of verl's log as a number, or None if it is none. orjson, which writes the log, writes NaN and
     infinities as null."""
     if value is None:

@@ -79,7 +79,7 @@ def write_run(shape: str) -> list[str]:
     ]
 
 
-def expected_accuracies(shape: str) -> dict[str, float]:
+def expected_accuracies(shape: str) -> dict[str, float | None]:
     """The summary's last accuracies of a run whose evaluations all took place, by `REWARD`."""
     if shape == "not a number":
         return {}

@@ -31,7 +31,7 @@ ROWS = {source: 2 + place % 3 for place, source in enumerate(SOURCES)}
 
 def command(folder: Path, *overrides: str) -> list[str]:
     """`qarl train` with a shipped config, on a tiny model and tiny data in `folder`."""
-    model = save_random_model(folder / "model", "qwen2", max_position_embeddings=512)
+    model = save_random_model(folder / "model")
     (folder / "reward.py").write_text(REWARD)
     write_rows(str(folder / "train.jsonl"), [row(f"t{3 + i} t{20 + i} t{40 + i}") for i in range(16)])
     files = []

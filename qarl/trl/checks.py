@@ -105,6 +105,10 @@ def check_args(args: Any, arguments: dict[str, Any]) -> None:
         fix = "use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights"
         raise UserError("QaRLTrainer does not support FSDP", where=where, why=why, fix=fix)
     _check_saves(args)
+    if 0 < args.max_steps <= args.warmup_steps:
+        what = f"warmup_steps={args.warmup_steps} is not below max_steps={args.max_steps}"
+        why = "no step would have the full learning rate"
+        raise UserError(what, where="warmup_steps", why=why, fix="lower warmup_steps, or train for more steps")
     # A scheduler may come from outside.
     arguments = arguments | {"optimizers": arguments.get("optimizers", (None, None))[0]}
     for name, why in ARGUMENTS.items():

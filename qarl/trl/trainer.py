@@ -26,6 +26,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from trl import GRPOTrainer
 
 from qarl.checkpoint.storage import write_json
+from qarl.checks.bands import narrow_bands
 from qarl.checks.model import level_notes
 from qarl.checks.registry import make_checks
 from qarl.config import Config
@@ -114,6 +115,8 @@ class QaRLTrainer(GRPOTrainer):
         print(trls_words(self.policy.report))
         for text in level_notes(self.run, inputs.hf_config):
             note(trls_words(text))
+        if self.loss_type == "tbpo" and (narrow := narrow_bands(self.run)):
+            note(trls_words(f"{narrow.what}; {narrow.fix}"))
         self.engine = RolloutEngine(engine_config(self.run, self.policy))
         self.rollouts = Rollouts(self.policy, self.engine)
 

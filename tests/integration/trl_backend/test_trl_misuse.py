@@ -78,9 +78,18 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"loss_type": "dapo", "seq_clip_ratio_high": 0.01}, "it has no effect with loss_type"),
     ({"seq_clip_ratio_low": 0.01}, "set positive_band to two_sided"),
     ({"max_completion_length": 4096}, "positions"),
+    ({"temperature": 0.01}, "all responses to a prompt would be the same"),
+    ({"warmup_steps": 1000, "max_steps": 120}, "warmup_steps=1000"),
     ({"vllm_max_model_length": 18}, "vllm_max_model_length=18"),
     ({"vllm_cpu_kvcache_space_gib": 1e-5}, "vllm_cpu_kvcache_space_gib"),
 ]
+
+
+def test_narrow_bands_are_said_in_trls_words(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineStarted):
+        build(model, tmp_path)
+    told = capsys.readouterr().err
+    assert "bands of 3.0e-04 are narrow for responses of at most 16 tokens; set seq_clip_ratio_high=" in told
 
 
 @pytest.mark.parametrize(("settings", "words"), SETTINGS, ids=[str(settings) for settings, _ in SETTINGS])

@@ -18,8 +18,12 @@ LESS_MEMORY = (
     "lower rollout.cpu_kvcache_space_gib or rollout.gpu_memory_utilization, the micro-batches of actor or "
     "trainer.n_gpus_per_node (qarl doctor estimates what a run needs), or end other programs"
 )
+RAY_LOGS = "/tmp/ray/session_latest/logs"
 NO_MEMORY = "a process of the verl run has run out of memory"
 _ALLOCATORS = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE)
+_USED = re.compile(r"[\d.]+GB(?: used)? / [\d.]+GB(?: limit)? \([\d.]+\)")
+_VICTIM = (re.compile(r"(?:task name=|class_name: |[( ]name=)([\w.]+)"), re.compile(r"(pid[=:] ?\d+)"))
+"""In Ray's words, what it killed: the name of the class or of its task, and the process."""
 _FACTS = ("class_name:", "pid:", "ip:", "name:")
 
 
@@ -50,7 +54,7 @@ def known_failure(error: BaseException) -> UserError | None:
     if isinstance(error, exceptions.OutOfMemoryError) or _killed_for_memory(error):
         what = "Ray has killed a process of the verl run, because the machine is almost out of memory"
         why = "RAY_memory_usage_threshold is the share of the memory from which on Ray kills"
-        return UserError(what, where=_sentences(error), why=why, fix=f"{LESS_MEMORY}; then {RESUME}")
+        return UserError(what, where=_killed(error), why=why, fix=f"{LESS_MEMORY}; then {RESUME}")
     if isinstance(error, exceptions.OutOfDiskError | exceptions.ObjectStoreFullError):
         disk = isinstance(error, exceptions.OutOfDiskError)
         what = f"Ray could not store an object of the verl run: {'the disk' if disk else 'its object store'} is full"
@@ -61,6 +65,10 @@ def known_failure(error: BaseException) -> UserError | None:
     died = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError)
     if isinstance(error, (*died, exceptions.LocalRayletDiedError, exceptions.OwnerDiedError)):
         return UserError("a process of the verl run died", where=_process(error), why=KILLED, fix=RESUME)
+    if "timed out during startup" in str(error):
+        why = "the machine is too busy, its memory is full, or another Ray is in the way"
+        fix = f"see {RAY_LOGS}, end other programs, `ray stop` a Ray that nobody uses; then {RESUME}"
+        return UserError("Ray could not be started", where=_sentences(error), why=why, fix=fix)
     if _allocator_failed(error):
         return UserError(NO_MEMORY, where=_sentences(error), fix=f"{LESS_MEMORY}; then {RESUME}")
     return None
@@ -77,6 +85,14 @@ def _killed_for_memory(error: BaseException) -> bool:
 def _allocator_failed(error: BaseException) -> bool:
     """Return whether Python or PyTorch could not allocate memory. On a CPU PyTorch raises a plain RuntimeError."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_ALLOCATORS.search(str(error))))
+
+
+def _killed(error: BaseException) -> str:
+    """Return which process Ray killed and what the machine's memory was, from Ray's report of many lines."""
+    text = str(error)
+    names = [match[1] for pattern in _VICTIM if (match := pattern.search(text))]
+    used = [match[0] for match in [_USED.search(text)] if match]
+    return ", ".join(names + used) or _sentences(error)
 
 
 def _process(error: BaseException) -> str:

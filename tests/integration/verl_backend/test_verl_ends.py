@@ -278,6 +278,7 @@ FULL = {
     "Python's": (MemoryError(), "has run out of memory", "rollout.cpu_kvcache_space_gib"),
     "a GPU's": (GPU_FULL, "has run out of memory", "micro-batches"),
     "PyTorch's on a CPU": (CPU_FULL, "has run out of memory", "qarl doctor"),
+    "Ray's start": (Exception("The current node timed out during startup."), "could not be started", "/tmp/ray"),
     "the disk": (ray.exceptions.OutOfDiskError("full"), "the disk is full", "/tmp/ray"),
     "the store": (ray.exceptions.ObjectStoreFullError("full"), "object store is full", "/dev/shm"),
     "a worker": (ray.exceptions.WorkerCrashedError(), DEAD, "run the same command again"),
@@ -294,6 +295,22 @@ def test_what_has_run_out_is_named(tmp_path, case, where):
     named = as_user_error(error, tmp_path)
     assert named is not None and what in named.what and named.fix is not None and fix in named.fix
     assert "it starts fresh, because there is no checkpoint" in named.fix
+
+
+RAYS_REPORT = """1 worker(s) were killed due to the node running low on memory.
+Memory on the node (IP: 10.0.0.1, ID: 16) was 6.77GB used / 23.54GB limit (0.287560)
+OOM kill reason: Memory usage 7276556288B exceeded threshold of 252765104B (1.0% of 25276510208B limit)
+Selected to kill: (Actor(fa): job ID=01, task name=WorkerDict.__init__, required resources={}, pid=30519, used=0.04GB)
+Top 10 memory users: PID	MEM(GB)	COMMAND"""
+
+
+def test_where_ray_killed_for_lack_of_memory_is_said_in_one_line(tmp_path):
+    """The report of Ray 2.60, which has 60 lines, and the shorter one of earlier releases."""
+    lines = {RAYS_REPORT: "WorkerDict.__init__, pid=30519, 6.77GB used / 23.54GB limit (0.287560)"}
+    lines[MEMORY] = "WorkerDict.__init__, pid=42, 22.9GB / 23.0GB (0.99)"
+    for message, where in lines.items():
+        named = as_user_error(of_task(ray.exceptions.OutOfMemoryError(message)), tmp_path)
+        assert named is not None and named.where == where
 
 
 def test_an_actor_that_ray_killed_for_its_memory_is_not_only_dead(tmp_path):

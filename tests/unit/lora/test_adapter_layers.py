@@ -137,15 +137,19 @@ def test_the_start_is_the_base_and_depends_on_the_seed_alone(pristine_model):
     again, other = (Adapters(load_model(pristine_model), LoraConfig(r=8), seed=s, base="b").tensors() for s in (1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert all(torch.equal(first[name], other[name]) == name.endswith("lora_B.weight") for name in first)
+    starts = [tuple(tensor.flatten().tolist()) for name, tensor in first.items() if name.endswith("lora_A.weight")]
+    assert len(set(starts)) == len(starts), "two linears start with the same A"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 64), (32, 1024)])
-def test_a_starts_with_the_numbers_of_torchs_kaiming_uniform(rows, columns):
-    """peft calls it with a = sqrt(5): uniform within 1 / sqrt(K), the width of the input. B is zero."""
-    adapters = Adapters(Model(rows, columns, "bf16"), LoraConfig(r=8), seed=5, base="base")
+def test_a_starts_with_the_numbers_of_torchs_kaiming_uniform(rows, columns, dtype):
+    """peft calls it with a = sqrt(5): uniform within 1 / sqrt(K), the width of the input. B is zero. FP32 parameters
+    start at the same BF16 numbers."""
+    adapters = Adapters(Model(rows, columns, "bf16"), LoraConfig(r=8), seed=5, base="base", dtype=dtype)
     generator = torch.Generator().manual_seed(5)
     start = nn.init.kaiming_uniform_(torch.empty(8, columns), a=5**0.5, generator=generator)
-    assert torch.equal(adapters.layers["proj"].lora_A, start.bfloat16())
+    assert torch.equal(adapters.layers["proj"].lora_A, start.bfloat16().to(dtype))
     assert not adapters.layers["proj"].lora_B.any()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_state import Malicious, reseal
@@ -16,7 +18,7 @@ from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
 from qarl.checkpoint.model_files import ModelFiles
-from qarl.checkpoint.resumable import CheckpointError, open_checkpoint, save_checkpoint
+from qarl.checkpoint.resumable import CheckpointError, load_dict, open_checkpoint, save_checkpoint
 from qarl.checks.model_folder import load_tokenizer
 from qarl.data.prompts import Prompt, PromptSampler
 from qarl.errors import UserError
@@ -63,7 +65,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def original(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint after one optimizer step."""
     folder = tmp_path_factory.mktemp("run") / "step_3"
-    trainer = make_trainer(model_folder, folder.parent)
+    save(make_trainer(model_folder, folder.parent), folder)
+    return folder
+
+
+def save(trainer: Any, folder: Path) -> None:
+    """Take an optimizer step, and save a checkpoint of step 3."""
     for parameter in trainer.policy.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     trainer.optimizer.accumulate()
@@ -78,7 +85,6 @@ def original(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         rng=rng_state(),
         state=training_state(trainer, {"mismatch/k3": 1e-4}),
     )
-    return folder
 
 
 @pytest.fixture
@@ -97,6 +103,46 @@ def test_the_untouched_one_is_restored(model_folder: Path, folder: Path) -> None
     assert trainer.step == 3 and trainer.parts.sampler.batches_drawn == 1
     reseal(folder)
     restored(model_folder, folder)
+
+
+def test_the_loss_scale_of_a_run_in_fp16_is_restored(model_folder: Path, tmp_path: Path) -> None:
+    trainers = [make_trainer(model_folder, tmp_path) for _ in range(2)]
+    for trainer in trainers:
+        parameters = trainer.policy.model.named_parameters()
+        optim = trainer.config.optim
+        trainer.optimizer = MasterOptimizer(parameters, optim, seed=0, total_training_steps=9, scale_loss=True)
+    interrupted, resumed = trainers
+    for overflow in (True, True, False):
+        interrupted.optimizer.loss_scale.updated(overflow=overflow)
+    save(interrupted, tmp_path / "step_3")
+    restore(resumed, open_checkpoint(tmp_path / "step_3"))
+    assert vars(resumed.optimizer.loss_scale) == vars(interrupted.optimizer.loss_scale)
+    assert resumed.optimizer.loss_scale.overflows == 2
+
+
+@pytest.fixture
+def generators_stay() -> Iterator[None]:
+    before = rng_state()
+    yield
+    set_rng_state(before)
+
+
+@pytest.mark.usefixtures("generators_stay")
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_every_global_generator_continues_where_it_was(tmp_path: Path, drawn: int) -> None:
+    """Normal numbers come in pairs, in Python and in NumPy: the second of a pair belongs to the state, too."""
+
+    def draw() -> tuple[float, float, float]:
+        return random.gauss(0, 1), float(np.random.normal()), float(torch.randn(()))
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3)
+    for _ in range(drawn):
+        draw()
+    torch.save(rng_state(), tmp_path / "rng.pt")
+    expected = [draw() for _ in range(3)]
+    set_rng_state(load_dict(tmp_path / "rng.pt"))
+    assert [draw() for _ in range(3)] == expected
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng.pt"])

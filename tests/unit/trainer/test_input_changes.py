@@ -51,6 +51,11 @@ def rows(**first: Any) -> list[dict[str, Any]]:
     return [usual[0] | first, *usual[1:]]
 
 
+def renamed(extra_info: dict[str, Any]) -> dict[str, Any]:
+    """The same values under other names, whose order is the same."""
+    return {"index": extra_info["index"], "limit": extra_info["level"]}
+
+
 def run_config(backend: str, *overrides: str) -> Config:
     return load_config(["config=run.yaml", f"backend={backend}", *overrides])
 
@@ -240,6 +245,11 @@ CASES = {
     "extra_info": Case(
         "refused",
         lambda: write_rows("train.jsonl", rows(extra_info={"index": 0, "level": "hard"})),
+        ("extra_info in data.train_files changed",),
+    ),
+    "extra_info with another key": Case(
+        "refused",
+        lambda: write_rows("train.jsonl", [one | {"extra_info": renamed(one["extra_info"])} for one in rows()]),
         ("extra_info in data.train_files changed",),
     ),
     "extra_info in another order": Case(

@@ -39,6 +39,31 @@ def test_without_a_floor_the_cosine_is_that_of_transformers() -> None:
         assert lr_scale(step, cosine, 12) == pytest.approx(theirs.lr_lambdas[0](step))
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_resume_to_another_length_takes_its_rate_from_the_new_schedule(name: str) -> None:
+    """AdamW moves a weight by its learning rate, as long as the gradient is the same in every step. A vector is
+    AdamW's, whatever `optim.name` is."""
+    cosine = settings(lr_scheduler_type="cosine", name=name, weight_decay=0.0)
+
+    def take(weight: torch.nn.Parameter, steps: int, optimizer: MasterOptimizer) -> None:
+        for _ in range(steps):
+            weight.grad = torch.ones_like(weight)
+            optimizer.accumulate()
+            optimizer.clip_and_step(1e9)
+            optimizer.scheduler_step()
+
+    weight = torch.nn.Parameter(torch.zeros(3))
+    first = MasterOptimizer([("weight", weight)], cosine, seed=0, total_training_steps=12)
+    take(weight, 8, first)
+    longer = MasterOptimizer([("weight", weight)], cosine, seed=0, total_training_steps=100)
+    longer.load_state_dict(first.state_dict())
+    before = weight.detach().clone()
+    take(weight, 1, longer)
+    expected = cosine.lr * lr_scale(8, cosine, 100)
+    assert expected > 1.5 * cosine.lr * lr_scale(8, cosine, 12)
+    torch.testing.assert_close(before - weight.detach(), torch.full((3,), expected), rtol=1e-4, atol=0)
+
+
 def optimizer(weight: torch.nn.Parameter, **more: Any) -> MasterOptimizer:
     return MasterOptimizer([("weight", weight)], settings(), seed=0, total_training_steps=12, **more)
 

@@ -336,7 +336,7 @@ def verdict(family: str, key: str) -> str | None:
 
 
 @cache
-def _known_keys(kind: type[Any]) -> frozenset[str]:
+def _known_keys(kind: Any) -> frozenset[str]:
     """Return the keys of a config class, those with a verdict, and those that only bookkeeping or generation reads."""
     from transformers import GenerationConfig
 
@@ -352,7 +352,8 @@ def check_known_keys(config: Any) -> None:
     later release of the family may have a new layer (`use_gated_attention`) that both leave out."""
     if config.model_type not in (*FAMILIES, *SHOWN):
         return
-    known = _known_keys(type(config))
+    kind: Any = type(config)
+    known = _known_keys(kind)
     for key, value in sorted(vars(config).items()):
         harmless = key in BOOKKEEPING and BOOKKEEPING[key](value, config)
         if value is None or key.startswith("_") or harmless or (key in known and key not in BOOKKEEPING):

@@ -35,6 +35,7 @@ from qarl.checks.layers import FUSED_LAYERS
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config
 from qarl.data.prompts import Prompt, PromptDataset, PromptSampler
+from qarl.data.reward_workers import InProcessReward
 from qarl.errors import UserError
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.metrics.step_metrics import PhaseTimer
@@ -279,7 +280,16 @@ def make_trainer(arguments: Arguments, case: Case, folder: str, *, engine: bool)
     rows = random_tokens(hf_config.vocab_size, arguments.prompts, arguments.prompt_length)
     prompts = [Prompt(i, "random", [], ids, "") for i, ids in enumerate(rows)]
     sampler = PromptSampler(len(prompts), len(prompts), seed=0, shuffle=False)
-    parts = RunParts(Policy.load(config), tokenizer, 0, PromptDataset(prompts), [], sampler, random_reward, {})
+    parts = RunParts(
+        Policy.load(config),
+        tokenizer,
+        0,
+        PromptDataset(prompts),
+        [],
+        sampler,
+        InProcessReward("random", random_reward),
+        {},
+    )
     nobody: Any = object()
     return LocalTrainer(config, parts, None if engine else nobody)
 

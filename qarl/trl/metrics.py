@@ -91,9 +91,11 @@ class StepMetrics:
         self._pairs, self._statistics = [], []
         later = [part for part, first in statistics if not first]
         metrics = reduce_metrics([part for part, _ in statistics]) | after_first_metrics(later)
-        mismatch = token_mismatch(*(torch.cat(parts) for parts in zip(*pairs, strict=True))) if pairs else {}
+        mismatch: dict[str, float] = {}
+        if pairs:
+            old, rollout, lengths = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+            mismatch = token_mismatch(old, rollout, lengths)
         if mismatch:
-            lengths = torch.cat([pair[2] for pair in pairs])
             mean_length = float(lengths[lengths > 0].double().mean())
             warning = self._check(mismatch["mismatch/abs_mean"], mean_length, before_first_update=False)
             metrics |= mismatch | {"mismatch/over_limit": float(warning is not None)}

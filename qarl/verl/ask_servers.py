@@ -98,7 +98,9 @@ def reward_refusal(seconds: float) -> dict[str, str | None] | None:
     if not ray.is_initialized():
         return None
     names = [name for name in ray.util.list_named_actors() if name.startswith(REWARD)]
-    questions = [ray.get_actor(name).__ray_call__.remote(refusal).future() for name in names]
+    questions: list[Future[dict[str, str | None] | None]] = [
+        ray.get_actor(name).__ray_call__.remote(refusal).future() for name in names
+    ]
     wait(questions, timeout=seconds)
     answers = [question.result() for question in questions if question.done() and question.exception() is None]
     return next((answer for answer in answers if answer), None)

@@ -88,7 +88,8 @@ def expected_accuracies(shape: str) -> dict[str, float | None]:
     if shape != "several sources":
         return {"accuracy_after": 0.5}
     figures = {"openai/gsm8k": 0.5, "two words": 0.5, "''": 1.0}
-    return {"accuracy_after": 2 / 3} | {f"accuracy_after/{source}": figure for source, figure in figures.items()}
+    expected: dict[str, float | None] = {f"accuracy_after/{source}": figure for source, figure in figures.items()}
+    return expected | {"accuracy_after": 2 / 3}
 
 
 def check_end(run_dir: Path, end: End, shape: str, code: int, printed: str) -> None:

@@ -15,12 +15,13 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from checkout import ROOT
 from random_models import save_random_model
 
 ARCHIVE = ROOT / "tests" / "data" / "formats.tar.gz"
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,

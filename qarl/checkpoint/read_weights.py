@@ -183,7 +183,7 @@ def what_is_missing(folder: Path) -> str | None:
 def _has_adapters(folder: Path) -> bool:
     """Return whether the run of the checkpoint in `folder` trains adapters. Without the run's config, return False."""
     try:
-        config = yaml.safe_load((folder.resolve().parents[1] / "config.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load((folder.absolute().parents[1] / "config.yaml").read_text(encoding="utf-8"))
         return bool(config["lora"]["r"])
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
         return False

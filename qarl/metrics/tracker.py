@@ -8,6 +8,8 @@ to the file and may repeat steps. `read_metrics` then drops the older entries.
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 import platform
 import subprocess
@@ -17,7 +19,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qarl.checkpoint.storage import METRICS_FILE, StorageError, append_lines, number, read_lines, write_json, writing
+from qarl.checkpoint.storage import (
+    METRICS_FILE,
+    StorageError,
+    append_lines,
+    number,
+    read_lines,
+    write_json,
+    write_text,
+    writing,
+)
 from qarl.console import say
 from qarl.errors import UserError, in_one_line
 from qarl.metrics.summary import STEP_SECONDS
@@ -205,6 +216,27 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
             steps = {earlier: metrics for earlier, metrics in steps.items() if earlier <= last}
         steps[step] = {**steps.get(step, {}), **numbers}
     return [steps[step] for step in sorted(steps)]
+
+
+def forget_steps_after(run_dir: Path, last: int) -> None:
+    """Remove the lines of metrics.jsonl whose step is after `last`. Damaged lines, and a missing file, stay so."""
+    path = run_dir / METRICS_FILE
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError:
+        return
+    remaining = [line for line in lines if not _step_of(line) > last]
+    if len(remaining) < len(lines):
+        write_text(path, b"".join(remaining).decode("utf-8", errors="replace"))
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a line of metrics.jsonl, or -inf if it names none."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return -math.inf
+    return step if isinstance(step, int) else -math.inf
 
 
 def _read_value(value: Any) -> Any:

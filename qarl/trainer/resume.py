@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from qarl.checkpoint.resumable import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
 from qarl.checkpoint.storage import checkpoints_dir, fresh_run_dir, holds_a_run, recover, set_aside
 from qarl.checks.inputs_record import Record
@@ -30,6 +32,7 @@ from qarl.config.types import as_dotted
 from qarl.config.unused_keys import unread
 from qarl.console import note, say
 from qarl.errors import UserError
+from qarl.metrics.tracker import forget_steps_after
 from qarl.trainer.input_changes import Inputs
 
 
@@ -76,7 +79,7 @@ class Start:
 
     def stays_in(self, run_dir: Path) -> bool:
         """Return whether the run resumes in `run_dir`. If not, an earlier run in this folder is moved aside."""
-        return self.checkpoint is not None and _within(self.checkpoint.folder, run_dir)
+        return self.checkpoint is not None and belongs_to(self.checkpoint.folder, run_dir)
 
 
 @contextmanager
@@ -110,7 +113,9 @@ def find_start(config: Config, record: Record | None = None) -> Start:
     """Return how a run of `config` starts. Checkpoints are read and compared with their digests. No file is changed.
     `record`: as in `open_run`. Raise UserError if the checkpoint to resume from is missing or damaged, or if the
     config, or what it names, changes what is trained."""
-    settings, run_dir = config.trainer, config.run_dir
+    settings = config.trainer
+    run_dir = config.run_dir
+    check_backend(config)
     if settings.resume_mode == "disable":
         return Start(fresh="trainer.resume_mode=disable")
     if settings.resume_from_path is not None:
@@ -133,6 +138,28 @@ def may_resume(config: Config) -> bool:
     if config.trainer.resume_mode == "disable":
         return False
     return checkpoints_dir(config.run_dir).is_dir() or config.trainer.resume_from_path is not None
+
+
+def check_backend(config: Config) -> None:
+    """Raise UserError if the run folder holds an unfinished run of another backend, which would be moved aside.
+
+    The backends' checkpoints differ, so neither resumes the other's."""
+    run_dir = config.run_dir
+    if config.trainer.resume_mode == "disable" or is_finished(run_dir) or not checkpoints_dir(run_dir).is_dir():
+        return
+    try:
+        saved = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        backend = str(saved["backend"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return
+    if backend != config.backend and any(checkpoints_dir(run_dir).iterdir()):
+        raise UserError(
+            f"the run {run_dir.name!r} is one of backend={backend}, and backend={config.backend} cannot resume it",
+            where=str(run_dir),
+            why="the checkpoints of the two backends have different formats",
+            fix=f"set backend={backend}, choose a different name=..., or set trainer.resume_mode=disable to move that "
+            "run aside and start fresh",
+        )
 
 
 def why_fresh(run_dir: Path) -> str:
@@ -162,16 +189,19 @@ def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
     """Make `checkpoint` the newest in `run_dir`: rename those of later steps, and delete the old summary.
 
     Call this after a successful resume. It does nothing if the checkpoint belongs to a different run."""
-    if _within(checkpoint.folder, run_dir):
+    if belongs_to(checkpoint.folder, run_dir):
         supersede(run_dir, list_checkpoints(checkpoints_dir(run_dir)), checkpoint.step)
 
 
 def supersede(run_dir: Path, checkpoints: Iterable[tuple[int, Path]], step: int) -> None:
-    """Rename the checkpoints of steps after `step`, and delete the old summary."""
+    """Rename the checkpoints of steps after `step`, and remove the metrics of those steps and the old summary.
+
+    The metrics would else count as those of this run, which may end before it reaches these steps."""
     for later, folder in checkpoints:
         if later > step:
             renamed = set_aside(folder, "superseded").name
             note(f"{folder} is of a later step than the one that the run resumes from; it was renamed to {renamed}")
+    forget_steps_after(run_dir, step)
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 
@@ -194,8 +224,11 @@ def is_finished(run_dir: Path) -> bool:
         return False
 
 
-def _within(folder: Path, run_dir: Path) -> bool:
-    return folder.resolve().is_relative_to(run_dir.resolve())
+def belongs_to(folder: Path, run_dir: Path) -> bool:
+    """Return whether the checkpoint in `folder` is one of the run in `run_dir`, whose folder of checkpoints may be a
+    link to another disk."""
+    is_inside = folder.resolve().is_relative_to(run_dir.resolve())
+    return is_inside or folder.resolve().parent == checkpoints_dir(run_dir).resolve()
 
 
 def _how_to_extend(config: Config) -> tuple[str, ...]:

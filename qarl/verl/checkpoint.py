@@ -54,7 +54,17 @@ from qarl.metrics.tracker import VERSIONS_FILE, versions
 from qarl.optim.muon import local_part
 from qarl.rollout.publish.checksum import checksums
 from qarl.trainer.input_changes import Inputs
-from qarl.trainer.resume import check_changes, is_finished, lock_run, start_line, supersede, version_notes, why_fresh
+from qarl.trainer.resume import (
+    belongs_to,
+    check_backend,
+    check_changes,
+    is_finished,
+    lock_run,
+    start_line,
+    supersede,
+    version_notes,
+    why_fresh,
+)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Keys of the section `verl` that change where and how fast a run trains, but not its result.
@@ -85,7 +95,7 @@ def open_verl_run(config: Config, record: Record | None = None) -> Iterator[int]
         disabled = config.trainer.resume_mode == "disable"
         fresh = "trainer.resume_mode=disable" if disabled else why_fresh(run_dir)
         say(start_line(config, (folder, step_of(folder)) if folder else None, fresh))
-        if folder is None or not folder.resolve().is_relative_to(run_dir.resolve()):
+        if folder is None or not belongs_to(folder, run_dir):
             fresh_run_dir(run_dir)
         else:
             _make_newest(run_dir, folder)
@@ -102,7 +112,7 @@ def find_verl_start(config: Config, record: Record | None = None) -> tuple[int, 
     folder = _choose(config, record)
     if folder is None:
         return 0, False
-    return step_of(folder), folder.resolve().is_relative_to(config.run_dir.resolve())
+    return step_of(folder), belongs_to(folder, config.run_dir)
 
 
 def newest_whole(checkpoints: Path) -> Path | None:
@@ -123,7 +133,9 @@ def newest_whole(checkpoints: Path) -> Path | None:
 
 
 def _choose(config: Config, record: Record | None) -> Path | None:
-    settings, run_dir = config.trainer, config.run_dir
+    settings = config.trainer
+    run_dir = config.run_dir
+    check_backend(config)
     if settings.resume_mode == "disable":
         return None
     if settings.resume_from_path is None:
@@ -139,7 +151,7 @@ def _choose(config: Config, record: Record | None) -> Path | None:
 
 def _check_config(config: Config, folder: Path, record: Record | None) -> None:
     """Raise UserError if a run of `config` may not resume from `folder`. Print a note for each permitted change."""
-    path = folder.resolve().parents[1] / "config.yaml"
+    path = folder.absolute().parents[1] / "config.yaml"  # not resolved: `checkpoints` may be a link
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -154,7 +166,12 @@ def _check_config(config: Config, folder: Path, record: Record | None) -> None:
         for key in before | now
         if before.get(key) != now.get(key) and not _FREE_VERL.match(key)
     }
-    inputs = Inputs(_saved_json(path.with_name(RECORD_FILE)), record) if record is not None else None
+    file = path.with_name(RECORD_FILE)
+    read = _saved_json(file)
+    if read is None and file.exists():
+        note(f"{file} is damaged, so what the run reads is not compared with what it read before")
+        record = None
+    inputs = Inputs(read, record) if record is not None else None
     for text in check_changes(config, folder, step_of(folder), rest, also=also, inputs=inputs):
         note(text)
     for text in version_notes(_saved_json(path.with_name(VERSIONS_FILE)) or {}, versions()):

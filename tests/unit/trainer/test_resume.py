@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import shutil
 import signal
@@ -13,11 +14,12 @@ from checkpoint_state import interrupted_run
 from engine_helpers import config
 
 from qarl.checkpoint.resumable import STATE_FILE
-from qarl.config import Config
+from qarl.config import Config, write_resolved
 from qarl.config.schema import default_values
 from qarl.config.types import as_dotted
 from qarl.config.unused_keys import RULES
 from qarl.errors import UserError
+from qarl.metrics.tracker import read_metrics
 from qarl.trainer import resume
 from qarl.trainer.resume import check_changes, make_newest, open_run
 
@@ -42,6 +44,39 @@ def test_an_interrupted_run_goes_on_from_its_newest_checkpoint(tmp_path):
         assert checkpoint is not None and checkpoint.step == 10
     assert names(run_dir / "checkpoints") == ["step_10", "step_2", "step_4"]
     assert names(tmp_path) == ["quickstart"]
+
+
+def test_a_folder_of_checkpoints_may_be_a_link_to_another_disk(tmp_path):
+    settings = config(tmp_path)
+    run_dir = interrupted_run(settings, 2, 4)
+    disk = tmp_path / "disk"
+    (run_dir / "checkpoints").rename(disk)
+    (run_dir / "checkpoints").symlink_to(disk)
+    with open_run(settings) as checkpoint:
+        assert checkpoint is not None and checkpoint.step == 4
+    assert names(tmp_path) == ["disk", "quickstart"] and names(disk) == ["step_2", "step_4"]
+
+
+def test_a_resume_forgets_the_metrics_of_later_steps(tmp_path):
+    """Also if the run ends before it reaches them again."""
+    settings = config(tmp_path)
+    run_dir = interrupted_run(settings, 2)
+    lines = [json.dumps({"step": step, "reward/mean": 0.5}) for step in (1, 2, 3)]
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines[:2], "{damaged", lines[2]]) + "\n")
+    with open_run(settings) as checkpoint:
+        make_newest(run_dir, checkpoint)
+    assert [entry["step"] for entry in read_metrics(run_dir)] == [1, 2]
+    assert "{damaged" in (run_dir / "metrics.jsonl").read_text()
+
+
+def test_an_unfinished_run_of_another_backend_is_not_moved_aside(tmp_path):
+    settings = config(tmp_path)
+    run_dir = interrupted_run(settings, 2)
+    write_resolved(settings.model_copy(update={"backend": "verl"}), run_dir / "config.yaml")
+    assert "set backend=verl" in refusal(settings, "is one of backend=verl")
+    assert names(tmp_path) == ["quickstart"]
+    with open_run(config(tmp_path, "trainer.resume_mode=disable")):
+        assert names(tmp_path) == ["quickstart", "quickstart.1"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "disable"])

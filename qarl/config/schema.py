@@ -31,6 +31,8 @@ from qarl.config.read_config import dump
 from qarl.config.types import Dotted, PathList, PathText, RewardName, Sane, Section, Text, Unit, as_list
 from qarl.config.unused_keys import problems as unread_problems
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What may name a run: its folder has this name."""
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures above 0 to this value. A test compares it with vLLM's own constant."""
 
@@ -259,7 +261,7 @@ class Config(Section):
     """The config of a run. `load_config` builds it from the command line, `build_config` from a dict. `Config(...)`
     itself raises pydantic's `ValidationError` for a bad key, and `ConfigError` for keys that do not fit together."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    name: Annotated[str, Field(pattern=NAME, max_length=200)]
     """Name of the run and of its folder: at most 200 letters, digits, dots, dashes and underscores."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qarl.config.read_config import dump, find_config
+from qarl.config.schema import NAME
 from qarl.data.rewards import load_module
 from qarl.demo.tasks import Task
 from qarl.demo.tiny_model import POSITIONS, Recipe, make_missing
@@ -71,6 +73,10 @@ def make_own(request: WarmStart) -> Path:
 
 def load_task(request: WarmStart) -> Task:
     """Return the task that the file defines, after one problem was tried. Raise UserError if something is missing."""
+    if not re.fullmatch(NAME, request.file.stem):
+        why = "the task has the name of its file, and so have its model, data, config and run"
+        fix = "rename the file; letters, digits, '.', '_' and '-' are allowed"
+        raise UserError(f"{request.file.stem!r} cannot name a run", where=str(request.file), why=why, fix=fix)
     module = load_module(str(request.file), where="the task's file")
     if missing := [name for name in FUNCTIONS if not callable(getattr(module, name, None))]:
         fix = f"define {', '.join(FUNCTIONS)}; docs/own_task.md has an example"

@@ -22,9 +22,12 @@ from qarl.errors import UserError
 def _main(argv: list[str]) -> int:
     pages = [word.removeprefix("together=") for word in argv if word.startswith("together=")]
     runs = [word for word in argv if not word.startswith("together=")]
+    fix = "qarl report runs/NAME, or qarl report runs/A runs/B together=FILE.html"
     if not runs or len(pages) > 1 or "" in pages:
-        fix = "qarl report runs/NAME, or qarl report runs/A runs/B together=FILE.html"
         raise UserError("no run folder was given", where="command line", fix=fix)
+    if pages and not pages[0].endswith(".html"):
+        what = f"together={pages[0]} is not the name of an HTML file"
+        raise UserError(what, where="command line", why="an existing file of that name would be replaced", fix=fix)
     from qarl.report.page import write_comparison, write_report
 
     for path in [write_comparison(runs, pages[0])] if pages else map(write_report, runs):

@@ -48,6 +48,13 @@ def test_the_page_from_the_task_to_a_run_that_may_start(folder: Path, capsys: py
     assert len(answer) + 1 <= config.data.max_response_length
 
 
+def test_a_file_whose_name_cannot_name_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "sort_digits.py").rename(folder / "sort digits.py")
+    assert main(["warm-start", "sort digits.py", *SMALL]) == 2
+    assert "rename the file" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["sort digits.py"]
+
+
 def test_a_second_call_makes_nothing_and_leaves_the_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, weights = ["warm-start", "sort_digits.py", *SMALL], folder / "models/tiny-sort_digits/model.safetensors"
     assert main(command) == 0

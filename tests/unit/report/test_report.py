@@ -173,8 +173,11 @@ def test_two_runs_on_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureF
     again = shutil.copytree(other, tmp_path / "elsewhere" / "other")
     assert main([str(other), str(again), f"together={page}"]) == 0
     assert f"critic/score/mean {again}" in embedded(page.read_text(encoding="utf-8"))["series"], "names that clash"
-    for wrong in ([f"together={page}"], [str(run), "together="]):
+    data = tmp_path / "data.json"
+    data.write_text("{}")
+    for wrong in ([f"together={page}"], [str(run), "together="], [str(run), f"together={data}"]):
         assert main(wrong) == 2
+    assert data.read_text() == "{}"
 
 
 def test_a_long_series_keeps_its_spikes() -> None:

@@ -88,13 +88,19 @@ def load_task(request: WarmStart) -> Task:
         problem = module.draw(random.Random(request.seed))
         hash(problem)
         texts = module.prompt(problem), module.answer(problem)
+    except Exception as error:  # the user's code runs and may raise anything
+        why = f"{type(error).__name__}: {error}"
+        fix = "let draw return a value that can be hashed, and prompt and answer take it"
+        raise UserError("the task fails on its first problem", where=str(request.file), why=why, fix=fix) from error
+    if not all(isinstance(text, str) and text for text in texts):
+        fix = "let prompt and answer return text that is not empty"
+        raise UserError("prompt or answer is no text", where=str(request.file), why=f"{texts!r:.200}", fix=fix)
+    try:
         responses = (texts[1], "", "\N{REPLACEMENT CHARACTER}?")  # a model may write anything
         score, *_ = [float(module.reward(task.name, response, truth(problem), {})) for response in responses]
     except Exception as error:  # the user's code runs and may raise anything
         why, fix = f"{type(error).__name__}: {error}", "let reward also score an empty or a garbled response"
         raise UserError("the task fails on its first problem", where=str(request.file), why=why, fix=fix) from error
-    if not all(isinstance(text, str) and text for text in texts):
-        raise UserError("prompt or answer is no text", where=str(request.file), why=f"{texts!r:.200}")
     if score <= 0:
         why = f"reward gives {score} for {texts[1]!r:.100}, and the ground truth is {truth(problem)!r:.100}"
         fix = "let the reward be positive for what `answer` returns, or define truth(problem)"

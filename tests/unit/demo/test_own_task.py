@@ -55,6 +55,13 @@ def test_a_file_whose_name_cannot_name_a_run(folder: Path, capsys: pytest.Captur
     assert [path.name for path in folder.iterdir()] == ["sort digits.py"]
 
 
+def test_an_answer_that_is_a_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = folder / "sort_digits.py"
+    task.write_text(task.read_text() + "\n\ndef answer(problem):\n    return 7\n")
+    assert main(["warm-start", "sort_digits.py", *SMALL]) == 2
+    assert "let prompt and answer return text" in capsys.readouterr().err
+
+
 def test_a_second_call_makes_nothing_and_leaves_the_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, weights = ["warm-start", "sort_digits.py", *SMALL], folder / "models/tiny-sort_digits/model.safetensors"
     assert main(command) == 0

@@ -124,7 +124,7 @@ def test_experts_on_two_ranks_of_one_engine(tmp_path, experts, data, scheme):
         limit = resolve_limit(None, "linears", response_length=entry["response_length/mean"])
         assert 0 < entry["mismatch/abs_mean"] <= limit and entry["mismatch/over_limit"] == 0
         assert 0 <= entry["mismatch/other_experts_frac"] < 0.5
-    assert second["publish/delta"] == 1 and second["publish/changed_words"] > 0
+    assert not any("publish/delta" in name for name in second)  # on a CPU each publish sends all tensors
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["finished"] and Path(summary["checkpoint"]).is_dir()
 
@@ -154,4 +154,4 @@ def test_a_verl_users_own_command_line(tmp_path, model, data):
     for metrics in steps:
         assert metrics["actor/mismatch/abs_max"] == 0
         assert metrics["actor/seq_tis_above_cap_frac"] == 0
-    assert [metrics["actor/publish/delta"] for metrics in steps] == [0, 1]
+        assert not any("publish/delta" in name for name in metrics)  # on a CPU each publish sends all tensors

@@ -252,7 +252,7 @@ def test_a_dry_run_refuses_a_resume_that_the_run_refuses(opened, tmp_path):
     settings = {"output_dir": str(tmp_path), "model.path": "elsewhere/model"}
     (opened.run / "config.yaml").write_text(quickstart(**settings).resolved_yaml())
     dry_run(quickstart(**settings))
-    with pytest.raises(UserError, match=r"changes what is trained[\s\S]*n_gpus_per_node"):
+    with pytest.raises(UserError, match=r"on another number of ranks[\s\S]*n_gpus_per_node"):
         dry_run(quickstart(**settings, **{"trainer.n_gpus_per_node": 2}))
     assert opened.tracker.read_text() == "4"
 

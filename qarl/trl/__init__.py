@@ -7,6 +7,18 @@ docs/trl.md says what changes for a TRL user. Importing this package does not im
 
 from __future__ import annotations
 
+from typing import Any
+
 from qarl.lazy import exporter
 
-__getattr__ = exporter(__name__, {"config": ["QaRLConfig"], "trainer": ["QaRLTrainer"]})
+_exported = exporter(__name__, {"config": ["QaRLConfig"], "trainer": ["QaRLTrainer"]})
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _exported(name)
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        what = "TRL is not installed: pip install 'qarl[trl]' in an environment without verl (docs/trl.md)"
+        raise ModuleNotFoundError(what, name="trl") from error

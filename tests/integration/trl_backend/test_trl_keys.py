@@ -36,6 +36,8 @@ OTHER: dict[str, Any] = {
     "optim.lr": 1e-3,
     "optim.weight_decay": 0.5,
     "optim.master_dtype": "bf16",
+    "reward.timeout_s": 5.0,
+    "reward.workers": 3,
     "seed": 7,
     "actor.seq_clip_ratio_high": 0.1,
     "actor.seq_clip_ratio_low": 0.1,

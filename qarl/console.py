@@ -49,7 +49,8 @@ def stage(doing: str, *, imports: bool = False) -> Iterator[None]:
 
     `imports`: whether most of this is importing. Then Python's garbage collector pauses: imports create many objects
     and little garbage, and take an eighth longer while it runs."""
-    begun, paused = time.perf_counter(), imports and gc.isenabled()
+    begun = time.perf_counter()
+    paused = imports and gc.isenabled()
     say(f"{doing} ...")
     if paused:
         gc.disable()

@@ -13,7 +13,10 @@ class UserError(Exception):
     """An error that the user can fix. `what` says what is wrong. `where`, `why` and `fix` are optional lines."""
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
-        self.what, self.where, self.why, self.fix = what, where, why, fix
+        self.what = what
+        self.where = where
+        self.why = why
+        self.fix = fix
         parts = [("", what), ("where: ", where), ("why: ", why), ("fix: ", fix)]
         super().__init__("\n  ".join(label + text for label, text in parts if text))
 

@@ -184,7 +184,9 @@ def thread_count(num_threads: int | None, *, processes: int = 1) -> int:
 
 
 _MALLOC_ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+# of glibc's malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 _KEEP = ((_M_TRIM_THRESHOLD, -1), (_M_MMAP_MAX, 0))
 """Options of mallopt(3) that switch off trimming and separate mappings."""
 

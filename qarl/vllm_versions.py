@@ -176,7 +176,8 @@ def transfer_factories() -> tuple[Any, ...]:
 
 def describe_experts(layer: Any, hidden: int) -> None:
     """Set the attributes of an experts' layer that vLLM 0.24 reads to choose a kernel. 0.29 reads its `moe_config`."""
-    layer.hidden_size, layer.apply_router_weight_on_input = hidden, False
+    layer.hidden_size = hidden
+    layer.apply_router_weight_on_input = False
 
 
 def moe_sum(rows: torch.Tensor, output: torch.Tensor, *ids: object) -> torch.Tensor:

@@ -108,7 +108,8 @@ def finished(folder: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
 
 def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run one training in a process and write its record. The output goes to `FOLDER.log`."""
-    started, log = time.monotonic(), folder.with_name(f"{folder.name}.log")
+    started = time.monotonic()
+    log = folder.with_name(f"{folder.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         command = [sys.executable, "-m", "qarl.train", *arguments]
@@ -127,7 +128,11 @@ class Runner:
     """Runs what is missing of a suite and writes the results after every run. `results`: the entries so far."""
 
     def __init__(self, suite: Suite, output: Path, more: Sequence[str], jobs: int, command: str) -> None:
-        self.suite, self.folder, self.more, self.jobs, self.command = suite, output / suite.name, more, jobs, command
+        self.suite = suite
+        self.folder = output / suite.name
+        self.more = more
+        self.jobs = jobs
+        self.command = command
         self.results: Results = []
 
     def entry(self, run: Run) -> dict[str, Any]:
@@ -155,7 +160,8 @@ class Runner:
 
     def write(self) -> None:
         """Write `results.json` and `table.md` for the runs so far, in the suite's order."""
-        suite, arms = self.suite, {arm: dict(overrides) for arm, overrides in self.suite.arms.items()}
+        suite = self.suite
+        arms = {arm: dict(overrides) for arm, overrides in self.suite.arms.items()}
         self.results.sort(key=lambda entry: (list(arms).index(entry["arm"]), entry["seed"]))
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "table.md").write_text(report(suite, self.results, self.command), encoding="utf-8")

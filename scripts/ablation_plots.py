@@ -40,7 +40,8 @@ def plot_suite(runs: Sequence[Mapping[str, Any]], output: Path) -> None:
             steps, stacked = seeds_of([run for run in runs if run["arm"] == arm], metric)
             if not len(steps):
                 continue
-            color, style = COLORS[place % len(COLORS)], STYLES[place // len(COLORS) % len(STYLES)]
+            color = COLORS[place % len(COLORS)]
+            style = STYLES[place // len(COLORS) % len(STYLES)]
             axes.plot(steps, stacked.mean(0), style, color=color, label=f"{arm} ({len(stacked)})")
             axes.fill_between(steps, stacked.min(0), stacked.max(0), color=color, alpha=0.12, linewidth=0)
         axes.set_title(label)

@@ -28,7 +28,8 @@ _CLOSE = 1e-12
 
 def run_figures(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of one run from its metrics, one mapping per step. A figure that was not logged is None."""
-    accuracy, reward = values(history, "val/accuracy"), values(history, "critic/score/mean")
+    accuracy = values(history, "val/accuracy")
+    reward = values(history, "critic/score/mean")
     window = max(5, round(len(reward) * WINDOW_SHARE))
     smooth = [statistics.fmean(reward[end - window : end]) for end in range(window, len(reward) + 1)]
     return {
@@ -71,13 +72,15 @@ def permutation_test(*groups: Sequence[float]) -> tuple[float, float]:
     def between(numbers: Sequence[float]) -> float:
         return sum(sum(numbers[end - size : end]) ** 2 / size for size, end in zip(sizes, ends, strict=True))
 
-    ways, places = math.comb(len(pooled), sizes[0]), range(len(pooled))
+    ways = math.comb(len(pooled), sizes[0])
+    places = range(len(pooled))
     smallest = (2 if sizes[0] == sizes[-1] else 1) / ways
     measured = between(pooled) - _CLOSE
     if len(groups) == 2 and ways <= EXACT_WAYS:
         splits = ([*first, *(set(places) - set(first))] for first in itertools.combinations(places, sizes[0]))
         return sum(between([pooled[place] for place in split]) >= measured for split in splits) / ways, smallest
-    rng, hits = random.Random(0), 0
+    rng = random.Random(0)
+    hits = 0
     for _ in range(EXACT_WAYS):
         rng.shuffle(pooled)
         hits += between(pooled) >= measured

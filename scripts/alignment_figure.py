@@ -39,7 +39,8 @@ def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:
     with rc_context(style):
         figure = Figure(figsize=(7.5, 3.6), layout="constrained")
         axes = figure.subplots()
-        place, ticks = 0.0, []
+        place = 0.0
+        ticks = []
         for scheme in SCHEMES:
             first = place
             for level, colour in LEVELS.items():

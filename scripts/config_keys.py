@@ -95,9 +95,13 @@ def reads_of(tree: ast.AST) -> Iterator[str]:
 def _call(node: ast.Call) -> Iterator[str]:
     function = node.func
     if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr"):
-        holders, prefix, arguments = CONFIGS, "", node.args
+        holders = CONFIGS
+        prefix = ""
+        arguments = node.args
     elif isinstance(function, ast.Attribute) and function.attr in ("get", "pop", "setdefault"):
-        holders, prefix, arguments = ROPES, "rope_parameters.", [function.value, *node.args]
+        holders = ROPES
+        prefix = "rope_parameters."
+        arguments = [function.value, *node.args]
     else:
         return
     if len(arguments) >= 2 and last_name(arguments[0]) in holders and (key := literal(arguments[1])):

@@ -68,7 +68,8 @@ TABLES = {
 
 
 def _levels(row: Row) -> list[str]:
-    low, bf16 = row["w4a16"], row["bf16"]
+    low = row["w4a16"]
+    bf16 = row["bf16"]
     values = low["off"], low["linears"], low.get("model"), bf16["linears"], bf16.get("model")
     return [_mean(value) for value in values]
 

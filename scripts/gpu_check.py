@@ -93,7 +93,9 @@ class Session:
 
     def run(self, parts: Sequence[Part], *, again: bool) -> int:
         """Run the parts in order, those that failed before last; the exit code."""
-        started, total = time.monotonic(), TOTAL_SECONDS * (3 if self.cpu else 1)  # a CPU may be shared
+        # a CPU may be shared
+        started = time.monotonic()
+        total = TOTAL_SECONDS * (3 if self.cpu else 1)
         begun = False
         with self.path.with_suffix(".log").open("a", encoding="utf-8") as self.log, \
                 tempfile.TemporaryDirectory() as folder:  # fmt: skip
@@ -132,7 +134,9 @@ class Session:
         if command is not None and not missing:
             result.update(status="stopped", why="the script was stopped in this part")
             self.write()  # a process that is killed has no later chance
-            start, report, seconds = time.monotonic(), folder / f"{part.name}.json", min(limit, left)
+            start = time.monotonic()
+            report = folder / f"{part.name}.json"
+            seconds = min(limit, left)
             code = self.process(command, folder, report, seconds, result["output"])
             result["failing"] = failing(result["output"])
             del result["output"][:-MOST_LINES]
@@ -184,7 +188,9 @@ def run(command: list[str], environment: dict[str, str], seconds: float, keep: C
         cwd=ROOT, env=environment, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
-    late, finished, deadline = threading.Event(), threading.Event(), time.monotonic() + seconds
+    late = threading.Event()
+    finished = threading.Event()
+    deadline = time.monotonic() + seconds
 
     def end() -> None:
         with contextlib.suppress(ProcessLookupError):  # nothing is left

@@ -39,7 +39,8 @@ def markdown(document: dict[str, Any], cpu: bool) -> str:
 
 def tables(name: str, result: Result) -> list[str]:
     """Tables of a benchmark, δ of a training run, else the last lines of output."""
-    report, command = result.get("report"), PARTS[name].gpu if name in PARTS else ""
+    report = result.get("report")
+    command = PARTS[name].gpu if name in PARTS else ""
     if report and "qarl.bench" in command:
         return [(kernel_tables if "bench kernels" in command else step_tables)(report)]
     lines = ["```", *result["output"][-60:], "```"]

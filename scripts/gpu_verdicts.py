@@ -47,7 +47,8 @@ def judge(bound: Bound, results: Sequence[dict[str, Any]]) -> Iterator[tuple[str
     for (layer, n, k, m), entries in shapes.items():
         for name in bound.kernels:
             where = f"{layer} [{n}, {k}]" + (f", M = {m}" if m else f", {name}")
-            mine, other = entries.get(name), entries.get(bound.against or "")
+            mine = entries.get(name)
+            other = entries.get(bound.against or "")
             if mine is None:
                 yield bound.text, where, f"{name} has no figure", "missed"
             elif bound.against and other is None:

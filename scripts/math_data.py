@@ -247,7 +247,8 @@ def to_row(item: Problem, data_source: str, split: str, index: int) -> dict[str,
 def write_parquet(path: Path, schema: pa.Schema, rows: Iterable[dict[str, Any]]) -> int:
     """Write `rows` to `path`, which appears only when it is complete; returns how many. Raises `UserError`."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
-    iterator, written = iter(rows), 0
+    iterator = iter(rows)
+    written = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with pq.ParquetWriter(staging, schema) as writer:

@@ -57,7 +57,8 @@ def keys_file(path: Path) -> Path:
 
 def prepare(name: str, source: Source, samples: int, output: Path, seen: dict[bytes, str], workers: int) -> Counts:
     """Write output/NAME.parquet and its report. `seen` maps the problems of earlier sets to their set, and grows."""
-    counts, path = Counts(), output / f"{name}.parquet"
+    counts = Counts()
+    path = output / f"{name}.parquet"
     repeated: dict[str, int] = {}
     published: dict[bytes, None] = {}
     keys_file(path).unlink(missing_ok=True)

@@ -23,7 +23,8 @@ import torch
 
 from qarl.bench.model import SPECIAL, Source, find_model, write_model
 
-PROMPTS, WORDS = 512, 16
+PROMPTS = 512
+WORDS = 16
 
 
 def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

@@ -35,7 +35,8 @@ SHAPES = ((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584)
 EXPERT_SHAPES = ((128, 1536, 2048), (128, 2048, 768))
 """(E, N, K) of Qwen3-30B-A3B."""
 CLASSES = (16, 32, 64, 128, 256, 512, 1024, 4096)
-GROUP, MILLISECONDS = 128, 10
+GROUP = 128
+MILLISECONDS = 10
 
 Call = Callable[[Tile | None], torch.Tensor]
 Measured = dict[Tile | None, float]
@@ -58,7 +59,8 @@ def make_call(operation: str, m: int, shape: tuple[int, ...]) -> Call:
     """The product on random operands; m rows, or m rows an expert."""
     *experts, n, k = shape
     rows = m * experts[0] if experts else m
-    name, device = operation.removeprefix("grouped_"), "cuda"
+    name = operation.removeprefix("grouped_")
+    device = "cuda"
     more: tuple[torch.Tensor, ...] = ()
     if experts:
         more = ((torch.arange(1, experts[0] + 1, device=device) * m).to(torch.int32),)
@@ -165,7 +167,8 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         parser.error("tuning needs a GPU")
-    start, share = time.monotonic(), arguments.minutes * 60 / len(arguments.operations)
+    start = time.monotonic()
+    share = arguments.minutes * 60 / len(arguments.operations)
     for number, name in enumerate(arguments.operations):
         stored[kind][name] = rules(name, start + share * (number + 1))
         if arguments.output:

@@ -129,7 +129,8 @@ def trained_family(family: str, scheme: str, steps: int) -> Row:
     from qarl.trainer.prepare import prepare_run
 
     with tempfile.TemporaryDirectory() as parent:
-        folder, reward = Path(parent) / "model", Path(parent) / "reward.py"
+        folder = Path(parent) / "model"
+        reward = Path(parent) / "reward.py"
         write_prompts(Path(parent))
         write_config(folder, family, {})
         write_weights(folder)

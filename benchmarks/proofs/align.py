@@ -139,8 +139,10 @@ def _sampled(trainer: Any, sampling: Row) -> Row:
         plain = log_probs(trainer.policy, replace(batch, sampling_mask=None), rows=40, temperature=temperature)
     finally:
         trainer.config = config
-    mask, allowed = batch.response_mask, batch.sampling_mask
-    metrics, length = mismatch_metrics(old, batch.rollout_log_probs, mask), float(mask.sum(1).float().mean())
+    mask = batch.response_mask
+    allowed = batch.sampling_mask
+    metrics = mismatch_metrics(old, batch.rollout_log_probs, mask)
+    length = float(mask.sum(1).float().mean())
     return {
         "tokens": int(mask.sum()),
         "mean": metrics["mismatch/abs_mean"],

@@ -105,7 +105,8 @@ class Counting(TorchDispatchMode):
         source: torch.Tensor = args[0]
         if name == "copy_":
             return source
-        dtype, device = kwargs.get("dtype") or source.dtype, kwargs["device"]
+        dtype = kwargs.get("dtype") or source.dtype
+        device = kwargs["device"]
         return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=device).zero_()
 
 

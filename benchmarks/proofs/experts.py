@@ -29,7 +29,8 @@ from qarl.trainer.local import LocalTrainer, request_seed
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import prepare_run
 
-PROMPTS, RESPONSE = 8, 32
+PROMPTS = 8
+RESPONSE = 32
 RANDOM_MODEL = ROOT / "scripts" / "random_model.py"
 SEED_STEP = -2
 """Stands for the training step in the seeds of the compared samples."""
@@ -83,9 +84,11 @@ def keys(folder: Path, steps: int) -> Row:
 
 def measure(config: Any) -> Row:
     """Return what was published, δ by level before training, each step's metrics, and δ after them."""
-    trainer, levels = LocalTrainer(config, prepare_run(config)), {}
+    trainer = LocalTrainer(config, prepare_run(config))
+    levels = {}
     with trainer.engine:
-        report, first = trainer.publish(), sample(trainer)
+        report = trainer.publish()
+        first = sample(trainer)
         levels[config.quant.align] = mismatch(trainer.policy, first)
         for replay in ("on", "off"):
             rollout = config.rollout.model_copy(update={"router_replay": replay})

@@ -210,7 +210,8 @@ def measure(family: str, changes: Row, schemes: tuple[str, ...]) -> Row:
     try:
         with tempfile.TemporaryDirectory() as parent:
             write_prompts(Path(parent))
-            folder, plain = Path(parent) / "model", Path(parent) / "plain"
+            folder = Path(parent) / "model"
+            plain = Path(parent) / "plain"
             write_config(folder, family, changes)
             if why := dry_run(folder):
                 return {"refused": why[:300]}

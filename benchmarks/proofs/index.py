@@ -33,7 +33,8 @@ def page() -> str:
 
 def _line(result: Result) -> str:
     date, commit = measured(RESULTS / result.file)
-    date, commit = date or result.date, commit[:7] if commit else f"{result.commit}*"
+    date = date or result.date
+    commit = commit[:7] if commit else f"{result.commit}*"
     name = result.page.removesuffix(".md") if result.page.startswith("..") else result.page
     page = f"[{Path(name).name}]({result.page})"
     file = f"[{result.file}](../benchmarks/results/{result.file})"

@@ -68,7 +68,8 @@ def passes(size: ModelSize, scheme_name: str, group_size: int, tokens: int) -> l
 
 def expert_phases(size: ModelSize, scheme_name: str, group_size: int, tokens: int) -> list[Phase]:
     """Count forward, recomputation and backward of a layer's experts on a GPU of capability 9.0."""
-    scheme, shapes = get_scheme(scheme_name, group_size), stack_shapes(size)
+    scheme = get_scheme(scheme_name, group_size)
+    shapes = stack_shapes(size)
     x = on_meta(tokens, size.hidden).requires_grad_()
     weights = on_meta(tokens, size.experts_per_token, dtype=torch.float32).requires_grad_()
     ids = on_meta(tokens, size.experts_per_token, dtype=torch.int64)
@@ -111,7 +112,8 @@ def _engine(scheme_name: str, counter: Counting, size: ModelSize) -> Any:
         def forward(
             cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts
         ) -> torch.Tensor:
-            rows, inner = topk_ids.numel(), size.moe_intermediate
+            rows = topk_ids.numel()
+            inner = size.moe_intermediate
             buffers = {"ids": topk_ids, "x": x, "wide": on_meta(rows, 2 * inner), "narrow": on_meta(rows, inner),
                    "out": on_meta(rows, size.hidden), "y": torch.empty_like(x)}  # fmt: skip
             codes = {f"{name}_codes": torch.empty_like(buffers[name], dtype=torch.int8) for name in ("x", "narrow")}
@@ -208,7 +210,8 @@ def _transformers_experts(size: ModelSize, tokens: int) -> tuple[Counting, Count
     with torch.device("meta"):
         experts = Qwen3MoeExperts(config).bfloat16()
     ids = on_meta(tokens, size.experts_per_token, dtype=torch.int64)
-    x, weights = _leaf(tokens, size.hidden), _leaf(tokens, size.experts_per_token)
+    x = _leaf(tokens, size.hidden)
+    weights = _leaf(tokens, size.experts_per_token)
     with counting(_PRODUCTS) as forward:
         y = experts(x, ids, weights)
     return forward, _backward([y], _PRODUCTS)

@@ -16,7 +16,8 @@ from typing import Any
 from benchmarks.proofs.align import random_twin
 from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, Record, Row, Run, in_process, run_config, timed
 
-LENGTHS, KINDS = (50, 200, 1000, 4000), ("dense", "experts")
+LENGTHS = (50, 200, 1000, 4000)
+KINDS = ("dense", "experts")
 SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
 SHAPE: Row = {"head_dim": 64, "num_hidden_layers": 2, "initializer_range": 0.1, "max_position_embeddings": 8192}
 IGNORED = {"dense": ["lm_head"], "experts": ["lm_head", "re:.*\\.mlp\\.gate$"]}

@@ -16,7 +16,12 @@ from qarl.checks.memory import estimate
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, build_config
 
-RANKS, PROMPT, RESPONSE, ROWS, MICRO_BATCHES, GROUP = 2, 64, 448, 2, 2, 64
+RANKS = 2
+PROMPT = 64
+RESPONSE = 448
+ROWS = 2
+MICRO_BATCHES = 2
+GROUP = 64
 SIZES: dict[str, Row] = {
     "80M": {"hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 12},
     "160M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 10},
@@ -202,7 +207,9 @@ def batch(rank: int, entropies: bool = False) -> Any:
     import torch
     from verl.utils import tensordict_utils as tu
 
-    generator, length, rows = torch.Generator().manual_seed(rank), PROMPT + RESPONSE, MICRO_BATCHES * ROWS
+    generator = torch.Generator().manual_seed(rank)
+    length = PROMPT + RESPONSE
+    rows = MICRO_BATCHES * ROWS
     ids = [torch.randint(3, 16000, (length,), generator=generator) for _ in range(rows)]
     likely = torch.full((RESPONSE,), -9.7)
     columns = {

@@ -63,7 +63,8 @@ def weight_sets(scheme_name: str, count: int, parent: Path) -> Iterator[tuple[li
     """Yield the tensors of the tiny model with noise on top, and what a fresh vLLM generates from them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    scheme, tokenizer = get_scheme(scheme_name, group_size=32), AutoTokenizer.from_pretrained(TINY)
+    scheme = get_scheme(scheme_name, group_size=32)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     for number in range(count):
         model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
         torch.manual_seed(number)
@@ -93,7 +94,8 @@ def publish_stress(
         settings = EngineConfig(
             str(TINY), get_scheme(scheme, group_size=32), IGNORE, max_model_len=64, kv_cache_gib=0.25
         )
-        order, equal = random.Random(0), 0
+        order = random.Random(0)
+        equal = 0
         with RolloutEngine(settings) as engine:
             for number in range(publishes):
                 chosen = order.randrange(sets)
@@ -142,7 +144,8 @@ def exported_row(scheme: str, prompts: int, kind: str = "dense") -> Row:
         settings = QUIET | steps | {"output_dir": parent, "quant.scheme": scheme, "optim.lr": 2e-4}
         config = run_config(EXPORTED[kind], settings)
         train(config)
-        checkpoint, exported = config.run_dir / "checkpoints" / "step_2", Path(parent) / "exported"
+        checkpoint = config.run_dir / "checkpoints" / "step_2"
+        exported = Path(parent) / "exported"
         export(ExportRequest(config.run_dir, exported))
         configure_vllm_process()
         tokens = prompt_tokens(config, prompts)

@@ -13,8 +13,11 @@ from benchmarks.proofs.harness import Record, Row, on_ranks
 from qarl.quant import get_scheme
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards
 
-SCHEMES, KINDS = ("w4a16", "w8a8", "fp8"), ("dense", "experts")
-GROUP, VOCABULARY, IGNORE = 64, 256, ("lm_head",)
+SCHEMES = ("w4a16", "w8a8", "fp8")
+KINDS = ("dense", "experts")
+GROUP = 64
+VOCABULARY = 256
+IGNORE = ("lm_head",)
 SIZES: dict[str, dict[str, Any]] = {
     "dense": {"intermediate_size": 384},
     "experts": {"intermediate_size": 384, "moe_intermediate_size": 64, "num_experts": 12, "num_experts_per_tok": 4,
@@ -29,7 +32,8 @@ class Wire:
     def __init__(self) -> None:
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-        self.inner, self.bytes = DefaultAllGather(), 0
+        self.inner = DefaultAllGather()
+        self.bytes = 0
 
     def allocate(self, *args: Any, **options: Any) -> torch.Tensor:
         return self.inner.allocate(*args, **options)
@@ -75,7 +79,10 @@ def digest(tensor: torch.Tensor) -> str:
 
 def on_the_wire(model: Any, wire: Wire) -> dict[str, float]:
     """Return the bytes that the quantized weights took in one forward, as a share of BF16's, and the formula's."""
-    world, rest, numbers, expected = dist.get_world_size(), 0, 0, 0.0
+    world = dist.get_world_size()
+    rest = 0
+    numbers = 0
+    expected = 0.0
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         shards = getattr(model.get_submodule(owner), "shards", {})
@@ -114,7 +121,8 @@ def low_bit_gather(
     backend = "cpu:gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     for kind, scheme in ((kind, scheme) for kind in kinds for scheme in schemes):
         if record.wants(name := f"{kind} {scheme}"):
-            row, ok = Row(), True
+            row = Row()
+            ok = True
             first: Tensors = {}
             for world in range(1, ranks + 1):
                 figures = on_ranks(gathered, world, kind, scheme, device, backend=backend)[0]

@@ -93,7 +93,8 @@ def unequal(reference: Run, killed: Run, steps: int) -> tuple[list[str], int]:
     whole, resumed = ({int(entry["step"]): _compared(entry) for entry in run.history} for run in (reference, killed))
     differences = [f"step {step}: only one run has it" for step in whole.keys() ^ resumed.keys()]
     for step in sorted(whole.keys() & resumed.keys()):
-        a, b = whole[step], resumed[step]
+        a = whole[step]
+        b = resumed[step]
         names = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
         differences += [f"step {step}, {name}: {a.get(name)} {b.get(name)}" for name in names]
     parts = [_digests(open_checkpoint(run.folder / "checkpoints" / f"step_{steps}")) for run in (reference, killed)]
@@ -118,7 +119,8 @@ def _digests(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 OBJECTIVE_STEPS = 2
-IS, RS = "rollout_correction.rollout_is", "rollout_correction.rollout_rs"
+IS = "rollout_correction.rollout_is"
+RS = "rollout_correction.rollout_rs"
 GRPO: Row = {"actor.loss": "grpo"}
 BYPASS = GRPO | {"rollout_correction.bypass_mode": True}
 
@@ -270,7 +272,8 @@ def fell_at(history: Sequence[Mapping[str, Any]]) -> int | None:
 
 def seen(history: Any) -> Row:
     """Return what a run shows: when its reward fell, its warnings, and its reward at both ends."""
-    trained, signs = [entry for entry in history if REWARD in entry], SignFinder()
+    trained = [entry for entry in history if REWARD in entry]
+    signs = SignFinder()
     rewards = [float(entry[REWARD]) for entry in trained]
     return {
         "steps": len(trained),
@@ -286,7 +289,8 @@ def seen(history: Any) -> Row:
 
 
 def as_it_should(kind: str, row: Mapping[str, Any]) -> bool:
-    fell, warnings = row["reward_fell_at_step"], row["warnings"]
+    fell = row["reward_fell_at_step"]
+    warnings = row["warnings"]
     if kind == "healthy":
         return not warnings and fell is None
     return fell is not None and bool(warnings) and bool(warnings[0]["step"] < fell)

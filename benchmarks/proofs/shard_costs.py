@@ -63,7 +63,9 @@ def shard_shapes(size: ModelSize, ranks: int) -> list[tuple[int, ...]]:
 
 def stack_shapes(size: ModelSize) -> list[tuple[int, int, int]]:
     """[E, 2I, H] and [E, H, I] of a layer's stacks of experts, if it has any."""
-    e, hidden, inner = size.experts, size.hidden, size.moe_intermediate
+    e = size.experts
+    hidden = size.hidden
+    inner = size.moe_intermediate
     return [(e, 2 * inner, hidden), (e, hidden, inner)] if e else []
 
 
@@ -113,9 +115,11 @@ def quantize_phase(size: ModelSize, scheme_name: str, group_size: int, ranks: in
     """Count the quantizer on one rank's part of a layer: FP32 masters, cast to BF16.
 
     The host reads once for the whole model whether a weight is NaN or Inf, which is not counted."""
-    counter, least = _quantized(size, scheme_name, group_size, ranks)[1], 0
+    counter = _quantized(size, scheme_name, group_size, ranks)[1]
+    least = 0
     for shape in shard_shapes(size, ranks):
-        rows, columns = math.prod(shape[:-1]), shape[-1]
+        rows = math.prod(shape[:-1])
+        columns = shape[-1]
         least += 4 * rows * columns + wire_bytes(scheme_name, group_size, (rows, columns))
     return Phase.of("quantize", counter, least)
 
@@ -146,7 +150,8 @@ def optimizer_phase(size: ModelSize, ranks: int) -> tuple[Phase, int]:
     counts are divided by `ranks`. `least`: gradient, momentum and master read, the latter two written, all in FP32.
     """
     stacks = [shape for shape in shard_shapes(size, ranks) if len(shape) == 3]
-    experts, dense = _muon(stacks), _muon(dense_linears(size))
+    experts = _muon(stacks)
+    dense = _muon(dense_linears(size))
     counts = Counts(experts.counts.kernels + -(-dense.counts.kernels // ranks),
                     moved=experts.counts.moved + dense.counts.moved // ranks)  # fmt: skip
     weights = sum(math.prod(shape) for shape in stacks) + sum(n * k for n, k in dense_linears(size)) // ranks
@@ -188,7 +193,8 @@ def receive_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
     from qarl.rollout.publish.receive import WeightReceiver
     from qarl.rollout.publish.wire import encode_publish
 
-    tensors, plan = _published(size, scheme_name, group_size), _ExpertsPlan(scheme_name)
+    tensors = _published(size, scheme_name, group_size)
+    plan = _ExpertsPlan(scheme_name)
     receiver = WeightReceiver(torch.nn.Module(), None, {}, kv_caches=list)
     receiver.expected = {name: TensorSpec.of(tensor) for name, tensor in tensors}
     receiver.plan = plan  # type: ignore[assignment]  # it only writes
@@ -225,7 +231,8 @@ class _ExpertsPlan:
 
 def _published(size: ModelSize, scheme_name: str, group_size: int) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a layer as they are published, on the meta device, shapes on the host."""
-    scheme, prefix = get_scheme(scheme_name, group_size), "model.layers.0."
+    scheme = get_scheme(scheme_name, group_size)
+    prefix = "model.layers.0."
     tensors: list[tuple[str, torch.Tensor]] = []
     for leaf, shape in zip(STACKS, stack_shapes(size), strict=False):
         made = wire(shape, scheme)

@@ -63,7 +63,8 @@ def train(settings: dict[str, Any]) -> Row:
             if state.global_step == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    model, file = settings.pop("model"), settings.pop("data")
+    model = settings.pop("model")
+    file = settings.pop("data")
     data = load_dataset(Path(file).suffix[1:].replace("jsonl", "json"), data_files=file, split="train")
     held_out = data.select(range(8)) if "eval_strategy" in settings else None
     more: dict[str, Any] = {"peft_config": LoraConfig(**lora)} if lora else {}

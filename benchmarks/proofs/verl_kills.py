@@ -18,7 +18,8 @@ import psutil
 from benchmarks.proofs.harness import QUIET, Record, Row, Run, timed
 from benchmarks.proofs.verl_runs import CONFIG, FOLDER
 
-SAVE_FREQ, LAST = 2, 8
+SAVE_FREQ = 2
+LAST = 8
 _VERIFIED = re.compile(r"rank (\d+): resumed state equals the saved one by checksum: (\d+) parts, (\w+)")
 
 
@@ -57,11 +58,13 @@ def resumed(name: str, root: Path, ranks: int, signals: str, delay: float, lora_
         "trainer.n_gpus_per_node": ranks,
         "lora.r": lora_r,
     }
-    killed, again = root / f"{name}.killed", root / f"{name}.resumed"
+    killed = root / f"{name}.killed"
+    again = root / f"{name}.resumed"
     Run.clear(name, root)
     run = Run.start(name, root, CONFIG, settings | {"verl.trainer.rollout_data_dir": killed})
     ended = end_run(run, signals, delay)
-    stopped, checkpoint = run.step, last_checkpoint(run.folder)
+    stopped = run.step
+    checkpoint = last_checkpoint(run.folder)
     run = Run.start(name, root, CONFIG, settings | {"verl.trainer.rollout_data_dir": again})
     verified = {int(rank): int(parts) for rank, parts, _ in _VERIFIED.findall(run.text)} if run.code == 0 else {}
     asked = [step for step in range(checkpoint + 1, stopped + 1) if (killed / f"{step}.jsonl").is_file()]
@@ -117,7 +120,8 @@ def last_checkpoint(run_dir: Path) -> int:
 
 
 VICTIMS = {"engine": "EngineCore", "server": "vLLMHttpServer"}
-PROMPTS, SAMPLES = 12, 8
+PROMPTS = 12
+SAMPLES = 8
 BATCH = PROMPTS * SAMPLES
 SLICE, SETTLE = 0.02, 0.4
 """Seconds that the engine runs before a late end, and that rewards of what it has sent may take."""
@@ -151,7 +155,8 @@ def verl_kills(
     """
     root = FOLDER / "verl_kills"
     root.mkdir(parents=True, exist_ok=True)
-    counter, reward = root / "rewards.count", root / "counted_reward.py"
+    counter = root / "rewards.count"
+    reward = root / "counted_reward.py"
     reward.write_text(REWARD.format(path=str(counter)))
     settings = QUIET | {
         "data.train_batch_size": PROMPTS,

@@ -70,10 +70,12 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        weight32, grad_x = weight.float(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        weight32 = weight.float()
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         grad_weight = torch.zeros_like(weight32) if ctx.needs_input_grad[1] else None
         for x_rows, grad, scale_rows, grad_rows in _RMSNorm.blocks(x, *grad_outputs, scale, grad_x):
-            normal, grad = x_rows * scale_rows, grad.float()
+            normal = x_rows * scale_rows
+            grad = grad.float()
             product = grad * normal
             if grad_weight is not None:
                 grad_weight += product.sum(0)
@@ -116,7 +118,8 @@ class AlignedAttention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         query, key = _Turn.apply(query, key, *position_embeddings)
         by_head = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         kwargs |= {"dropout": self.attention_dropout if self.training else 0.0}

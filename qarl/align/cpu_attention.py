@@ -84,7 +84,8 @@ def engine_attention(
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         return fp32_attention(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
     check_plain("exact", module, kwargs)
-    batch, total = query.shape[0], query.shape[2]
+    batch = query.shape[0]
+    total = query.shape[2]
     lengths = lengths_of_rows(query, key, kwargs) or (total,) * batch
     prompts = [0] * len(lengths) if prompt_lengths is None else prompt_lengths.tolist()
     tokens = [tensor.bfloat16().transpose(1, 2) for tensor in (query, key, value)]
@@ -124,11 +125,13 @@ class _EngineAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors, parts = (*ctx.saved_tensors, *grad_outputs), []
+        tensors = (*ctx.saved_tensors, *grad_outputs)
+        parts = []
         sets = _sets_of_rows(ctx.lengths, tensors[0].shape[1])
         padded = [tensor.flatten(1).index_select(0, sets.places) for tensor in tensors]
         padded[3].masked_fill_(sets.beyond[:, None], 0.0)  # so nothing beyond a row's end has a gradient
-        sizes, size = [count * length for count, length in sets.shapes], tensors[0].shape[2]
+        sizes = [count * length for count, length in sets.shapes]
+        size = tensors[0].shape[2]
         for (count, length), *operands in zip(sets.shapes, *(tensor.split(sizes) for tensor in padded), strict=True):
             by_head = (operand.view(count, length, -1, size).transpose(1, 2) for operand in operands)
             query, key, value, grad = (_copy(operand, torch.float32).flatten(0, 1) for operand in by_head)
@@ -165,16 +168,20 @@ _SCORES = 1 << 17
 def _sets_of_rows(lengths: tuple[int, ...], heads: int) -> _Sets:
     starts = torch.tensor([0, *accumulate(lengths)])
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    shapes, places, beyond = [], [], []
+    shapes = []
+    places = []
+    beyond = []
     while order:
         longest = lengths[order[0]]
         count = max(_SCORES // (heads * min(longest, _QUERIES) * longest), 1)
-        rows, order = order[:count], order[count:]
+        rows = order[:count]
+        order = order[count:]
         after = torch.arange(longest) >= torch.tensor([lengths[row] for row in rows])[:, None]
         places.append((starts[rows, None] + torch.arange(longest)).masked_fill(after, 0).flatten())
         beyond.append(after.flatten())
         shapes.append((len(rows), longest))
-    padded, after = torch.cat(places), torch.cat(beyond)
+    padded = torch.cat(places)
+    after = torch.cat(beyond)
     back = torch.empty(sum(lengths), dtype=torch.int64)
     back[padded[~after]] = (~after).nonzero()[:, 0]
     return _Sets(shapes, padded, after, back)
@@ -197,16 +204,22 @@ def causal_gradients(
             follow each other in the first dimension, each with all of its heads.
     """
     heads, length, size = query.shape
-    groups, wide = heads // len(key), torch.promote_types(query.dtype, torch.float32)
-    key, value = key.to(wide), value.to(wide)
+    groups = heads // len(key)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key = key.to(wide)
+    value = value.to(wide)
     query, grad_output = (tensor.to(wide).view(-1, groups, length, size) for tensor in (query, grad_output))
-    grad_query, grad_key, grad_value = torch.empty_like(query), key, value
+    grad_query = torch.empty_like(query)
+    grad_key = key
+    grad_value = value
     for start in reversed(range(0, length, _QUERIES)):
         end = min(start + _QUERIES, length)
         block, grad = (
             tensor[:, :, start:end].reshape(-1, groups * (end - start), size) for tensor in (query, grad_output)
         )
-        block, keys, values = block * scaling, key[:, :end], value[:, :end]
+        block = block * scaling
+        keys = key[:, :end]
+        values = value[:, :end]
         scores = block @ keys.mT
         later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
         scores.unflatten(1, (groups, -1))[..., start:].masked_fill_(later, -torch.inf)

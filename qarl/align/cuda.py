@@ -68,7 +68,8 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> 
 
 def align_layers(model: Any) -> dict[str, int]:
     """Give the layers of a transformers causal LM the forwards of this module. Return the number of them by kind."""
-    base, norms = model.model, 0
+    base = model.model
+    norms = 0
     register_attention(CUDA_ATTENTION, cuda_attention)
     model.set_attn_implementation(CUDA_ATTENTION)
     align_module(base.rotary_emb, CudaRotaryEmbedding)
@@ -152,7 +153,8 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        value, grad = x.float(), grad_outputs[0].float()
+        value = x.float()
+        grad = grad_outputs[0].float()
         scale = torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + ctx.epsilon)
         value = value * scale
         of_value = grad * weight.float()
@@ -184,7 +186,8 @@ class _Flash(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Lengths
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.scale, ctx.lengths = scale, lengths
+        ctx.scale = scale
+        ctx.lengths = lengths
         return layer_ops.flash_attention(query, key, value, scale, lengths)
 
     @staticmethod
@@ -213,7 +216,8 @@ def cuda_attention(
     and dropout.
     """
     check_whole_rows(module, query, key, attention_mask, dropout, kwargs)
-    batch, tokens = query.shape[0], query.shape[2]
+    batch = query.shape[0]
+    tokens = query.shape[2]
     lengths = lengths_of_rows(query, key, kwargs) or (tokens,) * batch
     packed = batch == 1 and sum(lengths) == tokens
     parts = [tensor.bfloat16().transpose(1, 2) for tensor in (query, key, value)]  # [B, T, heads, D]

@@ -222,11 +222,13 @@ def resolve_level(
     if device_type == "cuda" and torch.cuda.is_available():
         capability = capability or torch.cuda.get_device_capability()
     if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels, capability) or split):
-        level, reasons = "model", [f"exact: {why_not}"]
+        level = "model"
+        reasons = [f"exact: {why_not}"]
     elif level == "model" and not (exact_unavailable(config, device_type, dtype, kernels, capability) or split):
         level = "exact"
     if level == "model" and (why_not := model_unavailable(config, device_type, dtype, capability) or split):
-        level, reasons = "linears", [*reasons, f"model: {why_not}"]
+        level = "linears"
+        reasons = [*reasons, f"model: {why_not}"]
     return level, tuple(reasons)
 
 

@@ -153,9 +153,11 @@ def check_compared_keys(config: Any, unread: Collection[str]) -> None:
     family = config.model_type
     if family not in SHOWN:
         return
-    usual, allowed = type(config)(), COMPARED[family]
+    usual = type(config)()
+    allowed = COMPARED[family]
     for key in sorted(read_keys(family) - SIZES - set(unread)):
-        value, default = getattr(config, key, None), getattr(usual, key, None)
+        value = getattr(config, key, None)
+        default = getattr(usual, key, None)
         if value == default or (default is None and value is False and key != "is_causal"):
             continue
         if key in ("is_causal", "is_decoder") and value is True:

@@ -95,7 +95,9 @@ def scored_attention(
         softcap: a score s becomes softcap · tanh(s / softcap).
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    tokens, keys, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    tokens = query.shape[2]
+    keys = key.shape[2]
+    groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     key, value = (tensor.repeat_interleave(groups, 1).to(wide) for tensor in (key, value))
 
@@ -177,7 +179,8 @@ def lengths_of_rows(query: torch.Tensor, key: torch.Tensor, options: Mapping[str
     Raises:
         ValueError: `row_lengths` does not describe this forward.
     """
-    batch, tokens = query.shape[0], query.shape[2]
+    batch = query.shape[0]
+    tokens = query.shape[2]
     if key.shape[2] != tokens:  # the forward continues from a cache
         return None
     lengths: Lengths | None = options.get("row_lengths")
@@ -215,7 +218,8 @@ def in_rows(
     if len(query) == 1 and len(lengths) > 1:
         rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
         return torch.cat([attend(i, *row) for i, row in enumerate(rows)], dim=1)
-    total, outputs = query.shape[2], []
+    total = query.shape[2]
+    outputs = []
     for i, row in enumerate(zip(*(tensor.split(1) for tensor in (query, key, value)), strict=True)):
         output = attend(i, *(part.split([lengths[i], total - lengths[i]], dim=2)[0] for part in row))
         outputs.append(F.pad(output, (0, 0, 0, 0, 0, total - lengths[i])))
@@ -238,7 +242,8 @@ def rows_attention(
     lengths = lengths_of_rows(query, key, options)
     if lengths is None or attention_mask is not None:
         return _attend(module, query, key, value, attention_mask, options), None
-    window, causal = options.get("sliding_window"), is_causal(module, options)
+    window = options.get("sliding_window")
+    causal = is_causal(module, options)
     if window is not None and not causal:
         raise ValueError("QaRL does not pack rows whose attention has a window and is not causal")
     fused = causal and not options.get("dropout") and not _needs_scores(options)

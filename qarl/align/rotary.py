@@ -123,8 +123,11 @@ def _transformers_turn(config: Any, positions: torch.Tensor, query: torch.Tensor
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)
-    small.num_hidden_layers, small.vocab_size, small.intermediate_size = 0, 1, 1
-    small.layer_types, small.pad_token_id = [], None
+    small.num_hidden_layers = 0
+    small.vocab_size = 1
+    small.intermediate_size = 1
+    small.layer_types = []
+    small.pad_token_id = None
     model = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, trust_remote_code=False)
     module = model.base_model.rotary_emb
     # One row with all positions, as in the trainer, because `dynamic` and `longrope` look at the largest position.

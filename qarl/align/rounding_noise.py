@@ -56,7 +56,9 @@ class Roots:
     Square roots, because a mean of a trained model's |δ| is decided by a few tokens (`qarl.metrics.mismatch_limit`)."""
 
     def __init__(self) -> None:
-        self.delta, self.noise, self.tokens = 0.0, 0.0, 0.0
+        self.delta = 0.0
+        self.noise = 0.0
+        self.tokens = 0.0
 
     @torch.no_grad()
     def add(self, model: Any, log_probs: Callable[[], torch.Tensor], rollout: torch.Tensor, mask: torch.Tensor) -> None:

@@ -72,7 +72,8 @@ def compare(arguments: Arguments, checkout: Path) -> list[dict[str, Times]]:
         tempfile.TemporaryDirectory() as folder,
         worktree(checkout, arguments.revision, Path(folder) / "before") as before,
     ):
-        trees, pairs = {"before": before, "now": checkout}, []
+        trees = {"before": before, "now": checkout}
+        pairs = []
         for number in range(arguments.pairs):
             order = list(trees) if number % 2 == 0 else list(trees)[::-1]
             pair: dict[str, Times] = {}

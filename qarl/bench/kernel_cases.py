@@ -127,7 +127,8 @@ class Layer:
     """One BF16 weight [N, K], and its low-bit tensors by scheme."""
 
     def __init__(self, weight: torch.Tensor, arguments: Arguments) -> None:
-        self.weight, self.arguments = weight, arguments
+        self.weight = weight
+        self.arguments = arguments
         self.shape = (weight.shape[0], weight.shape[1])
         self.quantized = {name: quantize(weight, get_scheme(name, arguments.group_size)) for name in arguments.scheme}
 
@@ -146,14 +147,18 @@ class Layer:
 
 def linear(layer: Layer, rows: int) -> list[Competitor]:
     """Return the competitors for y = x W^T."""
-    weight, x = layer.weight, random_rows(rows, layer.shape[1], layer.weight)
-    flop, activations = 2 * rows * weight.numel(), x.nbytes + 2 * rows * layer.shape[0]
-    plain, right = partial(F.linear, x, weight), _product(ends(x), weight)
+    weight = layer.weight
+    x = random_rows(rows, layer.shape[1], layer.weight)
+    flop = 2 * rows * weight.numel()
+    activations = x.nbytes + 2 * rows * layer.shape[0]
+    plain = partial(F.linear, x, weight)
+    right = _product(ends(x), weight)
     competitors = [
         Competitor("bf16", "bf16", plain, error_of(plain, right), PRODUCT_ERROR, activations + weight.nbytes, flop)
     ]
     for scheme, quantized in layer.quantized.items():
-        moved, exact_weight = activations + quantized.nbytes, _exact_weight(scheme, quantized)
+        moved = activations + quantized.nbytes
+        exact_weight = _exact_weight(scheme, quantized)
         expected = {on_cuda: _product(_seen(scheme, ends(x), on_cuda), exact_weight) for on_cuda in (False, True)}
         allowed = FP8_ERROR if scheme == "fp8" else PRODUCT_ERROR
         for kernel in layer.kernels(scheme):
@@ -165,8 +170,10 @@ def linear(layer: Layer, rows: int) -> list[Competitor]:
 
 def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
     """Return the competitors for dX = dY W."""
-    weight, grad = layer.weight, random_rows(rows, layer.shape[0], layer.weight)
-    flop, activations = 2 * rows * weight.numel(), grad.nbytes + 2 * rows * layer.shape[1]
+    weight = layer.weight
+    grad = random_rows(rows, layer.shape[0], layer.weight)
+    flop = 2 * rows * weight.numel()
+    activations = grad.nbytes + 2 * rows * layer.shape[1]
     calls: list[tuple[str, str, Call, torch.Tensor, int]]
     calls = [("bf16", "bf16", partial(torch.mm, grad, weight), weight, weight.nbytes)]
     for scheme, quantized in layer.quantized.items():
@@ -209,9 +216,11 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
     """Return the competitors that quantize the master. The error is 0 if all bytes equal a reference, else 1.
     The reference is made on the CPU, because PyTorch on CUDA multiplies by the reciprocal of a Python divisor."""
-    competitors, weight = [], layer.weight
+    competitors = []
+    weight = layer.weight
     for scheme, quantized in layer.quantized.items():
-        grid, moved = get_scheme(scheme, layer.arguments.group_size), weight.nbytes + quantized.nbytes
+        grid = get_scheme(scheme, layer.arguments.group_size)
+        moved = weight.nbytes + quantized.nbytes
         codes, scale = _wire(weight.cpu(), grid)
         expected = codes.to(weight.device), scale.to(weight.device)
         calls: dict[str, Callable[[], Any]] = {"pytorch": partial(_wire, weight, grid)}
@@ -254,7 +263,8 @@ class ExpertLayer:
     """Random BF16 experts, and their low-bit tensors by scheme."""
 
     def __init__(self, shape: ExpertsShape, arguments: Arguments, device: torch.device) -> None:
-        self.shape, self.group_size = shape, arguments.group_size
+        self.shape = shape
+        self.group_size = arguments.group_size
         e, _, hidden, intermediate = shape
         sizes = {"gate_up": (e, 2 * intermediate, hidden), "down": (e, hidden, intermediate)}
         self.weights = {
@@ -279,7 +289,8 @@ class ExpertLayer:
 
         Balanced routing gives every expert the same number of rows. Skewed routing draws a token's experts without
         replacement, with probabilities proportional to 1, 1/2, 1/3, ..."""
-        e, k = self.shape.experts, self.shape.top_k
+        e = self.shape.experts
+        k = self.shape.top_k
         device = self.weights["down"].device
         generator = torch.Generator(device).manual_seed(tokens)
         if routing == "balanced":
@@ -295,9 +306,12 @@ class ExpertLayer:
 def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
     """Return the competitors for the whole layer."""
     weights, ids = layer.topk(tokens, routing)
-    gate_up, down = layer.weights["gate_up"], layer.weights["down"]
-    x, way = random_rows(tokens, layer.shape.hidden, down), route(ids, layer.shape.experts)
-    flop, rows = 2 * tokens * layer.shape.top_k * (gate_up[0].numel() + down[0].numel()), 2 * x.nbytes
+    gate_up = layer.weights["gate_up"]
+    down = layer.weights["down"]
+    x = random_rows(tokens, layer.shape.hidden, down)
+    way = route(ids, layer.shape.experts)
+    flop = 2 * tokens * layer.shape.top_k * (gate_up[0].numel() + down[0].numel())
+    rows = 2 * x.nbytes
     plain = partial(ReferenceExperts.forward, x, weights, ids, ({"weight": gate_up}, {"weight": down}))
     some = ends(x), ends(weights).double(), ends(ids)
     bf16: dict[str, Tensors] = {name: {"weight": weight} for name, weight in layer.weights.items()}

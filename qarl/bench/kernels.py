@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 OPERATIONS = ("linear", "input_gradient", "quantize", "experts")
 LOW_BIT = tuple(name for name in ROLLOUT_SCHEMES if name != "bf16")
 GPU_MODELS = ("Qwen2.5-Math-1.5B", "Qwen2.5-Math-7B", "Qwen3-8B", "Qwen3-30B-A3B")
-FLUSH_BYTES, MOST_ROUNDS = 512 * 2**20, 1000
-GPU_ROWS, CPU_ROWS = (1, 16, 64, 512, 4096, 16384), (64, 512, 4096)
+FLUSH_BYTES = 512 * 2**20
+MOST_ROUNDS = 1000
+GPU_ROWS = (1, 16, 64, 512, 4096, 16384)
+CPU_ROWS = (64, 512, 4096)
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
@@ -162,7 +164,8 @@ def _measure(
 
 
 def _entry(competitor: Competitor, times: dict[str, float], tops: dict[str, float]) -> dict[str, Any]:
-    flop_per_s, bytes_per_s = competitor.flop / times["median"], competitor.bytes_moved / times["median"]
+    flop_per_s = competitor.flop / times["median"]
+    bytes_per_s = competitor.bytes_moved / times["median"]
     return {
         "scheme": competitor.scheme,
         "kernel": competitor.kernel,
@@ -184,7 +187,8 @@ def measure(
             call()
     seconds_of = _seconds_on_gpu if device.type == "cuda" else _seconds_on_cpu
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    start, done = time.perf_counter(), 0
+    start = time.perf_counter()
+    done = 0
     while done < rounds or (time.perf_counter() - start < seconds and done < MOST_ROUNDS):
         for name, call in calls.items():
             taken[name].append(seconds_of(call))

@@ -104,7 +104,8 @@ class StepBench:
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
         self.length = arguments.response_length
         self.trainer = make_trainer(arguments, case, folder, engine=True)
-        self.policy, self.engine = self.trainer.policy, self.trainer.engine
+        self.policy = self.trainer.policy
+        self.engine = self.trainer.engine
         self.trainer.publish()
 
     def round(self) -> Phases:
@@ -122,7 +123,8 @@ class StepBench:
 
     def _prefill(self) -> float:
         """Return the seconds of a step's prefill, measured by generating only one token per response."""
-        trainer, rollout = self.trainer, self.trainer.config.rollout
+        trainer = self.trainer
+        rollout = self.trainer.config.rollout
         prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(rollout.n)]
         trainer.engine.reset_prefix_cache()
         start = time.perf_counter()
@@ -137,7 +139,8 @@ class TrainerBench:
 
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
         self.trainer = make_trainer(arguments, case, folder, engine=False)
-        self.policy, self.engine = self.trainer.policy, None
+        self.policy = self.trainer.policy
+        self.engine = None
         requantize(self.policy.model)
         self.batch = random_batch(self.trainer)
 
@@ -247,7 +250,8 @@ def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tenso
 
 def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
     """Return a run's config, with the sizes and counts that `arguments` gives."""
-    scheme, level = case.scheme, case.level or ("off" if case.scheme == "bf16" else "linears")
+    scheme = case.scheme
+    level = case.level or ("off" if case.scheme == "bf16" else "linears")
     tokens = arguments.sequences * (arguments.prompt_length + arguments.response_length + 32)
     # 1.5 times what all sequences at once need.
     kv_cache = max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)

@@ -31,7 +31,8 @@ def run(work: Work) -> int:
     """Predict, print, write, and return the exit code."""
     rates = roofline.measured_rates(work.rates) if work.rates else roofline.assumed_rates(work.gpu)
     rows = predict(work, rates)
-    mean, longest = work.response_length[0], work.response_length[-1]
+    mean = work.response_length[0]
+    longest = work.response_length[-1]
     what = f"{find_model(work.model).name} on {work.gpus} x {rates.device}, {work.prompts} x {work.n} responses of"
     what += f" {mean} tokens (at most {longest}) to prompts of {work.prompt_length}. Rates of one device:"
     print("\n  ".join([what, *rates.said]), table(rows), terms_table(rows), footer(), sep="\n\n")
@@ -45,7 +46,8 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     check_divides(work, "tensor_parallel", "gpus")
     check_divides(work, "mini_batches", "prompts")
     source = find_model(work.model)
-    size, group_size = source.size, default_group_size(source.size)
+    size = source.size
+    group_size = default_group_size(source.size)
     levels = ("linears",) if work.lora_r else ("off", "linears")  # adapters have no BF16 base for level `off`
     cases = [(s, level) for s in work.schemes for level in (("off",) if s == "bf16" else levels)]
     rows = []
@@ -66,7 +68,8 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
 
 def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str) -> MemoryEstimate:
     """Return the doctor's memory estimate: for one GPU, or on a CPU for the process."""
-    on_gpu, nodes = bool(rates.memory_bytes), -(-work.gpus // roofline.GPUS_PER_NODE)
+    on_gpu = bool(rates.memory_bytes)
+    nodes = -(-work.gpus // roofline.GPUS_PER_NODE)
     micro: dict[str, Any] = {f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")}
     if work.micro_tokens is not None:
         micro = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": work.micro_tokens}

@@ -113,13 +113,15 @@ def step_tables(document: Document) -> str:
 
 
 def _head(document: Document) -> str:
-    model, work = document["model"], document["workload"]
+    model = document["model"]
+    work = document["workload"]
     done = (f"{work['prompts']} prompts of {work['prompt_length']} tokens, {work['n']} responses of "
             f"{work['response_length']} to each")  # fmt: skip
     if document["kind"] != "publish":
         batches = "mini-batch" if work["mini_batches"] == 1 else "mini-batches"
         done += f", {work['mini_batches']} {batches} of micro-batches of {work['micro_batch_size']}"
-    depth, whole = model["layers"][-1], model["num_hidden_layers"]
+    depth = model["layers"][-1]
+    whole = model["num_hidden_layers"]
     cut = "" if depth == whole else f" (the whole model has {whole}, but the others were not measured)"
     taken = [len(value["samples"]) for result in document["results"] for value in result["phases"].values()]
     launches = max(taken, default=document["arguments"]["launches"])
@@ -149,7 +151,8 @@ def _seconds(document: Document) -> str:
 def _ratios(document: Document) -> str:
     """Return the table of speedups over BF16 at level `off` (as in the paper), of each level's cost over `off`, and of
     that of adapters over all weights."""
-    phases, level = RATIOS[document["kind"]], document["kind"] != "publish"
+    phases = RATIOS[document["kind"]]
+    level = document["kind"] != "publish"
     cases = {(result["scheme"], result["level"], result.get("lora_r", 0)): result for result in document["results"]}
     adapters = any(rank for *_, rank in cases)
     head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]
@@ -196,7 +199,8 @@ def _label_titles(document: Document) -> list[str]:
 
 
 def _labels(document: Document, result: Result) -> list[str]:
-    level, applied = result["level"], result.get("level_applied") or result["level"]
+    level = result["level"]
+    applied = result.get("level_applied") or result["level"]
     level = f"`{level}`" + f" (ran as `{applied}`)" * (applied != level)
     labels = [result["scheme"], level, str(result.get("lora_r") or "all weights")]
     return labels[: len(_label_titles(document))]
@@ -230,7 +234,8 @@ def kernel_tables(document: Mapping[str, Any]) -> str:
 
 
 def _kernel_table(entries: Sequence[Result]) -> str:
-    columns, by_name = sorted({entry["m"] for entry in entries}), dict[str, dict[int, Result]]()
+    columns = sorted({entry["m"] for entry in entries})
+    by_name = dict[str, dict[int, Result]]()
     for entry in entries:
         by_name.setdefault(f"{entry['scheme']} {entry['kernel']}", {})[entry["m"]] = entry
     rows = [[name.removeprefix("bf16 "), *(_cell(by_name, name, m) for m in columns)] for name in by_name]

@@ -138,7 +138,8 @@ def measured_rates(path: Path) -> Rates:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         results = [entry for entry in document["results"] if entry["operation"] == "linear"]
-        memory, product = float(document["ceilings"]["copy_bytes_per_s"]), Curves()
+        memory = float(document["ceilings"]["copy_bytes_per_s"])
+        product = Curves()
         said = [f"memory {memory / 1e9:.1f} GB/s (measured: a copy)"]
         for scheme in EFFICIENCY:
             kernel = next((e["kernel"] for e in results if e["scheme"] == scheme and e["kernel"] != "reference"), None)
@@ -216,7 +217,11 @@ class Roofline:
         self, size: ModelSize, rates: Rates, work: Work, scheme: str, level: str, group_size: int, kv_tokens: float
     ) -> None:
         # `kv_tokens`: how many tokens fit in an engine's KV cache.
-        self.size, self.rates, self.work, self.scheme, self.kv_tokens = size, rates, work, scheme, kv_tokens
+        self.size = size
+        self.rates = rates
+        self.work = work
+        self.scheme = scheme
+        self.kv_tokens = kv_tokens
         self.low_bit = scheme != "bf16" and level != "off"
         # On GPUs a prompt is prefilled once for all its responses, and a backward recomputes the layers.
         self.on_gpu = work.rates is None
@@ -232,18 +237,25 @@ class Roofline:
     def step(self) -> tuple[dict[str, float], float, float]:
         """Return seconds by term (`TERMS`), bytes gathered and bytes published. Communication overlaps with the passes,
         so only the time by which it is longer counts."""
-        work, rates, size, trainer = self.work, self.rates, self.size, self.scheme if self.low_bit else "bf16"
-        batches, rows = work.batches, work.rows
+        work = self.work
+        rates = self.rates
+        size = self.size
+        trainer = self.scheme if self.low_bit else "bf16"
+        batches = work.batches
+        rows = work.rows
         forward = batches * self.pass_(rows, trainer)
         backward = batches * 2 * self.pass_(rows, "bf16")
         if self.on_gpu:
             backward += batches * self.pass_(rows, trainer, head=False)
-        others, rest = (work.gpus - 1) / work.gpus, size.parameters - self.weights
-        published, gradients = self.wire[self.scheme] + 2.0 * rest, size.parameters
+        others = (work.gpus - 1) / work.gpus
+        rest = size.parameters - self.weights
+        published = self.wire[self.scheme] + 2.0 * rest
+        gradients = size.parameters
         trained = published if self.low_bit else 2.0 * size.parameters
         if self.adapters:  # a rank has the whole base, whose gradients nobody computes
             backward -= batches * self.frozen(rows)
-            published, gradients = 2.0 * self.adapters, self.adapters
+            published = 2.0 * self.adapters
+            gradients = self.adapters
             trained = 2.0 * (rest if self.low_bit else size.parameters) + published
         gathered = others * batches * (3 * trained + 4 * gradients)  # weights for three passes, FP32 gradients
         # Weights are quantized for each optimizer step, or at `off` only for the publish.
@@ -266,7 +278,8 @@ class Roofline:
 
     def elementwise(self, trainer: str) -> dict[str, float]:
         """Return seconds of a GPU for bytes that products do not move. A backward runs its blocks' forward again."""
-        work, memory = self.work, self.rates.memory
+        work = self.work
+        memory = self.rates.memory
         tokens = round(work.rows * (work.prompt_length + work.response_length[0]))
         forward, backward = (work.batches * self.size.layers * moved / memory
                              for moved in beyond_products(self.size, trainer, tokens))  # fmt: skip
@@ -278,7 +291,8 @@ class Roofline:
 
     def beside_decode(self) -> dict[str, float]:
         """Return the terms of a GPU's rollout beside products and caches."""
-        steps, each = self.decode_steps(), self.decode_step(self.at_once())
+        steps = self.decode_steps()
+        each = self.decode_step(self.at_once())
         on_gpu = self.decode() / steps + sum(each.values()) if steps else ENGINE_SECONDS
         terms = {name: steps * seconds for name, seconds in each.items()}
         return terms | {"engine": steps * max(ENGINE_SECONDS - on_gpu, 0.0), "tail": self.tail()}
@@ -306,7 +320,9 @@ class Roofline:
 
     def optimizer(self) -> float:
         """Return seconds of an optimizer step on this GPU's share of the parameters."""
-        size, rates, gpus = self.size, self.rates, self.work.gpus
+        size = self.size
+        rates = self.rates
+        gpus = self.work.gpus
         if self.work.optimizer == "adamw" or self.adapters:
             return OPTIMIZER_BYTES * (self.adapters or size.parameters) / gpus / rates.memory
         rest = OPTIMIZER_BYTES * (size.parameters - size.matrix_parameters) / gpus / rates.memory
@@ -338,12 +354,14 @@ class Roofline:
 
     def pass_(self, rows: float, scheme: str, *, head: bool = True) -> float:
         """Return seconds of a micro-batch's forward. A backward counts as twice a forward with scheme bf16."""
-        prompt, response = self.work.prompt_length, self.work.response_length[0]
+        prompt = self.work.prompt_length
+        response = self.work.response_length[0]
         return self.layers(rows, prompt + response, scheme) + (self.head(rows * response) if head else 0.0)
 
     def frozen(self, rows: float) -> float:
         """Return seconds of a micro-batch's products for the gradients of the base, which adapters do not need."""
-        prompt, response = self.work.prompt_length, self.work.response_length[0]
+        prompt = self.work.prompt_length
+        response = self.work.response_length[0]
         return self.product(rows * (prompt + response), "bf16") + self.head(rows * response)
 
     def prefill(self) -> float:
@@ -362,7 +380,8 @@ class Roofline:
 
     def decode(self) -> float:
         """Return seconds of the products of all decode steps of an engine, and of reading weights and caches."""
-        work, at_once = self.work, self.at_once()
+        work = self.work
+        at_once = self.at_once()
         cache = at_once * self.length * self.size.kv_bytes_per_token(work.tensor_parallel) / self.rates.memory
         step = (self.product(at_once, self.scheme) + self.head(at_once)) / work.tensor_parallel + cache
         return step * self.decode_steps()
@@ -370,13 +389,16 @@ class Roofline:
 
 def newton_schulz_flop(rows: int, columns: int) -> float:
     """Return FLOP of Muon's Newton-Schulz for a matrix: per step two products of n x n x m and one of n x n x n."""
-    n, m = min(rows, columns), max(rows, columns)
+    n = min(rows, columns)
+    m = max(rows, columns)
     return NEWTON_SCHULZ_STEPS * (4.0 * n * n * m + 2.0 * n**3)
 
 
 def beyond_products(size: ModelSize, trainer: str, tokens: int) -> tuple[float, float]:
     """Return the bytes of a layer's forward and backward that products do not move. `trainer`: its scheme."""
-    dense, hidden, inner = dense_linears(size), size.hidden, size.moe_intermediate
+    dense = dense_linears(size)
+    hidden = size.hidden
+    inner = size.moe_intermediate
     rows, mlp = (tokens * size.experts_per_token, 0) if size.experts else (0, size.intermediate)
     sizes = [tokens * hidden, tokens * (size.query_width + size.kv_width), tokens * (size.heads + size.kv_heads)]
     sizes += [tokens * size.head_dim, tokens * mlp]

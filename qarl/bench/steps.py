@@ -46,7 +46,8 @@ class Case(NamedTuple):
     lora_r: int = 0
 
     def __str__(self) -> str:
-        level, rank = f", level {self.level}" * bool(self.level), f", r={self.lora_r}" * bool(self.lora_r)
+        level = f", level {self.level}" * bool(self.level)
+        rank = f", r={self.lora_r}" * bool(self.lora_r)
         return self.scheme + level + rank
 
 
@@ -123,14 +124,16 @@ class Arguments:
         schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
         if self.part == "publish":
             return [Case(scheme, "") for scheme in schemes]
-        levels, ranks = sorted(set(self.levels), key=LEVELS.index), sorted(set(self.lora_r))
+        levels = sorted(set(self.levels), key=LEVELS.index)
+        ranks = sorted(set(self.lora_r))
         missing = {("bf16", "linears", rank) for rank in ranks}
         missing |= {(scheme, "off", rank) for scheme in schemes for rank in ranks if scheme != "bf16" and rank}
         return [Case(*case) for case in product(schemes, levels, ranks) if case not in missing]
 
 
 def _check(arguments: Arguments) -> None:
-    source, where = arguments.source, f"qarl.bench {arguments.part}"
+    source = arguments.source
+    where = f"qarl.bench {arguments.part}"
     if arguments.depth > source.size.layers:
         raise UserError(f"layers={arguments.layers}, but {source.name} has only {source.size.layers}", where=where)
     positions = source.config.get("max_position_embeddings")
@@ -182,13 +185,15 @@ class Measured:
     """`results`: for each case, the samples of all launches, one list of rounds per launch."""
 
     def __init__(self, arguments: Arguments, parameters: int) -> None:
-        self.arguments, self.parameters = arguments, parameters
+        self.arguments = arguments
+        self.parameters = parameters
         self.results: dict[Case, dict[str, Any]] = {}
         self.failures: dict[str, str] = {}
 
     def take(self, folder: Path) -> bool:
         """Run all launches. Return whether they were interrupted."""
-        cases, launches = self.arguments.cases(), self.arguments.launches
+        cases = self.arguments.cases()
+        launches = self.arguments.launches
         try:
             for number in range(launches):
                 start = number % len(cases)  # each turn starts with a different case

@@ -73,7 +73,8 @@ def export(request: ExportRequest) -> str:
 
 def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
     """Raise UserError if writing to `output` would change the source checkpoint or overwrite other files."""
-    target, origin = output.resolve(), checkpoint.resolve()
+    target = output.resolve()
+    origin = checkpoint.resolve()
     if origin.is_relative_to(target) or target.is_relative_to(origin.parent):
         raise UserError(
             f"output={output} would overwrite checkpoints of the run",

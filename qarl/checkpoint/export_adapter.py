@@ -53,7 +53,8 @@ def open_trained(folder: Path, *, trust_remote_code: bool = False) -> Trained | 
     if not (base := folder / "actor" / BASE_FILE).is_file():
         return None
     source = open_source(folder, trust_remote_code=trust_remote_code)
-    tensors, lora = dict(source.tensors(torch.bfloat16)), source.config["lora"]
+    tensors = dict(source.tensors(torch.bfloat16))
+    lora = source.config["lora"]
     leaves = adapted_leaves(name.removesuffix(A) for name in tensors if name.endswith(A))
     adapter = Adapter(lora["r"], lora["alpha"] or lora["r"], leaves, source.config["model"]["path"], tensors)
     return Trained(source.step, source.config, json.loads(base.read_text(encoding="utf-8"))["published"], adapter)
@@ -69,7 +70,8 @@ def export_adapter(trained: Trained, output: Path, format: str, trust_remote_cod
             why="the adapter would have to be merged into an unquantized base, but it was trained on the quantized one",
             fix="use format=quantized, which writes base and adapter",
         )
-    quant, path = trained.config["quant"], trained.config["model"]["path"]
+    quant = trained.config["quant"]
+    path = trained.config["model"]["path"]
     scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
     base = _local(path)
     files = ModelFiles.from_folder(base, trust_remote_code=trust_remote_code)

@@ -198,7 +198,8 @@ def _write_shards(folder: Path, tensors: NamedTensors) -> None:
     for name, tensor in tensors:
         if pending and size + tensor.nbytes > MAX_SHARD_BYTES:
             shards.append(_write_shard(folder, len(shards), pending))
-            pending, size = {}, 0
+            pending = {}
+            size = 0
         pending[name] = _own_storage(tensor.detach().cpu())
         size += tensor.nbytes
         total += tensor.nbytes

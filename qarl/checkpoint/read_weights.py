@@ -63,7 +63,8 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     Raise UserError if it does not exist or is incomplete. The message lists the existing steps or the missing files.
     """
     checkpoints = run / "checkpoints"
-    folders, torn = dict(list_checkpoints(checkpoints)), dict[int, str]()
+    folders = dict(list_checkpoints(checkpoints))
+    torn = dict[int, str]()
     if not folders:
         folders, torn = whole_and_torn(checkpoints)
     wanted = step if step is not None else max(folders or torn, default=0)

@@ -47,7 +47,8 @@ class RunInputs:
     """
 
     def __init__(self, config: Config, machine: Machine | None = None, *, plan: bool = False) -> None:
-        self.config, self.plan = config, plan
+        self.config = config
+        self.plan = plan
         self.machine = machine or this_machine(config.backend)
         self.scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
         self.no_model: UserError | None = None
@@ -63,7 +64,8 @@ class RunInputs:
 
     @cached_property
     def tokenizer(self) -> Any:
-        path, hf_config = self.config.model.path, self.hf_config
+        path = self.config.model.path
+        hf_config = self.hf_config
         if self.no_model is not None:
             raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
         if not self.machine.here and Path(path).is_dir() and not model_folder.has_tokenizer(path):
@@ -100,8 +102,10 @@ class RunInputs:
         import torch
 
         choices: dict[tuple[int, int], Choice | UserError] = {}
-        scheme, device = self.scheme, torch.device(self.machine.device)
-        group, kernels = scheme.group_size, self.config.quant.kernels
+        scheme = self.scheme
+        device = torch.device(self.machine.device)
+        group = scheme.group_size
+        kernels = self.config.quant.kernels
         dense = (shape for name, shape in self.quantized.items() if not layers.of_expert(name))
         for shape in dict.fromkeys(dense) if self.config.quant.align != "off" else ():
             try:
@@ -121,7 +125,8 @@ class RunInputs:
 
         if self.config.quant.align == "off" or not any(map(layers.of_expert, self.quantized)):
             return None
-        size, scheme = self.size, self.scheme
+        size = self.size
+        scheme = self.scheme
         shape = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)
         device = torch.device(self.machine.device)
         return choose_experts_kernel(scheme.name, device, shape, group_size=scheme.group_size)
@@ -140,7 +145,8 @@ class RunInputs:
         """The alignment level that applies, and the reasons why no higher one does. Kernels are asked only by the
         doctor; the trainer asks them when it builds the model."""
         self.model  # noqa: B018  a refused model has no level
-        kernels, machine = set(self.kernel_names.values()) if self.plan else (), self.machine
+        kernels = set(self.kernel_names.values()) if self.plan else ()
+        machine = self.machine
         return applied_level(self.config, self.hf_config, machine.device, kernels, machine.capability)
 
     @cached_property

@@ -141,7 +141,8 @@ def check_engine_shapes(shapes: Shapes) -> None:
     """Raise UserError if vLLM's W4A16 kernel for CPUs does not support the size that a layer has after fusing."""
     bad: list[str] = []
     for members in fused_groups(shapes).values():
-        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
+        n = sum(shapes[name][0] for name in members)
+        k = shapes[members[0]][1]
         bad += members if n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE else []
     if bad:
         sizes = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
@@ -175,13 +176,16 @@ def _ranges(numbers: list[int]) -> str:
 def split_errors(config: Config, hf_config: Any, quantized: Shapes) -> Iterator[UserError]:
     """Yield an error if ranks, heads or groups of weights do not split over `rollout.tensor_model_parallel_size`
     workers. vLLM itself reports other sizes that do not split. `quantized`: the linears that are quantized."""
-    workers, ranks = config.rollout.tensor_model_parallel_size, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    workers = config.rollout.tensor_model_parallel_size
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     if ranks % workers:
         what = f"{KEY}={workers}: {ranks} ranks cannot be divided into engines of {workers} workers"
-        where, why = "trainer.nnodes * trainer.n_gpus_per_node", "in verl, each worker of an engine needs one rank"
+        where = "trainer.nnodes * trainer.n_gpus_per_node"
+        why = "in verl, each worker of an engine needs one rank"
         yield UserError(what, where=where, why=why, fix=f"choose a divisor of {ranks}")
     if (heads := hf_config.num_attention_heads) % workers:
-        what, why = f"{KEY}={workers}: {heads} attention heads do not split evenly", "each worker needs whole heads"
+        what = f"{KEY}={workers}: {heads} attention heads do not split evenly"
+        why = "each worker needs whole heads"
         yield UserError(what, where="num_attention_heads", why=why, fix=f"choose a divisor of {heads}")
     group = config.quant.group_size if config.quant.scheme in ("w4a16", "w4a8") else 1
     inputs = {name: k // workers for name, (_, k) in quantized.items() if name.endswith(ROW_PARALLEL)}

@@ -177,9 +177,11 @@ def check_capability(scheme: str, kernels: str, capability: int) -> None:
 
     For W8A8 vLLM chooses CUTLASS on any GPU from 8.0 on, but its int8 products end with 9.0 (vLLM 0.24.0,
     csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu and _sm120.cu)."""
-    needed, why = 80, "for BF16 arithmetic and vLLM's Marlin kernel"
+    needed = 80
+    why = "for BF16 arithmetic and vLLM's Marlin kernel"
     if scheme == "fp8":
-        needed, why = 89, "for FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"
+        needed = 89
+        why = "for FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"
     if capability < needed:
         raise UserError(
             f"compute capability {capability / 10} is too low for quant.scheme={scheme}",

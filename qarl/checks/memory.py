@@ -114,7 +114,8 @@ def estimate(
     align = align or config.quant.align
     align = CUDA_MODEL if (align, device) == ("model", "cuda") and not size.experts else align
     reference = terms.reference(size, config, align, kernels or {})
-    on_host, offload = config.backend == "verl" and device == "cuda", all(config.verl.get(key) for key in OFFLOAD)
+    on_host = config.backend == "verl" and device == "cuda"
+    offload = all(config.verl.get(key) for key in OFFLOAD)
     engine, kv_cache = terms.engine(size, config, device, gpu_memory_bytes)
     parts = [
         *terms.states(size, config, offload),

@@ -90,7 +90,8 @@ def adapted_linears(size: ModelSize, config: Config) -> list[Shape]:
     """Return [N, K] of the linears with an adapter."""
     if not config.lora.r:
         return []
-    linears, targets = size.linears(), config.lora.target_modules
+    linears = size.linears()
+    targets = config.lora.target_modules
     of_experts = {name.rpartition(".")[2] for name in linears if ".experts." in name}
     leaves = {name.rpartition(".")[2] for name in linears} - of_experts
     chosen = leaves if ALL_LINEAR in targets else leaves & set(targets)
@@ -121,8 +122,10 @@ def optimizer_state(size: ModelSize, config: Config) -> int:
 
 def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     """Return the parts for masters, moments and gradients, and for the update of one parameter."""
-    verl, fp32 = config.backend == "verl", config.optim.master_dtype == "fp32"
-    shards, parameters = ranks(config) if verl else 1, size.parameters
+    verl = config.backend == "verl"
+    fp32 = config.optim.master_dtype == "fp32"
+    shards = ranks(config) if verl else 1
+    parameters = size.parameters
     # verl loads the optimizer state for the whole update (EngineTrainModeCtx), not only for the optimizer's step.
     used = ("update", "step") if offload else PHASES
     state = Part(f"{config.optim.name} state, FP32", optimizer_state(size, config) // shards, used)
@@ -164,7 +167,8 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
     """Return the parts for gathered weights and for gradients before FSDP2 scatters them. For `local`, return []."""
     if config.backend != "verl":
         return []
-    scheme, group = config.quant.scheme, config.quant.group_size
+    scheme = config.quant.scheme
+    group = config.quant.group_size
     low_bit = quantized_linears(size, config) if align != "off" else {}
     if trained := adapter_parameters(size, config):  # low-bit weights are whole on every rank
         kinds = [size.block_linears(i).items() for i in range(size.layers)]
@@ -179,7 +183,8 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
         sum(wire_bytes(scheme if name in low_bit else "bf16", group, shape) for name, shape in linears.items())
         for linears in map(size.block_linears, range(size.layers))
     ]
-    head, block = size.vocab * size.hidden, size.largest_block
+    head = size.vocab * size.hidden
+    block = size.largest_block
     return [
         Part("gathered blocks (two)", 2 * max(blocks), ("old_log_prob", "update")),
         Part("embeddings and lm_head, gathered in BF16", 2 * size.embedding_parameters, ("old_log_prob", "update")),
@@ -196,7 +201,8 @@ def quantized_linears(size: ModelSize, config: Config) -> Mapping[str, Shape]:
 
 def published(size: ModelSize, config: Config) -> int:
     """Return the number of published bytes. Quantized layers are low-bit tensors, and everything else is BF16."""
-    quant, quantized = config.quant, quantized_linears(size, config).values()
+    quant = config.quant
+    quantized = quantized_linears(size, config).values()
     low_bit = sum(wire_bytes(quant.scheme, quant.group_size, shape) for shape in quantized)
     return low_bit + 2 * (size.parameters - sum(n * k for n, k in quantized))
 
@@ -206,7 +212,8 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
     quantized = quantized_linears(size, config) if align != "off" else {}
     if not quantized:
         return []
-    scheme, group = config.quant.scheme, config.quant.group_size
+    scheme = config.quant.scheme
+    group = config.quant.group_size
     wire = {name: wire_bytes(scheme, group, shape) for name, shape in quantized.items()}
     prepared = {name: prepared_bytes(scheme, kernels.get(shape), group, shape) for name, shape in quantized.items()}
     # Experts are dequantized for each backward, one layer's stack at a time, and not kept.
@@ -247,7 +254,8 @@ def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
     saved = sum(layer_bytes)
     if config.model.gradient_checkpointing:
         saved = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(layer_bytes)
-    forward, backward = micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)
+    forward = micro_batch_tokens(config, log_probs=True)
+    backward = micro_batch_tokens(config)
     return [
         Part("activations, log-probs", forward * max(passed), ("old_log_prob",)),
         Part("activations, update", backward * saved, ("update",)),
@@ -272,7 +280,9 @@ def expert_rows(size: ModelSize, config: Config, align: str) -> list[Part]:
     """
     if not size.sparse_layers:
         return []
-    hidden, inner, tokens = size.hidden, size.moe_intermediate, micro_batch_tokens(config)
+    hidden = size.hidden
+    inner = size.moe_intermediate
+    tokens = micro_batch_tokens(config)
     each = 6 * hidden
     if has_own_experts(size, config, align):
         each += 12 * inner + hidden * (config.quant.scheme in ("w8a8", "fp8"))
@@ -281,7 +291,8 @@ def expert_rows(size: ModelSize, config: Config, align: str) -> list[Part]:
 
 def micro_batch_tokens(config: Config, *, log_probs: bool = False) -> int:
     """Return the largest number of tokens in a micro-batch of the update, or of the pass for old log-probs."""
-    actor, data = config.actor, config.data
+    actor = config.actor
+    data = config.data
     if actor.use_dynamic_bsz:
         limit = actor.ppo_max_token_len_per_gpu or 0
         return (actor.log_prob_max_token_len_per_gpu or limit) if log_probs else limit
@@ -343,10 +354,12 @@ def reference(size: ModelSize, config: Config, align: str, kernels: Mapping[Shap
 def not_shared(size: ModelSize, config: Config) -> int:
     """Return the bytes of the base that an engine on a CPU has in addition to those of the trainer of adapters: layers
     that vLLM packs (`qarl.rollout.publish.cpu_layers`)."""
-    scheme, quantized = config.quant.scheme, quantized_linears(size, config)
+    scheme = config.quant.scheme
+    quantized = quantized_linears(size, config)
     packed = 2 * sum(n * k for name, (n, k) in size.linears().items() if name not in quantized)
     for name, shape in quantized.items():
-        of_expert, group = ".experts." in name, config.quant.group_size
+        of_expert = ".experts." in name
+        group = config.quant.group_size
         if scheme == "fp8" and of_expert:
             packed += prepared_bytes(scheme, "vllm_cpu", group, shape)
         elif scheme == "w8a8" or config.quant.kernels != "engine":
@@ -356,8 +369,10 @@ def not_shared(size: ModelSize, config: Config) -> int:
 
 def own_layout(size: ModelSize, config: Config) -> int:
     """Return how many more bytes than the published tensors the engine holds because of `quant.kernels`."""
-    scheme, group = config.quant.scheme, config.quant.group_size
-    kernel, shapes = ENGINE_KERNELS.get((config.quant.kernels, scheme)), quantized_linears(size, config).values()
+    scheme = config.quant.scheme
+    group = config.quant.group_size
+    kernel = ENGINE_KERNELS.get((config.quant.kernels, scheme))
+    shapes = quantized_linears(size, config).values()
     each = (prepared_bytes(scheme, kernel, group, shape) - wire_bytes(scheme, group, shape) for shape in shapes)
     return sum(each) if kernel else 0
 
@@ -367,7 +382,8 @@ def gathered_adapters(size: ModelSize, config: Config) -> int:
 
     It gathers A for each token in BF16 and casts it to FP32, then it gathers B (`bgmv_shrink` and `bgmv_expand_slice`
     in vllm/lora/ops/torch_ops/lora_ops.py, 0.29)."""
-    data, rollout = config.data, config.rollout
+    data = config.data
+    rollout = config.rollout
     longest = data.max_prompt_length + data.max_response_length
     tokens = max(rollout.max_num_batched_tokens or BATCHED_TOKENS[config.backend], longest)
     each = max((max(6 * k, 2 * n) for n, k in adapted_linears(size, config)), default=0)

@@ -134,7 +134,8 @@ def check_length(config: Config, hf_config: Any) -> None:
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and wanted > limit:
         what = f"max_prompt_length + max_response_length = {wanted} tokens, but the model has {limit} positions"
-        where, fix = "data.max_prompt_length, data.max_response_length", f"lower them to at most {limit} together"
+        where = "data.max_prompt_length, data.max_response_length"
+        fix = f"lower them to at most {limit} together"
         raise UserError(what, where=where, fix=fix)
 
 

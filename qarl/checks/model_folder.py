@@ -162,7 +162,8 @@ def cannot_load(path: str, why: str) -> UserError:
 
 
 def lacks_tensors(path: str, names: Sequence[str]) -> UserError:
-    what, where = f"the checkpoint lacks {len(names)} tensors of the model", f"{path}: {', '.join(sorted(names)[:4])}"
+    what = f"the checkpoint lacks {len(names)} tensors of the model"
+    where = f"{path}: {', '.join(sorted(names)[:4])}"
     why = "transformers would fill them with random numbers"
     return UserError(what, where=where, why=why, fix="give a complete checkpoint")
 
@@ -238,6 +239,7 @@ def weight_files(path: str) -> list[Path]:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            why, fix = str(error).splitlines()[0], "download or write the file again; it may be cut short"
+            why = str(error).splitlines()[0]
+            fix = "download or write the file again; it may be cut short"
             raise UserError(f"cannot read the weights in {file}", where="model.path", why=why, fix=fix) from error
     return files

@@ -39,10 +39,12 @@ class ModelSize:
     def from_config(cls, config: Any) -> ModelSize:
         """Read a transformers config or the content of a config.json. Raise KeyError if it lacks a required number."""
         keys: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-        heads, kind = keys["num_attention_heads"], keys.get("model_type", "")
+        heads = keys["num_attention_heads"]
+        kind = keys.get("model_type", "")
         layers = keys["num_hidden_layers"]
         experts = keys.get("num_experts") or keys.get("num_local_experts") or 0
-        every, dense = keys.get("decoder_sparse_step") or 1, keys.get("mlp_only_layers") or ()
+        every = keys.get("decoder_sparse_step") or 1
+        dense = keys.get("mlp_only_layers") or ()
         sparse = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % every == 0)
         attention_bias = bool(keys.get("attention_bias"))
         return cls(
@@ -144,7 +146,8 @@ class ModelSize:
             attention = 2 * (self.query_width + 2 * self.kv_width) + 2 * self.query_width + 8 * self.head_dim
             attention += 2 * (self.query_width + self.kv_width) if self.qk_norm else 0
             return 8 * self.hidden + attention + 6 * self.intermediate
-        fp32_attention, aligned = align == "model", align in ("model", "exact")
+        fp32_attention = align == "model"
+        aligned = align in ("model", "exact")
         norms = 2 * (6 if aligned else 8) * self.hidden + 8
         qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
         output = (6 if fp32_attention else 2) * self.query_width + (0 if align == "exact" else 4 * self.heads)

@@ -87,7 +87,9 @@ def check_scheme(config: Config, machine: Machine) -> None:
 
 def check_kernels(config: Config, machine: Machine) -> None:
     """Raise UserError if `quant.kernels` asks for kernels that do not run on `machine`."""
-    scheme, kernels, device = config.quant.scheme, config.quant.kernels, machine.device
+    scheme = config.quant.scheme
+    kernels = config.quant.kernels
+    device = machine.device
     if device == "cuda" and (kernels == "dequantized" or (kernels == "qarl" and scheme == "w4a8")):
         why = "these kernels run only on a CPU"
         raise _no_kernel(config, "GPUs", why if kernels == "dequantized" else f"{why}; {W4A8_ON_GPUS}")
@@ -258,7 +260,8 @@ def _ground_truths(
     config: Config, reward_fn: Reward, train_prompts: PromptDataset, val_prompts: PromptDataset | list[Any]
 ) -> Findings:
     """Score ground truths as answers. Only a built-in function is sure to compare answers with them."""
-    function, limit = config.reward.function, config.reward.timeout_s
+    function = config.reward.function
+    limit = config.reward.timeout_s
     if not config.reward.check_ground_truths:
         return
     end = time.monotonic() + SECONDS

@@ -64,7 +64,8 @@ def _build(values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequ
     for key in dropped(flat_values(filled, set()), default_values(), sources):
         section, _, child = key.rpartition(".")
         filled[section] = {name: value for name, value in filled[section].items() if name != child}
-    reported, bad = list(problems), list[Problem]()
+    reported = list(problems)
+    bad = list[Problem]()
     try:
         config = Config.model_validate(filled)
     except ConfigError as error:

@@ -151,7 +151,8 @@ class RolloutCorrectionConfig(Section):
         return self.rollout_is_threshold_lower or 1 / self.rollout_is_threshold
 
 
-_BAND, _LOWER_BAND = Sane(1e-6, 1.0), Sane(1e-6, 0.5)
+_BAND = Sane(1e-6, 1.0)
+_LOWER_BAND = Sane(1e-6, 0.5)
 
 
 def _tbpo(name: str) -> Any:

@@ -52,14 +52,16 @@ def bad(v: Values, key: str, reason: str, fix: str) -> Problem:
 
 
 def averages_over_responses(v: Values) -> Problems:
-    key, loss = "actor.loss_agg_mode", v["actor.loss"]
+    key = "actor.loss_agg_mode"
+    loss = v["actor.loss"]
     if loss in _AVERAGED and v[key] != "seq-mean-token-mean":
         reason = f"actor.loss={loss} is defined with the mean seq-mean-token-mean"
         yield bad(v, key, reason, "set it to seq-mean-token-mean, or choose another actor.loss")
 
 
 def advantages_suit_the_loss(v: Values) -> Problems:
-    key, loss = "algorithm.adv_estimator", v["actor.loss"]
+    key = "algorithm.adv_estimator"
+    loss = v["actor.loss"]
     if v[key] == "dr_grpo" and loss in _AVERAGED:
         reason = f"dr_grpo does not average over the tokens of a response, but actor.loss={loss} does"
         fix = "set actor.loss=grpo; or, to change only the advantages, set algorithm.norm_adv_by_std_in_grpo=false"
@@ -70,7 +72,8 @@ def advantages_suit_the_loss(v: Values) -> Problems:
 
 
 def one_weight_for_the_mismatch(v: Values) -> Problems:
-    loss, level = v["actor.loss"], v[_IS]
+    loss = v["actor.loss"]
+    level = v[_IS]
     weighted = loss in ("tbpo", "mis_gspo")
     if weighted and (level is not None or v[_BYPASS]):
         reason = f"actor.loss={loss} already weights each response by the mismatch, and this would be a second weight"
@@ -83,7 +86,9 @@ def one_weight_for_the_mismatch(v: Values) -> Problems:
 
 def rollouts_log_probs_hide_the_mismatch(v: Values) -> Problems:
     """The old log-probs are the rollout's, so the ratio r_corr is always 1."""
-    key, loss, veto = "actor.old_log_probs", v["actor.loss"], "rollout_correction.veto_threshold"
+    key = "actor.old_log_probs"
+    loss = v["actor.loss"]
+    veto = "rollout_correction.veto_threshold"
     if v[key] != "rollout":
         return
     rejects = v[_RS] and v[f"{_RS}_ratio"] == "corr"
@@ -97,8 +102,11 @@ def rollouts_log_probs_hide_the_mismatch(v: Values) -> Problems:
 
 
 def rejections_have_thresholds(v: Values) -> Problems:
-    loss, key = v["actor.loss"], f"{_RS}_threshold"
-    options, upper, lower = _items(v[_RS]), _items(v[key]), v[f"{key}_lower"]
+    loss = v["actor.loss"]
+    key = f"{_RS}_threshold"
+    options = _items(v[_RS])
+    upper = _items(v[key])
+    lower = v[f"{key}_lower"]
     if loss in SEQUENCE_LOSSES and any(option.startswith("token_") for option in options):
         reason = f"actor.loss={loss} has one ratio per response, and single tokens cannot be removed from this ratio"
         yield bad(v, _RS, reason, "choose a rejection of whole responses: seq_*")
@@ -113,14 +121,17 @@ def rejections_have_thresholds(v: Values) -> Problems:
 
 
 def weights_to_normalise(v: Values) -> Problems:
-    key, level, mode = f"{_IS}_batch_normalize", v[_IS], v[f"{_IS}_mode"]
+    key = f"{_IS}_batch_normalize"
+    level = v[_IS]
+    mode = v[f"{_IS}_mode"]
     if v[key] and v["backend"] == "verl" and (level == "geometric" or mode == "clip"):
         reason = f"verl has no weight with rollout_is={level} and rollout_is_mode={mode}, and only verl's trainer sees "
         yield bad(v, key, reason + "the whole batch", "set it to false, or set backend=local")
 
 
 def whole_mini_batches(v: Values) -> Problems:
-    key, train = "actor.ppo_mini_batch_size", v["data.train_batch_size"]
+    key = "actor.ppo_mini_batch_size"
+    train = v["data.train_batch_size"]
     if train % v[key]:
         reason = f"data.train_batch_size = {train} prompts per step do not split into whole mini-batches of {v[key]} "
         fix = f"choose a divisor of {train}, or make data.train_batch_size a multiple of {v[key]}"
@@ -129,7 +140,9 @@ def whole_mini_batches(v: Values) -> Problems:
 
 def whole_micro_batches(v: Values) -> Problems:
     key = "actor.ppo_micro_batch_size_per_gpu"
-    mini, n, micro = v["actor.ppo_mini_batch_size"], v["rollout.n"], v[key]
+    mini = v["actor.ppo_mini_batch_size"]
+    n = v["rollout.n"]
+    micro = v[key]
     if micro is not None and (mini * n) % micro:
         reason = (
             f"a mini-batch is actor.ppo_mini_batch_size * rollout.n = {mini} * {n} = {mini * n} responses, "
@@ -140,8 +153,10 @@ def whole_micro_batches(v: Values) -> Problems:
 
 def micro_batches_have_a_size(kind: str, v: Values) -> Problems:
     """`kind`: ppo or log_prob. Micro-batches are limited by responses, or by tokens, which must allow a full row."""
-    by_rows, by_tokens = f"actor.{kind}_micro_batch_size_per_gpu", f"actor.{kind}_max_token_len_per_gpu"
-    dynamic, limit = v["actor.use_dynamic_bsz"], v[by_tokens]
+    by_rows = f"actor.{kind}_micro_batch_size_per_gpu"
+    by_tokens = f"actor.{kind}_max_token_len_per_gpu"
+    dynamic = v["actor.use_dynamic_bsz"]
+    limit = v[by_tokens]
     longest = v["data.max_prompt_length"] + v["data.max_response_length"]
     if not dynamic and v[by_rows] is None:
         fix = f"set it, or set actor.use_dynamic_bsz=true and {by_tokens}"
@@ -155,7 +170,9 @@ def micro_batches_have_a_size(kind: str, v: Values) -> Problems:
 
 
 def kernels_have_something_to_do(v: Values) -> Problems:
-    key, scheme, fix = "quant.kernels", v["quant.scheme"], "set it to engine"
+    key = "quant.kernels"
+    scheme = v["quant.scheme"]
+    fix = "set it to engine"
     if v[key] == "engine":
         return
     if scheme == "bf16":
@@ -193,7 +210,8 @@ def local_is_one_process(v: Values) -> Problems:
 
 
 def a_path_to_resume_from(v: Values) -> Problems:
-    key, path = "trainer.resume_mode", "trainer.resume_from_path"
+    key = "trainer.resume_mode"
+    path = "trainer.resume_from_path"
     if v[key] == "resume_path" and v[path] is None:
         fix = "set trainer.resume_from_path=RUN/checkpoints/step_N, or use trainer.resume_mode=auto"
         yield bad(v, key, "no checkpoint to resume from is given", fix)
@@ -222,7 +240,10 @@ def sampling_leaves_a_choice(v: Values) -> Problems:
 
 
 def both_sides_sample_from_the_same_tokens(v: Values) -> Problems:
-    backend, align, top_p, top_k = v["backend"], v["quant.align"], v["rollout.top_p"], v["rollout.top_k"]
+    backend = v["backend"]
+    align = v["quant.align"]
+    top_p = v["rollout.top_p"]
+    top_k = v["rollout.top_k"]
     all_tokens = top_p == 1 and top_k <= 0
     if all_tokens or one_token_is_left(1.0, top_p, top_k):
         return
@@ -247,7 +268,9 @@ def the_schedule_fits_the_run(v: Values) -> Problems:
 
 
 def fp16_is_unquantized(v: Values) -> Problems:
-    key, scheme, fix = "model.dtype", v["quant.scheme"], "set it to bf16, or set "
+    key = "model.dtype"
+    scheme = v["quant.scheme"]
+    fix = "set it to bf16, or set "
     if v[key] != "fp16":
         return
     if scheme != "bf16":
@@ -262,7 +285,9 @@ def fp16_is_unquantized(v: Values) -> Problems:
 
 def adapters_are_served(v: Values) -> Problems:
     """Adapters need an engine without tensor parallelism, and a quantized base that the trainer multiplies by, too."""
-    rank, scheme, alpha = v["lora.r"], v["quant.scheme"], v["lora.alpha"]
+    rank = v["lora.r"]
+    scheme = v["quant.scheme"]
+    alpha = v["lora.alpha"]
     if not rank:
         return
     needs = (
@@ -320,7 +345,8 @@ def unusual_values(config: Config) -> list[UserError]:
 
 def _outside(section: Any, prefix: str = "") -> Iterator[UserError]:
     for name, info in type(section).model_fields.items():
-        key, value = f"{prefix}{name}", getattr(section, name)
+        key = f"{prefix}{name}"
+        value = getattr(section, name)
         if isinstance(value, Section):
             yield from _outside(value, f"{key}.")
             continue
@@ -338,7 +364,8 @@ def _outside(section: Any, prefix: str = "") -> Iterator[UserError]:
 
 def _together(config: Config) -> Iterator[UserError]:
     """Yield combinations of values that make no sense. docs/ablations.md has the eight runs of the last one."""
-    actor, prompts = config.actor, config.data.train_batch_size
+    actor = config.actor
+    prompts = config.data.train_batch_size
     updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     if actor.loss == "reinforce" and updates != 1:
         what = f"actor.loss=reinforce makes {updates} updates per step"

@@ -101,11 +101,14 @@ def _leaves(error: ErrorDetails) -> Iterator[ErrorDetails]:
 
 def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str]) -> Problem:
     """Convert one of pydantic's errors to a `Problem`. `descriptions`: dotted key or section -> its meaning."""
-    key, value, kind = key_of(error["loc"]), error["input"], error["type"]
+    key = key_of(error["loc"])
+    value = error["input"]
+    kind = error["type"]
     plain_key = key.partition("[")[0]
     if kind == "missing":
         value = NOT_GIVEN
-        reason, fix = "required", f"add it to the YAML file, or write {key}=VALUE on the command line"
+        reason = "required"
+        fix = f"add it to the YAML file, or write {key}=VALUE on the command line"
     elif kind == "extra_forbidden":
         reason, fix = _unknown(key, descriptions)
     else:

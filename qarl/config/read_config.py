@@ -109,7 +109,8 @@ def _read_file(path: Path, raw: RawConfig) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raw.problems.append(Problem("config", str(path), f"the file cannot be read: {error}", "give a YAML file"))
     except yaml.YAMLError as error:
-        mark, fix = getattr(error, "problem_mark", None), "correct this line, or the one before it"
+        mark = getattr(error, "problem_mark", None)
+        fix = "correct this line, or the one before it"
         key = f"{path}:{mark.line + 1 if mark else 1}"
         raw.problems.append(Problem(key, NOT_GIVEN, f"not valid YAML: {explain(error)}", fix))
 
@@ -120,7 +121,8 @@ def _mapping(node: yaml.MappingNode, prefix: str, loader: _Loader, path: Path, r
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConstructorError(None, None, "a key must be text", key_node.start_mark)
-        key, source = f"{prefix}{key_node.value}", f"{path}:{key_node.start_mark.line + 1}"
+        key = f"{prefix}{key_node.value}"
+        source = f"{path}:{key_node.start_mark.line + 1}"
         if key_node.value in values:
             value = loader.construct_object(value_node, deep=True)
             reason = f"given twice, first at {raw.sources[key]}"
@@ -212,7 +214,8 @@ def _apply_override(key: str, text: str, raw: RawConfig) -> None:
     try:
         value = parse_value(text)
     except yaml.YAMLError as error:
-        reason, fix = f"not a YAML value: {explain(error)}", f"quote it, inside the shell's quotes too: '{key}=\"...\"'"
+        reason = f"not a YAML value: {explain(error)}"
+        fix = f"quote it, inside the shell's quotes too: '{key}=\"...\"'"
         raw.problems.append(Problem(key, text, reason, fix, COMMAND_LINE))
         return
     *sections, leaf = key.split(".")

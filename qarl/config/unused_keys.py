@@ -21,7 +21,8 @@ from qarl.tbpo.config import KEYS as TBPO_KEYS
 if TYPE_CHECKING:
     from qarl.config import Config
 
-_IS, _RS = "rollout_correction.rollout_is", "rollout_correction.rollout_rs"
+_IS = "rollout_correction.rollout_is"
+_RS = "rollout_correction.rollout_rs"
 _ADVANTAGES = tuple(loss for loss in LOSSES if loss != "reinforce")
 _CLIPPED = ("grpo", "dual_clip", "gspo", "mis_gspo", "positive_only")
 
@@ -95,7 +96,8 @@ def notes(config: Config) -> list[str]:
 
 def warmup_exceeds(values: Mapping[str, Any]) -> bool:
     """Return whether no step of the run would have the full learning rate. A value that is no number says no."""
-    steps, warmup = values.get(STEPS), values.get(WARMUP)
+    steps = values.get(STEPS)
+    warmup = values.get(WARMUP)
     return isinstance(steps, int) and isinstance(warmup, int) and 0 < warmup >= steps
 
 

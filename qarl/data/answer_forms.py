@@ -69,7 +69,8 @@ def last_boxed(text: str) -> str | None:
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
-    begin, depth = start + len("\\boxed{"), 1
+    begin = start + len("\\boxed{")
+    depth = 1
     for position in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
@@ -87,7 +88,8 @@ def states(response: str, truth: str) -> bool:
         return False
     tagged = _TAGGED.findall(response)
     statements = tagged or _STATEMENT.findall(response) or [response]
-    wanted, stated = _normal(truth), _normal(statements[-1])
+    wanted = _normal(truth)
+    stated = _normal(statements[-1])
     return bool(wanted) and (stated == wanted or _choice(stated) == wanted)
 
 

@@ -51,7 +51,8 @@ def judge(reward: Reward, prompts: Sequence[Prompt], *, timeout_s: float | None,
     `timeout_s`: time limit per response. `seconds`: after this time no further rows are judged. Raise UserError as
     `score_responses` does."""
     rows = [prompt for prompt in prompts[:ROWS] if isinstance(prompt.ground_truth, str | int | float)]
-    judged, forms = Judged(), list(FORMS)
+    judged = Judged()
+    forms = list(FORMS)
     end = time.monotonic() + seconds
     for start in range(0, len(rows), _AT_ONCE):
         part = rows[start : start + _AT_ONCE]

@@ -241,7 +241,10 @@ class PromptSampler(Iterator[list[int]]):
                 why="a batch must have at least one prompt, and its prompts must be distinct",
                 fix=f"set data.train_batch_size between 1 and {num_prompts}, or give more prompts",
             )
-        self.num_prompts, self.batch_size, self.seed, self.shuffle = num_prompts, batch_size, seed, shuffle
+        self.num_prompts = num_prompts
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
         self.batches_drawn = 0
         self._epoch, self._order = -1, list[int]()
 
@@ -271,7 +274,8 @@ def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any
 
     backend=verl always loads them, because verl always reads their files.
     """
-    files, limit = config.data.val_files, config.trainer.val_max_prompts
+    files = config.data.val_files
+    limit = config.trainer.val_max_prompts
     if config.backend == "verl":
         return load_prompts(files, **prompt_options(config, tokenizer)) if files else []
     if not (config.trainer.val_before_train or config.trainer.test_freq > 0):

@@ -117,7 +117,8 @@ class WorkerReward:
 
     def stop(self) -> None:
         with self._lock:
-            threads, self._threads = self._threads, None
+            threads = self._threads
+            self._threads = None
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
         _end(self._all, os.getpid())

@@ -15,7 +15,8 @@ from qarl.data.columns import as_table
 from qarl.data.json_rows import cannot_read, read_json
 from qarl.errors import UserError
 
-_PARQUET, _JSON = ".parquet", (".jsonl", ".json")
+_PARQUET = ".parquet"
+_JSON = (".jsonl", ".json")
 _MAGIC = b"PAR1"
 """First and last bytes of a Parquet file."""
 
@@ -24,7 +25,8 @@ def check_data_file(file: str) -> None:
     """Raise UserError if the data file is missing or of an unknown kind. The file is not read."""
     path = Path(file)
     try:
-        exists, is_folder = path.is_file(), path.is_dir()
+        exists = path.is_file()
+        is_folder = path.is_dir()
     except OSError as error:  # a folder above it may not be entered, or the name is too long
         raise _unreadable(path, error) from error
     if not exists:

@@ -46,7 +46,8 @@ def _main(argv: list[str]) -> int:
     if len(names) > 1 or names[0] not in DEMOS:
         fix = f"the demos are {', '.join(DEMOS)}, and {EXAMPLES} has no keys"
         raise UserError(f"there is no demo {' '.join(names)!r}", where="command line", fix=fix)
-    demo, overrides = DEMOS[names[0]], [word for word in argv if "=" in word]
+    demo = DEMOS[names[0]]
+    overrides = [word for word in argv if "=" in word]
     apart = set.symmetric_difference(*map(set, demo.arms)) if len(demo.arms) > 1 else set()
     if taken := {word.partition("=")[0] for word in apart} & {word.partition("=")[0] for word in overrides}:
         fix = f"leave out {', '.join(sorted(taken))}, or run both with qarl train"
@@ -75,7 +76,8 @@ def write_examples() -> int:
     """Copy the shipped programs to examples/ in the working folder, where the docs expect them. Return the exit code.
 
     A file that exists stays as it is."""
-    source, target = shipped_folder(EXAMPLES), Path(EXAMPLES)
+    source = shipped_folder(EXAMPLES)
+    target = Path(EXAMPLES)
     assert source is not None
     target.mkdir(exist_ok=True)
     for path in sorted(source.glob("*.py")):

@@ -99,7 +99,8 @@ def load_task(request: WarmStart) -> Task:
         responses = (texts[1], "", "\N{REPLACEMENT CHARACTER}?")  # a model may write anything
         score, *_ = [float(module.reward(task.name, response, truth(problem), {})) for response in responses]
     except Exception as error:  # the user's code runs and may raise anything
-        why, fix = f"{type(error).__name__}: {error}", "let reward also score an empty or a garbled response"
+        why = f"{type(error).__name__}: {error}"
+        fix = "let reward also score an empty or a garbled response"
         raise UserError("the task fails on its first problem", where=str(request.file), why=why, fix=fix) from error
     if score <= 0:
         why = f"reward gives {score} for {texts[1]!r:.100}, and the ground truth is {truth(problem)!r:.100}"

@@ -41,7 +41,8 @@ Problem = Any
 
 
 def add_in_columns(a: int, b: int) -> str:
-    columns, carry = [], 0
+    columns = []
+    carry = 0
     for x, y in zip_longest(reversed(str(a)), reversed(str(b)), fillvalue="0"):
         total = int(x) + int(y) + carry
         columns.append(f"{x}+{y}+{carry}={total:02d}")

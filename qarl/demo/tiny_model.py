@@ -52,9 +52,13 @@ QUICKSTART = TASKS["column_addition"]
 Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 BATCH_SIZE = 24
 WARMUP_STEPS = 20
-MUON_LR, ADAMW_LR = 0.03, 3e-3
-CHECK_EVERY, CHECK_BELOW_LOSS, CHECK_SIZE = 2, 0.2, 256
-SLOW_ABOVE_ACCURACY, SLOW_FACTOR = 0.1, 0.1
+MUON_LR = 0.03
+ADAMW_LR = 3e-3
+CHECK_EVERY = 2
+CHECK_BELOW_LOSS = 0.2
+CHECK_SIZE = 256
+SLOW_ABOVE_ACCURACY = 0.1
+SLOW_FACTOR = 0.1
 POSITIONS = 256
 HEAD_SCALE = 2.0  # a power of two: exact in BF16
 
@@ -176,9 +180,11 @@ def check_accuracy(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> fl
 
 def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, exclude: set[Problem]) -> int:
     """Trains `model` in place until the check reaches `recipe.target`; returns the steps taken."""
-    rng, task = random.Random(recipe.seed), recipe.task
+    rng = random.Random(recipe.seed)
+    task = recipe.task
     checked = task.draw(CHECK_SIZE, rng, exclude)
-    check, exclude = make_batch(tokenizer, checked, task), exclude | set(checked)
+    check = make_batch(tokenizer, checked, task)
+    exclude = exclude | set(checked)
     in_blocks = {id(p) for p in model.model.layers.parameters() if p.ndim >= 2}
     matrices = [p for p in model.parameters() if id(p) in in_blocks]
     others = [p for p in model.parameters() if id(p) not in in_blocks]
@@ -191,7 +197,9 @@ def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, recipe: Recipe,
         from muon import SingleDeviceMuon
 
         optimizers.append((SingleDeviceMuon(stacks, lr=MUON_LR, weight_decay=0.0), MUON_LR))
-    slow, accuracy, started = 1.0, math.nan, time.monotonic()
+    slow = 1.0
+    accuracy = math.nan
+    started = time.monotonic()
     for step in range(1, recipe.steps + 1):
         for optimizer, lr in optimizers:
             optimizer.param_groups[0]["lr"] = lr * slow * min(1.0, step / WARMUP_STEPS)
@@ -236,10 +244,12 @@ def is_made(folder: Path, settings: Mapping[str, Any]) -> bool:
 def make(recipe: Recipe) -> None:
     """Makes model and data, and puts both in place at the end."""
     torch.manual_seed(recipe.seed)
-    task, tokenizer = recipe.task, make_tokenizer(recipe.positions)
+    task = recipe.task
+    tokenizer = make_tokenizer(recipe.positions)
     model = make_model(tokenizer, recipe.experts)
     problems = task.draw(recipe.train_size + recipe.test_size, random.Random(f"data-{recipe.seed}"), set())
-    train, test = problems[: recipe.train_size], problems[recipe.train_size :]
+    train = problems[: recipe.train_size]
+    test = problems[recipe.train_size :]
     num_parameters = sum(p.numel() for p in model.parameters())
     print(f"warm start: {num_parameters} parameters, to {recipe.target:.0%} in {recipe.steps} steps at most")
     steps = warm_start(model, tokenizer, recipe, exclude=set(problems))

@@ -158,9 +158,11 @@ def numbered_prompts(batches: Sequence[Batch]) -> Sampled:
 
 def sample_of(rule: Rule, log_probs: Sequence[torch.Tensor], sampled: Sampled) -> Sample:
     """Return the values of `rule` over all batches. `log_probs`: the trainer's, FP32 [B, R] for each batch."""
-    values, prompts = [], []
+    values = []
+    prompts = []
     for batch, numbers, own in zip(sampled.batches, sampled.prompts, log_probs, strict=True):
-        mask, rollout = batch.response_mask.cpu(), batch.rollout_log_probs.cpu()
+        mask = batch.response_mask.cpu()
+        rollout = batch.rollout_log_probs.cpu()
         log_r = torch.where(mask, own.cpu() - rollout, 0.0).double().clamp(-SAFETY_BOUND, SAFETY_BOUND)
         measured = rule.statistic(log_r, mask)
         if rule.of == "tokens":
@@ -336,7 +338,8 @@ def _bands(
     trainer: LocalTrainer, sampled: Sampled, old: Sequence[torch.Tensor], share: float
 ) -> list[dict[str, Any]] | str:
     """Return the rows of the bands, or a sentence that says why there are none. The trainer is at the reference."""
-    actor, config = trainer.config.actor, trainer.config
+    actor = trainer.config.actor
+    config = trainer.config
     if actor.loss != "tbpo":
         return "not measured: actor.loss is not tbpo"
     if actor.ppo_mini_batch_size >= config.data.train_batch_size and actor.ppo_epochs == 1:

@@ -69,7 +69,8 @@ def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparis
         "temperature": config.rollout.temperature,
         "truncation": Truncation(config.rollout.top_p, config.rollout.top_k),
     }
-    log_probs, top = torch.zeros_like(batch.rollout_log_probs), torch.zeros_like(batch.responses)
+    log_probs = torch.zeros_like(batch.rollout_log_probs)
+    top = torch.zeros_like(batch.responses)
     with torch.no_grad():
         for rows in micro_batches(batch, config.actor, log_probs=True):
             log_probs[rows], top[rows] = policy.response_log_probs_and_top(batch, rows, **how)
@@ -112,7 +113,8 @@ def response_table(comparison: Comparison, batch: Batch, row: int, tokenizer: An
     lines = [f"{'token':>12}  {'rollout':>10}  {'trainer':>10}  {'δ':>10}"]
     for t in batch.response_mask[row].nonzero()[:, 0].tolist():
         token = repr(tokenizer.decode([int(batch.responses[row, t])]))
-        rollout, ours = float(batch.rollout_log_probs[row, t]), float(comparison.log_probs[row, t])
+        rollout = float(batch.rollout_log_probs[row, t])
+        ours = float(comparison.log_probs[row, t])
         engines = batch.rollout_top_tokens
         flipped = engines is not None and bool(comparison.top[row, t] != engines[row, t])
         lines.append(f"{token:>12}  {rollout:10.5f}  {ours:10.5f}  {ours - rollout:+10.2e}{'  *' if flipped else ''}")

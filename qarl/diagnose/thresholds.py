@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-FEWEST, FEWEST_PROMPTS = 10, 5
+FEWEST = 10
+FEWEST_PROMPTS = 5
 DRAWS = 400
 Z = 1.959963984540054
 """The 97.5% quantile of the normal distribution."""

@@ -55,7 +55,8 @@ def bands(config: Config) -> Findings:
 
 
 def backend(config: Config, machine: Machine) -> Findings:
-    count, engines = ranks(config), ""
+    count = ranks(config)
+    engines = ""
     if config.backend == "verl":
         from qarl.verl.checks import refuse_unsupported
         from qarl.verl.run import verl_config
@@ -78,7 +79,8 @@ def gpus(config: Config, machine: Machine) -> Findings:
 
 
 def threads(config: Config, machine: Machine) -> Findings:
-    cores, workers = len(os.sched_getaffinity(0)), config.trainer.n_gpus_per_node
+    cores = len(os.sched_getaffinity(0))
+    workers = config.trainer.n_gpus_per_node
     share = max(1, cores // workers)
     count = config.trainer.num_threads or (int(os.environ["OMP_NUM_THREADS"]) if workers == 1 else share)
     what = f"{count} threads in each of {workers} processes on {cores} cores"
@@ -92,7 +94,8 @@ def threads(config: Config, machine: Machine) -> Findings:
 def supported_versions(config: Config, machine: Machine) -> Findings:
     extra = {"extra": "cpu" if machine.on_cpu else "gpu"}
     for requirement in map(Requirement, importlib.metadata.requires("qarl") or []):
-        marker, vllm = requirement.marker, requirement.name.startswith("vllm")
+        marker = requirement.marker
+        vllm = requirement.name.startswith("vllm")
         if marker and (not marker.evaluate(extra) or (not vllm and config.backend != "verl")):
             continue  # the extras hold vLLM, and packages that only verl needs
         version = package_versions([requirement.name]).get(requirement.name)
@@ -109,7 +112,8 @@ def writable(config: Config) -> None:
     run_dir = config.run_dir
     existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        where, fix = str(run_dir / "config.yaml"), "set output_dir to a folder that can be written to"
+        where = str(run_dir / "config.yaml")
+        fix = "set output_dir to a folder that can be written to"
         raise UserError("the config cannot be written", where=where, fix=fix)
 
 
@@ -141,10 +145,13 @@ def start(config: Config, read_record: Callable[[], Record]) -> Findings:
 
 
 def space(config: Config, size: ModelSize) -> Findings:
-    run_dir, trainer = config.run_dir.absolute(), config.trainer
+    run_dir = config.run_dir.absolute()
+    trainer = config.trainer
     existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
-    sizes, free = checkpoint_bytes(size, config), shutil.disk_usage(existing).free
-    verl, keep = config.backend == "verl", trainer.max_ckpt_to_keep
+    sizes = checkpoint_bytes(size, config)
+    free = shutil.disk_usage(existing).free
+    verl = config.backend == "verl"
+    keep = trainer.max_ckpt_to_keep
     saves = -(-trainer.total_training_steps // trainer.save_freq) if trainer.save_freq > 0 else 0
     if trainer.save_final and verl:
         saves = max(saves, 1)  # the export is made from a checkpoint

@@ -70,7 +70,8 @@ def ignored_layers(config: Config, scheme: Scheme, linears: layers.Shapes, quant
     if not scheme.quantized:
         yield ok("scheme bf16: nothing is quantized, quant.ignore is not used")
         return
-    entries, routers = config.quant.ignore, layers.routers(linears)
+    entries = config.quant.ignore
+    routers = layers.routers(linears)
     resolved = resolve_ignored(linears, entries)
     in_bf16 = layers.name_layers(resolved.ignored) or "none"
     yield ok(f"{len(quantized)} of {len(linears)} linears are quantized; in BF16: {in_bf16}")
@@ -108,7 +109,8 @@ def trainer_kernels(
         yield _kernel(machine, kernel, passed_over, f"{len(names)} layers", layer_lines(names, quantized))
     if experts_kernel is not None:
         experts = [name for name in quantized if layers.of_expert(name)]
-        name, passed_over = experts_kernel.kernel.name, experts_kernel.passed_over
+        name = experts_kernel.kernel.name
+        passed_over = experts_kernel.passed_over
         yield _kernel(
             machine, name, passed_over, f"{len(experts)} matrices of experts", layer_lines(experts, quantized)
         )
@@ -116,7 +118,8 @@ def trainer_kernels(
 
 def _kernel(machine: Machine, kernel: str, passed_over: Iterable[str], served: str, lines: tuple[str, ...]) -> Finding:
     """Return a finding on the trainer's kernel for some weights. The reference is exact, but slow."""
-    what, why = f"trainer: {kernel} multiplies {served}", "; ".join(passed_over)
+    what = f"trainer: {kernel} multiplies {served}"
+    why = "; ".join(passed_over)
     if kernel != "reference":
         return ok(what + (f" (not {why})" if why else ""), lines=lines)
     if machine.here:
@@ -141,10 +144,12 @@ def engine_kernels(config: Config, scheme: Scheme, machine: Machine, quantized: 
             return False, " ".join(str(refusal).split())
 
     dense = {name: shape for name, shape in quantized.items() if not layers.of_expert(name)}
-    workers, parts = config.rollout.tensor_model_parallel_size, {}
+    workers = config.rollout.tensor_model_parallel_size
+    parts = {}
     answers: dict[tuple[bool, str], list[str]] = {}
     for fused, members in layers.fused_groups(dense).items():
-        n, k = sum(dense[name][0] for name in members), dense[members[0]][1]
+        n = sum(dense[name][0] for name in members)
+        k = dense[members[0]][1]
         parts[fused] = (n, k // workers) if fused.endswith(layers.ROW_PARALLEL) else (n // workers, k)
         answers.setdefault(asked(parts[fused], (n, k)), []).append(fused)
     for (supported, answer), names in answers.items():
@@ -221,10 +226,12 @@ def planned_memory(
     remedy = REMEDIES[phase].replace(_SHARD, _ADAPTED) if config.lora.r else REMEDIES[phase]
     if machine.on_cpu:
         here = min(config.trainer.n_gpus_per_node, ranks(config))
-        place, limit = f"{here} rank{'s' if here > 1 else ''} on this CPU", memory.available_memory()
+        place = f"{here} rank{'s' if here > 1 else ''} on this CPU"
+        limit = memory.available_memory()
         needed *= here
     else:
-        place, limit = f"one GPU of {ranks(config)}", machine.gpu_memory_bytes or 0
+        place = f"one GPU of {ranks(config)}"
+        limit = machine.gpu_memory_bytes or 0
     kl = any(part.name.startswith("reference policy") for part in plan.parts)
     yield compared(
         f"{place}: {readable(needed)} needed at the peak (phase {phase}), of {readable(limit)}",
@@ -262,7 +269,8 @@ def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings
     vLLM begins a sequence as long as its prompt fits. If the cache is full later, it frees the cache of a sequence and
     computes it again."""
     key = "rollout.cpu_kvcache_space_gib" if machine.on_cpu else "rollout.gpu_memory_utilization"
-    prompt, longest = config.data.max_prompt_length, config.data.max_response_length
+    prompt = config.data.max_prompt_length
+    longest = config.data.max_response_length
     responses = config.data.train_batch_size * config.rollout.n
     wanted = -(-responses * config.rollout.tensor_model_parallel_size // ranks(config))
     at_once = max(min(config.rollout.max_num_seqs, wanted), 1)

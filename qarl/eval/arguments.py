@@ -123,7 +123,8 @@ def lengths_of(request: EvalRequest, config: Config | None) -> tuple[int, int]:
     limit = min(limits, default=None)
     usual = (config.data.max_prompt_length, config.data.max_response_length) if config else FILE_LENGTHS
     given = (request.max_prompt_length, request.max_response_length)
-    prompt, response = given[0] or usual[0], given[1] or usual[1]
+    prompt = given[0] or usual[0]
+    response = given[1] or usual[1]
     if limit is None or prompt + response <= limit:
         return prompt, response
     if config is None and given == (None, None):

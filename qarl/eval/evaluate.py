@@ -120,7 +120,8 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
     """Return the mean score of each prompt's responses, from an engine with the weights of `folder`."""
     from transformers import AutoTokenizer
 
-    scoring, reward = reward_keys(settings), reward_of(settings)
+    scoring = reward_keys(settings)
+    reward = reward_of(settings)
     rows = [prompt for prompt in prompts for _ in range(prompt.samples or 1)]
     draw = random.Random(f"eval-{request.seed}")
     seeds = [draw.getrandbits(31) for _ in rows]
@@ -213,7 +214,8 @@ def table(estimates: dict[str, dict[str, Any]], samples: dict[str, int]) -> str:
     for name, row in estimates.items():
         cells = [name, str(row["prompts"]), str(samples.get(name, ""))]
         for model in models:
-            estimate, sign = Estimate(**row[model]), "+" if model == "difference" else ""
+            estimate = Estimate(**row[model])
+            sign = "+" if model == "difference" else ""
             bounds = f"[{estimate.low:{sign}.1%}, {estimate.high:{sign}.1%}]"
             cells.append(f"{estimate.mean:{sign}.1%} {bounds}")
         lines.append(f"| {' | '.join(cells)} |")

@@ -103,7 +103,9 @@ def _vllm(folder: Path, config: EngineConfig, request: EvalRequest) -> Iterator[
 def sets_of(results: Results, asked: Sequence[str]) -> dict[str, dict[int, float]]:
     """Return a set for each metric that is a mean over documents, of each task asked for. A group with a metric of its
     own is one set of all its documents."""
-    samples, children, groups = results["samples"], results["group_subtasks"], results.get("groups", {})
+    samples = results["samples"]
+    children = results["group_subtasks"]
+    groups = results.get("groups", {})
 
     def tasks(name: str) -> list[str]:
         return [name] if name in samples else [task for child in children[name] for task in tasks(child)]

@@ -28,7 +28,8 @@ def interval(means: Sequence[float]) -> Estimate:
     """Return the mean of `means`, the mean score of each prompt. Scores outside 0 to 1 get a normal interval."""
     if not all(0 <= value <= 1 for value in means):
         return normal(means)
-    mean, error = fmean(means), standard_error(means)
+    mean = fmean(means)
+    error = standard_error(means)
     trials = mean * (1 - mean) / error**2 if error else len(means)
     centre = (mean + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half = Z / (1 + Z**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z**2 / (4 * trials**2))
@@ -42,7 +43,8 @@ def differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
 
 def normal(values: Sequence[float]) -> Estimate:
     """Return the mean of `values`, with a normal interval."""
-    mean, error = fmean(values), standard_error(values)
+    mean = fmean(values)
+    error = standard_error(values)
     return Estimate(mean, mean - Z * error, mean + Z * error)
 
 

@@ -119,7 +119,8 @@ class _Backward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, topk_weights, topk_ids = ctx.saved_tensors
-        kernel, gate_up = ctx.experts.kernel, ctx.experts.gate_up
+        kernel = ctx.experts.kernel
+        gate_up = ctx.experts.gate_up
         need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
         routing = route(topk_ids, sizes_of(gate_up)[0])
         state = _products(kernel, x, gate_up, routing)
@@ -216,7 +217,8 @@ def _with_pytorch(
 
 def _silu_mul_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return the gradients of gate and up, BF16 [M, 2I] with gate first, from `grad` FP32 [M, I]."""
-    g, u = gate.float(), up.float()
+    g = gate.float()
+    u = up.float()
     sigmoid = g.sigmoid()
     slope = sigmoid * (1 + g * (1 - sigmoid))
     return torch.cat(((grad * u * slope).bfloat16(), (grad * g * sigmoid).bfloat16()), dim=1)
@@ -344,7 +346,8 @@ def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, end
 
         if x_scale is None:
             return triton.grouped_w4a16_linear(x, tensors["weight_packed"], tensors["weight_scale"], ends)
-        weight, scale = tensors["weight"], tensors["weight_scale"]
+        weight = tensors["weight"]
+        scale = tensors["weight_scale"]
         return triton.grouped_scaled_mm(x, x_scale, weight, scale, ends, fast_accumulation=True)
     if x_scale is None:
         return grouped_linear(x, dequantized(tensors), ends)
@@ -391,7 +394,8 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> 
 def dequantized(tensors: Tensors) -> torch.Tensor:
     """Return the dequantized weight, BF16 [E, N, K]."""
     if "weight_packed" in tensors:
-        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        packed = tensors["weight_packed"]
+        scale = tensors["weight_scale"]
         return dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(*packed.shape[:2], -1)
     if "weight_scale" not in tensors:
         return tensors["weight"]

@@ -66,13 +66,15 @@ def to_marlin(tensors: Tensors) -> dict[str, torch.Tensor]:
     From `weight_packed` int32 [E, N, K/8] and `weight_scale` BF16 [E, N, K/g], make `marlin_codes` int32 [E, K/16, 2N]
     and `marlin_scales` BF16 [E, K/g, N]. N is a multiple of 64 and K of 16.
     """
-    packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+    packed = tensors["weight_packed"]
+    scale = tensors["weight_scale"]
     return {CODES: _codes_to_marlin(packed), SCALES: _scales_to_marlin(scale)}
 
 
 def from_marlin(tensors: Tensors) -> dict[str, torch.Tensor]:
     """Invert `to_marlin`."""
-    codes, scales = tensors[CODES], tensors[SCALES]
+    codes = tensors[CODES]
+    scales = tensors[SCALES]
     return {"weight_packed": _codes_from_marlin(codes), "weight_scale": _scales_from_marlin(scales)}
 
 

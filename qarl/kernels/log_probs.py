@@ -240,9 +240,12 @@ class _ChosenLogProbs(torch.autograd.Function):
         mask: torch.Tensor | None,
     ) -> Any:
         ctx.save_for_backward(hidden, weight, tokens)
-        ctx.temperature, ctx.rows, ctx.mask = temperature, rows, mask
+        ctx.temperature = temperature
+        ctx.rows = rows
+        ctx.mask = mask
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        top, multiply = torch.empty_like(tokens), product_with(weight)
+        top = torch.empty_like(tokens)
+        multiply = product_with(weight)
         for block in _blocks(len(hidden), rows):
             logits = multiply(hidden[block])
             log_probs[block], top[block] = log_probs_of_logits(
@@ -259,7 +262,8 @@ class _ChosenLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         blocks = _blocks(len(hidden), ctx.rows)
         total = torch.zeros_like(weight, dtype=torch.float32) if need_weight and len(blocks) != 1 else None
-        grad_weight, multiply = None, product_with(weight)
+        grad_weight = None
+        multiply = product_with(weight)
         for block in blocks:
             logits = multiply(hidden[block]).requires_grad_()
             mask = None if ctx.mask is None else ctx.mask[block]

@@ -67,7 +67,8 @@ class _PreparedOnUse(Sequence[Any]):
     """Expert weights that are prepared each time they are read, so that one without tokens costs nothing."""
 
     def __init__(self, kernel: Any, tensors: Tensors) -> None:
-        self._kernel, self._tensors = kernel, tensors
+        self._kernel = kernel
+        self._tensors = tensors
 
     def __len__(self) -> int:
         return len(self._tensors["weight_scale"])
@@ -149,7 +150,8 @@ def _prepared(tensors: Tensors) -> PreparedProduct:
 
 def _kernel_of(tensors: Tensors) -> Any:
     """Return the linear kernel that multiplies by the experts' matrices in `tensors`."""
-    scheme, scale = scheme_of(tensors), tensors["weight_scale"]
+    scheme = scheme_of(tensors)
+    scale = tensors["weight_scale"]
     if scheme == "w4a16":
         return vllm_linears.VllmCpuWNA16Linear
     shape = (scale.shape[1], tensors["weight"].shape[2])
@@ -195,11 +197,13 @@ class VllmCpuBf16Experts(ExpertsKernel):
         from vllm import _custom_ops as ops
 
         isa = vllm_linears.isa_hint()
-        first, second = gate_up["weight"].detach(), down["weight"].detach()
+        first = gate_up["weight"].detach()
+        second = down["weight"].detach()
         missing = -second.shape[2] % _BF16_ALIGNMENT
         if missing:  # pad with columns of zeros, as the engine does
             gates = first.unflatten(1, (2, -1))
-            first, second = F.pad(gates, (0, 0, 0, missing)).flatten(1, 2), F.pad(second, (0, missing))
+            first = F.pad(gates, (0, 0, 0, missing)).flatten(1, 2)
+            second = F.pad(second, (0, missing))
         first, second = (ops.cpu_prepack_moe_weight(weight.contiguous(), isa) for weight in (first, second))
         return PreparedBf16Experts(first, second, isa)
 

@@ -22,7 +22,9 @@ from qarl.errors import UserError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+PREFIX = "base_model.model."
+A = ".lora_A.weight"
+B = ".lora_B.weight"
 PLAIN: dict[str, Any] = {
     "bias": "none",
     "use_dora": False,

@@ -194,7 +194,9 @@ class Adapters:
         numbers, and something else rounds them for the forward."""
         assert config.r
         self.model = model
-        self.rank, self.alpha, self.base = config.r, config.alpha or config.r, base
+        self.rank = config.r
+        self.alpha = config.alpha or config.r
+        self.base = base
         device = device or next(model.parameters()).device
         model.requires_grad_(False)
         for module in model.modules():

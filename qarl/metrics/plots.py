@@ -125,7 +125,8 @@ _PARTS_OF_UPDATE = ("forward", "backward", "optimizer")
 
 def plot_run(run_dir: str | Path) -> list[Path]:
     """Write the run's `plots/*.png` and return their paths. Raise UserError if there is no metrics.jsonl."""
-    entries, output = read_metrics(run_dir), Path(run_dir) / "plots"
+    entries = read_metrics(run_dir)
+    output = Path(run_dir) / "plots"
     lines = [path for chart in CHARTS if chart.file and (path := _plot_lines(chart, entries, output))]
     return lines + [path for chart in BARS if (path := plot_bars(chart, entries, output))]
 

@@ -66,8 +66,10 @@ def token_mismatch(
     `old`, `rollout`: the tokens of all responses, one response after the other. `lengths`: int64, the tokens of each
     response. If ranks have different responses, all must call this function together with `reduce`.
     """
-    old, rollout = old.float(), rollout.float()
-    delta, filled = old - rollout, lengths > 0
+    old = old.float()
+    rollout = rollout.float()
+    delta = old - rollout
+    filled = lengths > 0
     pieces = list(zip(old.split(_PIECE), rollout.split(_PIECE), strict=True))
     lengths = lengths[filled]
     sums_of_responses = (
@@ -113,7 +115,8 @@ def _sums(old: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
 
 def _spread(old: torch.Tensor, rollout: torch.Tensor, mean: float, other_mean: float) -> torch.Tensor:
     """Return sums over tokens, FP64 [3]: the product and squares of both probabilities' deviations from their means."""
-    a, b = old.double().exp() - mean, rollout.double().exp() - other_mean
+    a = old.double().exp() - mean
+    b = rollout.double().exp() - other_mean
     return torch.stack([(a * b).sum(), a.square().sum(), b.square().sum()])
 
 
@@ -214,5 +217,6 @@ class PhaseTimer:
         As in verl, the sum leaves out evaluation. A phase inside another phase counts only once in the sum.
         """
         seconds = {**self._seconds, "step": self._step}
-        self._seconds, self._step = {}, 0.0
+        self._seconds = {}
+        self._step = 0.0
         return {f"timing_s/{name}": value for name, value in seconds.items()}

@@ -20,7 +20,8 @@ WARNINGS_FILE = "warnings.jsonl"
 ADVICE_AFTER = 5
 """After this number of training steps, a run recommends bands that would leave 5% of the responses outside."""
 NARROW = "narrow_bands"
-_ADVISED, _FACTOR = "actor/band_p95_after_first", "actor/band_factor_p95_after_first"
+_ADVISED = "actor/band_p95_after_first"
+_FACTOR = "actor/band_factor_p95_after_first"
 _OUTSIDE = "actor/inside_band_frac_after_first"
 
 
@@ -33,7 +34,8 @@ class WarningLog:
         """`history`: metrics of the steps before a resume, in order, each with `step`. Write warnings.jsonl for them,
         or remove the file if there are no warnings. Raise StorageError if that fails. `actor`: the config's section of
         that name; missing keys have the paper's values."""
-        self._path, self._actor = Path(run_dir) / WARNINGS_FILE, actor or {}
+        self._path = Path(run_dir) / WARNINGS_FILE
+        self._actor = actor or {}
         self._signs = SignFinder()
         self._bands: list[tuple[float, float, float]] = []
         before = [warning for entry in history for warning in self._add(int(entry["step"]), entry)]

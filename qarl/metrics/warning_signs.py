@@ -149,7 +149,8 @@ def _since(points: Sequence[Point], shows: Callable[[float], bool]) -> int:
     missed = 0
     for step, value in reversed(points):
         if shows(value):
-            since, missed = step, 0
+            since = step
+            missed = 0
         else:
             missed += 1
             if missed > 1:
@@ -169,7 +170,8 @@ def jumps(*rows: tuple[str, float], recent: int = RECENT) -> Rule:
             if (medians := usual([value for _, value in positive], recent)) is None:
                 continue
             now, middle, spread = medians
-            up, far = math.copysign(1, math.log(factor)), abs(math.log(factor))
+            up = math.copysign(1, math.log(factor))
+            far = abs(math.log(factor))
             if up * (now - middle) >= max(far, JUMP_DEVIATIONS * spread):
                 since = _since(positive, lambda value, up=up, far=far, middle=middle: up * (value - middle) >= far)  # type: ignore[misc]  # mypy infers no type for defaults
                 return since, _words(name, "rose" if up > 0 else "fell", math.exp(middle), math.exp(now))
@@ -187,7 +189,8 @@ def trend(name: str, factor: float, *, least: float, deviations: float = DEVIATI
         if len(points) < EARLY + TREND:
             return None
         early = [value for _, value in points[:EARLY]]
-        middle, now = max(median(early), least / factor), median(value for _, value in points[-TREND:])
+        middle = max(median(early), least / factor)
+        now = median(value for _, value in points[-TREND:])
         if now < factor * middle or now <= middle + deviations * _spread(early):
             return None
         since = _since(points, lambda value: value >= factor * middle)
@@ -218,11 +221,13 @@ def _update_size(series: Series) -> Seen:
 
 def _skew(series: Series) -> Seen:
     """Look for a net push of the mismatch: C(r_rollout) - C(r) summed over both signs, which noise leaves near 0."""
-    points, own = series["skew/net"], series["skew/own"]
+    points = series["skew/net"]
+    own = series["skew/own"]
     if len(points) < 2 * EARLY:
         return None
     early, recent = ([value for _, value in part] for part in (points[:EARLY], points[-EARLY:]))
-    push, before = median(recent), abs(median(early))
+    push = median(recent)
+    before = abs(median(early))
     error = max(_error(early), _error(recent))
     floor = median(value for _, value in own[-EARLY:])
     if abs(push) < 3 * before or abs(push) < DEVIATIONS * error or abs(push) <= floor:

@@ -96,7 +96,8 @@ def objective_loss(
 
     Raise ValueError as `tbpo_loss` does. Raise UserError if the loss needs verl, but verl is not installed.
     """
-    correction, mask = settings.correction, response_mask != 0
+    correction = settings.correction
+    mask = response_mask != 0
     accepted = response_mask
     if correction.rejects:
         accepted = accepted_tokens(log_prob, old_log_prob, rollout_log_prob, mask, correction)
@@ -210,7 +211,8 @@ def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Ten
 
 def _bounded(weight: torch.Tensor, correction: RolloutCorrectionConfig) -> torch.Tensor:
     """Return the weights within the bounds of `rollout_is_mode`."""
-    upper, lower = correction.rollout_is_threshold, correction.lower
+    upper = correction.rollout_is_threshold
+    lower = correction.lower
     if correction.rollout_is_mode == "truncate":
         return weight.clamp(max=upper)
     if correction.rollout_is_mode == "clip":

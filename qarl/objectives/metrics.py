@@ -82,7 +82,8 @@ def loss_statistics(
     of tokens without the prefix `rollout_`, are always to the old ones, so they contain the mismatch only if those are
     the rollout's."""
     with torch.no_grad():
-        nonempty, tokens = keep.any(dim=-1), keep.sum()
+        nonempty = keep.any(dim=-1)
+        tokens = keep.sum()
         deviation = ratio_deviation(sequence_log_ratio(log_prob, against, keep))
         values = response_statistics(deviation, advantage, nonempty)
         values["sum/kept_tokens"] = tokens.double()

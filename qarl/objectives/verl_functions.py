@@ -160,7 +160,8 @@ def weight_bounds(correction: RolloutCorrectionConfig) -> str | float:
 
 def rejection_bounds(correction: RolloutCorrectionConfig) -> str:
     """Return verl's `rollout_rs_threshold`. Bounds of K2 and K3 are in nats, those of K1 are exp(K1): LOWER_UPPER."""
-    options, uppers = correction.rollout_rs, correction.rollout_rs_threshold
+    options = correction.rollout_rs
+    uppers = correction.rollout_rs_threshold
     lower = correction.rollout_rs_threshold_lower
     bounds = []
     for option, upper in zip(options, uppers * len(options) if len(uppers) == 1 else uppers, strict=True):

@@ -103,7 +103,8 @@ def region(tensor: torch.Tensor) -> Region:
     if axis is None:
         return Region.whole(tuple(tensor.shape))
     assert isinstance(tensor, DTensor)
-    place, mesh = tensor.placements[axis], tensor.device_mesh
+    place = tensor.placements[axis]
+    mesh = tensor.device_mesh
     assert isinstance(place, Shard)
     start, stop = bounds(tensor.shape[place.dim], mesh.size(axis))[mesh.get_local_rank(axis)]
     return Region(tuple(tensor.shape), place.dim, start, stop)
@@ -151,7 +152,8 @@ def _exchange(matrices: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], g
 
     `parts`: this rank's rows of the directions, FP32.
     """
-    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    me = dist.get_rank(group)
     sizes = [part.numel() for part in parts] + [0] * (ranks - len(parts))
     rows = columns = 0
     if me < len(matrices):

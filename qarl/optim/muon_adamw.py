@@ -91,7 +91,8 @@ class MuonAdamW(torch.optim.Optimizer):
             if "exp_avg" not in state:
                 state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-            first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
+            first = local_part(state["exp_avg"])
+            second = local_part(state["exp_avg_sq"])
             step = state.get("step", 0) + 1
             gradient = local_part(parameter.grad).float()
             update = adam_update(gradient, first, second, step, group["betas"], group["eps"])
@@ -99,7 +100,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _apply(self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]) -> None:
         """Change this rank's part of the parameter, and count the update."""
-        state, weight = self.state[parameter], local_part(parameter)
+        state = self.state[parameter]
+        weight = local_part(parameter)
         state["step"] = state.get("step", 0) + 1
         working = weight.float()  # the weight itself if it is FP32
         working.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])

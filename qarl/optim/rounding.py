@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 _GAMMA = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 _AT_A_TIME, _AT_A_TIME_ON_CPU = 2**24, 2**16
 """Elements that are rounded at a time. The hash of one needs about 24 bytes. On a CPU smaller blocks stay in its
 cache: on one core of a Xeon, 2**24 elements take 0.2 instead of 0.8 s."""

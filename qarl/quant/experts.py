@@ -65,7 +65,8 @@ def is_stack(name: str, shape: Iterable[int]) -> bool:
 def matrices(name: str, shape: tuple[int, ...]) -> Iterator[Matrix]:
     """Yield the matrices of the stack `name` of `shape` [E, N, K], expert by expert."""
     owner, _, leaf = name.rpartition(".")
-    experts, height = shape[0], shape[1] // len(STACKS[leaf])
+    experts = shape[0]
+    height = shape[1] // len(STACKS[leaf])
     for expert in range(experts):
         for place, matrix in enumerate(STACKS[leaf]):
             yield Matrix(f"{owner}.{expert}.{matrix}", expert, slice(place * height, (place + 1) * height))

@@ -84,7 +84,9 @@ class QuantLayer(nn.Module):
 
     def _choose(self, scheme: Scheme, qualified_name: str, choice: Choice) -> None:
         watch_optimizers()
-        self.scheme, self.qualified_name, self.choice = scheme, qualified_name, choice
+        self.scheme = scheme
+        self.qualified_name = qualified_name
+        self.choice = choice
         self._generation = 0
         QuantLayer.invalidate(self)
 
@@ -137,7 +139,9 @@ class QuantLayer(nn.Module):
     def freeze(self) -> None:
         """Quantize the weights for the last time, and free them: their parameters move to the meta device. One copy of
         the low-bit tensors stays. Each forward or backward converts it if it has another layout."""
-        made, self.stored, layout = self.by_weight(), {}, self.kernel.layout if self.stores_layout else None
+        made = self.by_weight()
+        self.stored = {}
+        layout = self.kernel.layout if self.stores_layout else None
         for name, weight in made.items():
             tensors = to_layout(weight.tensors, layout, weight.shape)
             self.stored[name] = {leaf: tensor for leaf, tensor in tensors.items() if leaf != "weight_shape"}
@@ -150,7 +154,8 @@ class QuantLayer(nn.Module):
         """If the layer is frozen, replace each stored weight by that of an engine's `storage`, if it is there.
 
         The engine's may be in the kernel's layout. Raise RuntimeError if they are not equal."""
-        stored, layout = self.stored or {}, self.kernel.layout
+        stored = self.stored or {}
+        layout = self.kernel.layout
         for name, tensors in stored.items():
             prefix = self.published_as(name)
             own: Tensors = tensors
@@ -196,7 +201,8 @@ class _StraightThroughLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: QuantLinear) -> Any:
         ctx.save_for_backward(x)
-        ctx.layer, ctx.generation = layer, layer.generation
+        ctx.layer = layer
+        ctx.generation = layer.generation
         return layer.multiply(x, bias)
 
     @staticmethod
@@ -238,8 +244,10 @@ class QuantLinear(QuantLayer, nn.Linear):
         `quant.kernels`. `device`: where the forward will run, by default the device of the weight.
         """
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
         choice = choose_linear_kernel(
             scheme.name,
             device or linear.weight.device,
@@ -259,7 +267,8 @@ class QuantLinear(QuantLayer, nn.Linear):
                 made = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
                 with phase("prepare"):
                     self.prepared = self.kernel.prepare(made.tensors)
-            self._quantized, self._dequantized = made, None
+            self._quantized = made
+            self._dequantized = None
             self._mark()
         return self._quantized
 

@@ -82,11 +82,13 @@ def wrong_buffers(model: Any) -> dict[str, torch.Tensor]:
 
     Bits are compared unless the buffer is in the checkpoint (then the config does not say them) or on the meta device.
     """
-    actual, wanted = dict(model.named_buffers()), fresh_buffers(model)
+    actual = dict(model.named_buffers())
+    wanted = fresh_buffers(model)
     stored = set(model.state_dict())
     wrong = {}
     for name in actual.keys() & wanted.keys():
-        have, want = actual[name], wanted[name]
+        have = actual[name]
+        want = wanted[name]
         known = not (have.is_meta or want.is_meta or name in stored)
         if have.dtype != want.dtype or have.shape != want.shape or (known and not torch.equal(have.cpu(), want)):
             wrong[name] = want

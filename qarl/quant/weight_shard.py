@@ -144,7 +144,8 @@ class WeightShard:
         if not self.stale:
             return None
         parameter = self.parameter
-        versions, local = self._now(), _local(parameter)
+        versions = self._now()
+        local = _local(parameter)
         ranks = parameter.device_mesh.size(-1)
         padded = -(-self.shape[0] // ranks)
         # Cast on `device`: verl's offload may still be copying the masters, and a cast on the host would not wait.
@@ -219,7 +220,8 @@ class WeightShard:
     def gather(self) -> Tensors:
         """Return the whole weight's wire tensors. All ranks must call this together, after `quantize`."""
         assert self._buffer is not None
-        mesh, placements = self.parameter.device_mesh, self.parameter.placements
+        mesh = self.parameter.device_mesh
+        placements = self.parameter.placements
         tensors = {}
         for slot in self._slots:
             part = DTensor.from_local(slot.of(self._buffer).view(torch.uint8), mesh, placements, run_check=False)

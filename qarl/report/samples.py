@@ -22,7 +22,9 @@ SAMPLES_FILE = "samples.jsonl"
 ENDS = 256
 """Tokens of a response that are kept at each end."""
 PROMPT_CHARACTERS = 2000
-EVERY, LATE, EVERY_LATE = 10, 500, 50
+EVERY = 10
+LATE = 500
+EVERY_LATE = 50
 
 
 def is_logged(step: int, last: int | None = None) -> bool:

@@ -128,7 +128,8 @@ class EngineAdapter:
 
     def mark_stale(self, reason: str) -> None:
         """Make the engine refuse to generate, with `reason`, until the next publish of an adapter."""
-        self.version, self.stale_because = None, reason
+        self.version = None
+        self.stale_because = reason
 
     def publish(self, adapter: Adapter, *, version: int) -> dict[str, float]:
         """Replace the engine's adapter. Return the seconds of each phase. After an exception there is no adapter.
@@ -153,7 +154,9 @@ class EngineAdapter:
         request = self._load(adapter, version)
         self._remove({previous} & self.present())
         self._check_arrived(adapter, request, version)
-        self.request, self.version, self.acts = request, version, acts
+        self.request = request
+        self.version = version
+        self.acts = acts
         return {"validate": checked - start, "apply": time.perf_counter() - checked}
 
     def prove(self, adapter: Adapter, version: int, log_prob: Callable[[Any], float]) -> None:
@@ -200,7 +203,8 @@ class EngineAdapter:
             raise _lost(version, f"it has the adapters {sorted(present)}, not only {request.lora_int_id}")
         for name, (a, b) in adapter.pairs().items():
             has_a, has_b = self._stacks[name]
-            a, scaled = a.to(has_a.device), (b * adapter.factor).to(has_b.device)
+            a = a.to(has_a.device)
+            scaled = (b * adapter.factor).to(has_b.device)
             if not torch.equal(has_a[0, 0], a) or not torch.equal(has_b[0, 0], scaled):
                 raise _lost(version, f"{name} multiplies by another A or B than was published")
 
@@ -220,7 +224,8 @@ class AdapterReceiver:
     """Receives adapters as streams, for one worker of an engine. `base`: the receiver of its weights."""
 
     def __init__(self, target: EngineAdapter, base: WeightReceiver) -> None:
-        self.target, self.base = target, base
+        self.target = target
+        self.base = base
         self._begin: dict[str, Any] = {}
         self._unit: list[NamedTensor] = []
         self._tensors: dict[str, torch.Tensor] = {}
@@ -256,7 +261,9 @@ class AdapterReceiver:
                 raise no_place(
                     "its base has not been published", "run the same command again: it publishes the base first"
                 )
-            self._begin, self._unit, self._tensors = wire.read_record(name, tensor), [], {}
+            self._begin = wire.read_record(name, tensor)
+            self._unit = []
+            self._tensors = {}
         elif not self._begin:
             why = f"a publish must start with the record {wire.BEGIN}"
             raise wire.TransferFailed(f"{name} arrived outside of a publish", why=why)
@@ -273,7 +280,8 @@ class AdapterReceiver:
             self.target.publish(
                 Adapter(**self._begin["adapter"], tensors=self._tensors), version=self._begin["version"]
             )
-            self._begin, self._tensors = {}, {}
+            self._begin = {}
+            self._tensors = {}
         else:
             self._unit.append((name, tensor.clone()))  # the transport may reuse its memory
 

@@ -109,7 +109,8 @@ class RolloutEngine:
             engine_config.before_start(self.config.gpu_memory_utilization)
         elif eager(self.config.enforce_eager):
             # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
-            self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
+            self._dynamo_was_disabled = torch._dynamo.config.disable
+            torch._dynamo.config.disable = True
         try:
             kernels = own_kernels(kernel_request(self.config.kernels, self.config.scheme.name))
             with default_dtype_kept(), kernels, servable(self.config.adapters, self.config.scheme.name):
@@ -121,7 +122,8 @@ class RolloutEngine:
             raise
 
     def _prepare_publish(self) -> None:
-        config, dtype = self.config, TORCH_DTYPES[self.config.dtype]
+        config = self.config
+        dtype = TORCH_DTYPES[self.config.dtype]
         self.expected: Manifest = expected_manifest(
             self.hf_config, config.scheme, config.ignore, trust_remote_code=config.trust_remote_code, dtype=dtype
         )
@@ -344,7 +346,9 @@ class RolloutEngine:
             engine_config.release_unused_memory()
             with suppress(Exception):
                 self.llm.wake_up()
-        self.receiver, self.adapter, self._asleep = None, None, False
+        self.receiver = None
+        self.adapter = None
+        self._asleep = False
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm

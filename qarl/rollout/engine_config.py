@@ -304,7 +304,8 @@ def explain(error: BaseException, share: float) -> None:
         why = "another process freed memory of this GPU meanwhile"
         fix = "start the run again, and let no other run start or end on this GPU in that minute"
     elif "No available memory for the cache blocks" in text or "KV cache is needed" in text:
-        what, why = "vLLM finds no room for its KV cache", f"vLLM says: {text.splitlines()[0].split(' See https')[0]}"
+        what = "vLLM finds no room for its KV cache"
+        why = f"vLLM says: {text.splitlines()[0].split(' See https')[0]}"
         fix = (
             "raise rollout.gpu_memory_utilization, end other processes on this GPU (vLLM counts their memory too), or "
             "lower data.max_prompt_length and data.max_response_length"

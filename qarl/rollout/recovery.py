@@ -20,7 +20,8 @@ class EngineRecovery:
     `rebuilds`: number of engines that were started to replace a lost engine."""
 
     def __init__(self, engine: RolloutEngine, *, rebuild_on_failure: bool) -> None:
-        self.engine, self.rebuild_on_failure = engine, rebuild_on_failure
+        self.engine = engine
+        self.rebuild_on_failure = rebuild_on_failure
         self.rebuilds = 0
 
     def publish_adapter(

@@ -49,7 +49,8 @@ class TBPOConfig:
 
     def __post_init__(self) -> None:
         for key in fields(self):
-            value, bounds = getattr(self, key.name), key.metadata
+            value = getattr(self, key.name)
+            bounds = key.metadata
             if key.name in _NAMES and value not in get_args(_NAMES[key.name]):
                 raise ValueError(f"{key.name} must be one of {', '.join(get_args(_NAMES[key.name]))}; got {value!r}")
             kinds = int if isinstance(key.default, int) else int | float

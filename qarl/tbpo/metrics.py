@@ -78,7 +78,8 @@ def response_metrics(total: Mapping[str, Any]) -> dict[str, float]:
     there was no response."""
     if not total.get("sum/responses"):
         return {}
-    low, high = total["min/deviation"], total["max/deviation"]
+    low = total["min/deviation"]
+    high = total["max/deviation"]
     return means(total, _RESPONSE_MEANS) | {
         "actor/seq_ratio_min": 1 + low,
         "actor/seq_ratio_max": 1 + high,
@@ -133,7 +134,9 @@ def tbpo_statistics(
     all/scaled_distance   |r - 1| * sqrt(T / band_reference_length)
     all/bands_away        r - 1 divided by the band's edge of the same sign, so 1 is on the edge; 0 without such an edge
     """
-    nonempty, pos, neg = lengths > 0, advantage > 0, advantage < 0
+    nonempty = lengths > 0
+    pos = advantage > 0
+    neg = advantage < 0
     sums = {
         "pos": pos,
         "neg": neg,

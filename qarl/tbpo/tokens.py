@@ -127,7 +127,8 @@ def class_metrics(total: Mapping[str, Any]) -> dict[str, float]:
         for sign in SIGNS:
             counts = {label: total.get(f"sum/tokens/{policy}{sign}_{label}", 0.0) for label in CLASSES}
             for label, count in counts.items():
-                name, group = f"tokens/{sign}_{policy}{label}", f"{policy}{sign}_{label}"
+                name = f"tokens/{sign}_{policy}{label}"
+                group = f"{policy}{sign}_{label}"
                 if any(counts.values()):
                     metrics[f"{name}_frac"] = count / sum(counts.values())
                 if count:

@@ -106,10 +106,13 @@ def grpo_advantages(
     for indices in members.values():
         group = rewards[indices]
         if len(indices) == 1:
-            centred, std = group, torch.ones_like(group)
+            centred = group
+            std = torch.ones_like(group)
         elif (group == group[0]).all():
-            centred, std = torch.zeros_like(group), torch.ones_like(group)
+            centred = torch.zeros_like(group)
+            std = torch.ones_like(group)
         else:
-            centred, std = group - group.mean(), group.std()
+            centred = group - group.mean()
+            std = group.std()
         advantages[indices] = centred / (std + EPSILON) if norm_adv_by_std_in_grpo else centred
     return advantages

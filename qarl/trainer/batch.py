@@ -120,7 +120,8 @@ class Batch:
         if self.other_experts is None or self.routing_compared is None:
             self.other_experts = torch.zeros_like(self.input_ids, dtype=torch.bool)
             self.routing_compared = torch.zeros_like(self.prompt_lengths, dtype=torch.bool)
-        self.other_experts[rows], self.routing_compared[rows] = differing, True
+        self.other_experts[rows] = differing
+        self.routing_compared[rows] = True
 
     def micro_batches(self, size: int, *, start: int = 0, stop: int | None = None) -> list[slice]:
         """Return slices of at most `size` rows that together cover the rows from `start` to `stop`."""
@@ -140,7 +141,8 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
     response_lengths = torch.tensor([len(response) for response in rollout.response_token_ids])
     width = max(1, int(response_lengths.max()))
     mask = torch.arange(width)[None, :] < response_lengths[:, None]
-    top, routed = rollout.top_token_ids, rollout.routed_experts
+    top = rollout.top_token_ids
+    routed = rollout.routed_experts
     return Batch(
         input_ids=_pad(sequences, total, pad_token_id, torch.int64),
         prompt_lengths=torch.tensor([len(prompt) for prompt in rollout.prompt_token_ids]),
@@ -267,12 +269,14 @@ class Layout:
 
 def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
     """Return the layout of `batch[rows]`, packed or padded."""
-    input_ids, lengths = batch.input_ids[rows], batch.lengths[rows]
+    input_ids = batch.input_ids[rows]
+    lengths = batch.lengths[rows]
     count, width = input_ids.shape
     valid = torch.arange(width, device=lengths.device)[None, :] < lengths[:, None]
     row_lengths: tuple[int, ...] = tuple(lengths.tolist())
     if packed:
-        tokens, starts = input_ids[valid], lengths.cumsum(0) - lengths
+        tokens = input_ids[valid]
+        starts = lengths.cumsum(0) - lengths
         positions = torch.arange(len(tokens), device=lengths.device) - starts.repeat_interleave(lengths)
         places = torch.arange(len(tokens), device=lengths.device)
         missing = -len(tokens) % TOKEN_MULTIPLE
@@ -281,7 +285,8 @@ def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
             positions = torch.cat([positions, torch.arange(missing, device=positions.device)])
         inputs = {"input_ids": F.pad(tokens, (0, missing))[None], "position_ids": positions[None]}
     else:
-        starts, places = torch.arange(count, device=lengths.device) * width, valid.flatten().nonzero()[:, 0]
+        starts = torch.arange(count, device=lengths.device) * width
+        places = valid.flatten().nonzero()[:, 0]
         inputs = {"input_ids": input_ids}
     mask = batch.response_mask[rows]
     offsets = torch.arange(mask.shape[1], device=mask.device)

@@ -58,11 +58,13 @@ class Checkpoints:
 
     def __init__(self, trainer: LocalTrainer, checkpoint: Checkpoint | None = None) -> None:
         """Restore `trainer` from `checkpoint`, if there is one. The caller must then publish and call `resumed`."""
-        self.trainer, self.checkpoint = trainer, checkpoint
+        self.trainer = trainer
+        self.checkpoint = checkpoint
         self.folder = checkpoints_dir(trainer.config.run_dir)
         self._resume_metrics: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
-        self._saved_at, self._saved_step = time.monotonic(), trainer.step
+        self._saved_at = time.monotonic()
+        self._saved_step = trainer.step
         self._passing: Path | None = None
         """The run's last checkpoint, if the next one replaces it."""
         if checkpoint is not None:
@@ -77,7 +79,8 @@ class Checkpoints:
 
         Compare the published tensors with the checkpoint, rename later checkpoints of the run (`make_newest`), and
         restore the random generators."""
-        checkpoint, trainer = self.checkpoint, self.trainer
+        checkpoint = self.checkpoint
+        trainer = self.trainer
         if checkpoint is None:
             return
         make_newest(trainer.config.run_dir, checkpoint)
@@ -110,8 +113,10 @@ class Checkpoints:
             self.save(self._metrics, tracker)
 
     def _due(self, stopped: bool) -> bool:
-        settings, step = self.trainer.config.trainer, self.trainer.step
-        freq, minutes = settings.save_freq, settings.save_minutes
+        settings = self.trainer.config.trainer
+        step = self.trainer.step
+        freq = settings.save_freq
+        minutes = settings.save_minutes
         if freq > 0 and step % freq == 0:
             return True
         if step == settings.total_training_steps:  # a run that has an older checkpoint replaces it at its end
@@ -121,8 +126,10 @@ class Checkpoints:
     def save(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
         """Write the checkpoint of the current step. If the disk refuses to write, report the error and continue."""
         start = time.perf_counter()
-        trainer, settings = self.trainer, self.trainer.config.trainer
-        self._saved_at, self._saved_step = time.monotonic(), trainer.step
+        trainer = self.trainer
+        settings = self.trainer.config.trainer
+        self._saved_at = time.monotonic()
+        self._saved_step = trainer.step
         folder = self.folder / f"step_{trainer.step}"
         try:
             written = save_checkpoint(
@@ -137,7 +144,8 @@ class Checkpoints:
         except StorageError as error:
             tracker.message(f"warning: the checkpoint of step {trainer.step} failed, training continues: {error}")
             return {"checkpoint/failed": 1.0, "checkpoint/seconds": time.perf_counter() - start}
-        passing, self._passing = self._passing, self._passes(folder, trainer.step, settings.model_dump())
+        passing = self._passing
+        self._passing = self._passes(folder, trainer.step, settings.model_dump())
         try:
             if settings.max_ckpt_to_keep is None and passing not in (None, folder):
                 remove_folder(passing)
@@ -150,15 +158,18 @@ class Checkpoints:
     @staticmethod
     def _passes(folder: Path, step: int, settings: Mapping[str, Any]) -> Path | None:
         """Return `folder` if the run of `settings` saved it only because of the time or a signal. Otherwise None."""
-        freq, last = settings.get("save_freq", -1), settings.get("total_training_steps")
+        freq = settings.get("save_freq", -1)
+        last = settings.get("total_training_steps")
         return None if freq > 0 and (step % freq == 0 or step == last) else folder
 
     def _compare(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
         """Return the metrics `resume/*` in the first step after a resume, and {} in other steps."""
-        pending, self._resume_metrics = self._resume_metrics, {}
+        pending = self._resume_metrics
+        self._resume_metrics = {}
         if not pending or self.checkpoint is None:
             return {}
-        before, now = self.checkpoint.metrics.get(_K3, math.nan), metrics.get(_K3, math.nan)
+        before = self.checkpoint.metrics.get(_K3, math.nan)
+        now = metrics.get(_K3, math.nan)
         pending |= {"resume/k3_before": before, "resume/k3": now}
         tracker.message(f"first step after the resume: {_K3} {now:.2e}, {before:.2e} in the step before")
         if now > max(10 * before, 1e-4):
@@ -228,7 +239,8 @@ def _other_prompts(trainer: LocalTrainer) -> UserError:
 
 @torch.no_grad()
 def _load_weights(policy: Policy, checkpoint: Checkpoint) -> None:
-    ours, shapes = dict(forward_weights(policy)), header_shapes(weight_files(checkpoint.folder))
+    ours = dict(forward_weights(policy))
+    shapes = header_shapes(weight_files(checkpoint.folder))
     differing = {name: tuple(tensor.shape) for name, tensor in ours.items()}.items() ^ shapes.items()
     if differing:
         raise UserError(

@@ -134,9 +134,11 @@ def in_words(error: BaseException) -> str:
 
 def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
     """Return the error for a failed export. It says which files of the run exist and how to get the export."""
-    there, again = "there is no checkpoint, so the weights are lost", "train again, with trainer.save_freq=N"
+    there = "there is no checkpoint, so the weights are lost"
+    again = "train again, with trainer.save_freq=N"
     if saved := list_checkpoints(checkpoints_dir(run_dir)):
-        there, again = f"the newest checkpoint is {saved[0][1]}", "the same command then resumes and exports"
+        there = f"the newest checkpoint is {saved[0][1]}"
+        again = "the same command then resumes and exports"
     return StorageError(
         f"the model after step {step} could not be exported",
         where=error.where,

@@ -107,9 +107,11 @@ def changes_of(saved: Record, now: Record) -> Iterator[Change]:
 
 
 def _config(saved: Record, now: Record) -> Iterator[Change]:
-    before, after = saved["model"], now["model"]
+    before = saved["model"]
+    after = now["model"]
     for key in sorted(before.keys() | after.keys()):
-        old, new = before.get(key), after.get(key)
+        old = before.get(key)
+        new = after.get(key)
         if old == new:
             continue
         what = f"{key} of the model's config.json was {show(old)}, now {show(new)}"
@@ -154,7 +156,8 @@ def _template(saved: Record, now: Record) -> Iterator[Change]:
 
 
 def _train(saved: Record, now: Record) -> Iterator[Change]:
-    before, after = saved["train"], now["train"]
+    before = saved["train"]
+    after = now["train"]
     if _only_the_date(before, after):
         dates = ", ".join(before["dates"].values())
         yield Change(

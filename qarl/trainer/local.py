@@ -72,7 +72,9 @@ class LocalTrainer:
 
     def __init__(self, config: Config, parts: RunParts, engine: RolloutEngine | None = None) -> None:
         """`engine`: the engine to sample with. If it is None, start the engine that `config` describes."""
-        self.config, self.parts, self.tokenizer = config, parts, parts.tokenizer
+        self.config = config
+        self.parts = parts
+        self.tokenizer = parts.tokenizer
         self.step, self.updated, self.warnings = 0, False, list[str]()
         if parts.policy.device.type == "cpu":
             keep_freed_memory()
@@ -143,7 +145,8 @@ class LocalTrainer:
         lengths = [len(response) for response in responses.response_token_ids]
         advantages = step_advantages(config, rewards, lengths)
         batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(self.policy.device)
-        metrics, vocabulary = response_metrics(rewards, lengths, responses.finish_reasons), len(self.tokenizer)
+        metrics = response_metrics(rewards, lengths, responses.finish_reasons)
+        vocabulary = len(self.tokenizer)
         text = text_statistics(
             batch.responses, batch.rollout_log_probs, batch.advantages, batch.response_mask, vocabulary=vocabulary
         )
@@ -175,7 +178,8 @@ class LocalTrainer:
         size = actor.ppo_mini_batch_size * self.config.rollout.n
         correction = self.objective.correction
         batch.weights = correction_weights(old_log_probs, batch.rollout_log_probs, batch.response_mask, correction)
-        mini_batches, norms = list[list[Statistics]](), list[float]()
+        mini_batches = list[list[Statistics]]()
+        norms = list[float]()
         for _ in range(actor.ppo_epochs):
             for rows in batch.micro_batches(size):
                 statistics, log_probs = self.backward(batch, old_log_probs, rows.start, rows.stop)
@@ -199,7 +203,8 @@ class LocalTrainer:
         Return the objective's statistics for each micro-batch, and the rows' log-probs, FP32 [rows, R]."""
         mask = batch.response_mask[start:stop]
         whole = {"responses": int(mask.any(1).sum()), "tokens": int(mask.sum())}
-        statistics, log_probs = [], torch.zeros_like(batch.rollout_log_probs)
+        statistics = []
+        log_probs = torch.zeros_like(batch.rollout_log_probs)
         for rows in micro_batches(batch, self.config.actor, start=start, stop=stop):
             with self.timer.phase("forward"):
                 new = self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature)
@@ -219,7 +224,8 @@ class LocalTrainer:
 
         `whole`: number of non-empty responses in the whole mini-batch, and number of their tokens."""
         mask = batch.response_mask[rows]
-        rollout, weight = batch.rollout_log_probs[rows], None if batch.weights is None else batch.weights[rows]
+        rollout = batch.rollout_log_probs[rows]
+        weight = None if batch.weights is None else batch.weights[rows]
         loss, statistics = objective_loss(
             new, old_log_probs[rows], rollout, batch.advantages[rows], mask, self.objective, weight=weight, **whole
         )

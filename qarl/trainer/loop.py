@@ -62,7 +62,8 @@ class Stop:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, self._came = self._came, True
+        again = self._came
+        self._came = True
         if again or self.work is None:
             if callable(previous := self._previous[number]):
                 previous(number, frame)
@@ -106,14 +107,16 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
     """Publish and train. Then write export, summary and plots, even after an error. Return the summary.
 
     After a KeyboardInterrupt only the summary is written, because the weights may be those of half a step."""
-    config, run_dir = trainer.config, trainer.config.run_dir
+    config = trainer.config
+    run_dir = trainer.config.run_dir
     failure: BaseException | None = None
     with stage("publishing the weights to the engine"):
         report = trainer.publish()
     if config.trainer.save_final:
         # The export holds the same bytes as a publish. If the disk has no room for them, training would be wasted.
         check_room(run_dir / EXPORT, report.bytes)
-    total, start_step = config.trainer.total_training_steps, trainer.step
+    total = config.trainer.total_training_steps
+    start_step = trainer.step
     with Tracker(run_dir, config.trainer.logger, total, config.model_dump(), start_step=start_step) as tracker:
         try:
             tracker.message(trainer.policy.report)
@@ -159,7 +162,8 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
 def run_steps(trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: Stop, start: float) -> None:
     """Evaluate before training (step 0). Then train until the last step, or until `stop` is true."""
     settings = trainer.config.trainer
-    test_freq, total = settings.test_freq, settings.total_training_steps
+    test_freq = settings.test_freq
+    total = settings.total_training_steps
     if settings.val_before_train and not trainer.step:
         with stage(f"evaluating {len(trainer.parts.val_prompts)} prompts before the first step"):
             metrics = trainer.evaluate()

@@ -35,7 +35,8 @@ FIRST = 2.0**16
 """The first scale, as in torch.amp.GradScaler."""
 INTERVAL = 100
 """Number of updates without an overflow after which the scale is doubled. torch uses 2000, more than most runs have."""
-LARGEST, SMALLEST = 2.0**24, 1.0
+LARGEST = 2.0**24
+SMALLEST = 1.0
 
 
 class LossScale:
@@ -63,12 +64,14 @@ class LossScale:
         if not self.active:
             return
         if overflow:
-            self.overflows, self.good = self.overflows + 1, 0
+            self.overflows = self.overflows + 1
+            self.good = 0
             self.scale = max(self.scale / 2, SMALLEST)
             return
         self.good += 1
         if self.good == INTERVAL:
-            self.scale, self.good = min(self.scale * 2, LARGEST), 0
+            self.scale = min(self.scale * 2, LARGEST)
+            self.good = 0
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale, "good": self.good, "overflows": self.overflows}

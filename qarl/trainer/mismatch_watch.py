@@ -74,7 +74,9 @@ def probe(trainer: LocalTrainer) -> str:
 
 def check(trainer: LocalTrainer, comparison: Comparison) -> None:
     """Raise MismatchError if the |δ| of a comparison is over one of its limits."""
-    level, batch, metrics = trainer.policy.limit_level, comparison.batch, comparison.metrics
+    level = trainer.policy.limit_level
+    batch = comparison.batch
+    metrics = comparison.metrics
     check_batch(trainer.config, level, batch, metrics, before_first_update=True)
     if comparison.times is not None:
         check_noise(comparison.times, level=comparison.level, tokens=comparison.tokens)
@@ -98,7 +100,8 @@ def compare(trainer: LocalTrainer) -> Comparison:
         batch = make_batch(responses, zeros, zeros, pad_token_id=trainer.parts.pad_token_id).to(trainer.policy.device)
         log_probs = trainer.old_log_probs(batch)
     metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
-    level, tokens = trainer.policy.limit_level, float(batch.response_mask.sum())
+    level = trainer.policy.limit_level
+    tokens = float(batch.response_mask.sum())
     if config.quant.mismatch_limit is not None or level not in NOISE_LIMITS:
         return Comparison(batch, metrics, None, level, tokens)
     level, roots = compare_with_noise(trainer.policy, config, batch)
@@ -111,7 +114,8 @@ def compare_with_noise(policy: Policy, config: Config, batch: Batch) -> tuple[st
     The forward multiplies by the published tensors, also at `off`. It has the arithmetic of level `model` where that
     exists, also at `linears` and, without experts, at `off`."""
     off = policy.align == "off" and policy.scheme.quantized
-    level, roots = policy.limit_level, Roots()
+    level = policy.limit_level
+    roots = Roots()
     with ExitStack() as stack:
         if level in ("off", "linears") and not (off and stacked_experts(policy.model)):
             level = "model" if stack.enter_context(engine_arithmetic(policy.model)) else level
@@ -153,7 +157,8 @@ def watch(
     publish/dequantized           1 if the engine multiplies by dequantized weights, otherwise missing
     """
     warning = check_batch(config, policy.limit_level, batch, metrics, before_first_update=False)
-    watched, warnings = {"mismatch/over_limit": float(warning is not None)}, [warning] if warning else []
+    watched = {"mismatch/over_limit": float(warning is not None)}
+    warnings = [warning] if warning else []
     if batch.outside is not None:
         watched["mismatch/outside_kept"] = outside = float(batch.outside.sum())
         if outside:

@@ -57,7 +57,8 @@ class Skipping:
     difference. `patience`: the number of such steps that is required."""
 
     def __init__(self) -> None:
-        self.clean, self.patience = 0, 1
+        self.clean = 0
+        self.patience = 1
 
     @property
     def skips(self) -> bool:
@@ -97,12 +98,14 @@ class OldLogProbs:
 
     def __init__(self, config: Config, compute: Compute) -> None:
         """`compute`: runs the policy's forward (`LocalTrainer.old_log_probs`)."""
-        self.mode, self.fraction = config.actor.old_log_probs, config.actor.old_log_probs_sample
+        self.mode = config.actor.old_log_probs
+        self.fraction = config.actor.old_log_probs_sample
         if Truncation(config.rollout.top_p, config.rollout.top_k).active:
             self.mode = "recompute"
         self.mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
         self.compute = compute
-        self.skipping, self.started = Skipping(), False
+        self.skipping = Skipping()
+        self.started = False
         self.messages: list[str] = []
         self.values: dict[str, float] = {}
 
@@ -110,7 +113,8 @@ class OldLogProbs:
         """Return the old log-probs of a step, FP32 [B, R]. `seed`: seed of the random sample of rows to check."""
         rollout = batch.rollout_log_probs
         skips = self.started and (self.skipping.skips if self.mode == "auto" else self.mode == "rollout")
-        self.started, self.messages = True, []
+        self.started = True
+        self.messages = []
         self.values = dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 0.0)
         self.values["old_log_probs/from_rollout"] = float(skips or self.mode == "rollout")
         if not skips:
@@ -129,7 +133,8 @@ class OldLogProbs:
         first = slice(0, len(log_probs))
         if self.measured.known[first].all():
             return old_log_probs
-        self.measured.log_probs[first], self.measured.known[first] = log_probs, True
+        self.measured.log_probs[first] = log_probs
+        self.measured.known[first] = True
         if self.mode == "auto" and self._differs(batch, first):
             return self._fall_back(batch)
         return old_log_probs
@@ -188,10 +193,12 @@ class OldLogProbs:
         drawn = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))[:count]
         rows = others[drawn.to(others.device).sort().values]
         own = self.compute(batch, rows)
-        self.measured.log_probs[rows], self.measured.known[rows] = own[rows], True
+        self.measured.log_probs[rows] = own[rows]
+        self.measured.known[rows] = True
         self.values["old_log_probs/find_prob"] = count / len(others)
         return self._differs(batch, rows)
 
     def _differs(self, batch: Batch, rows: Rows) -> bool:
-        measured, rollout = self.measured.log_probs[rows], batch.rollout_log_probs[rows]
+        measured = self.measured.log_probs[rows]
+        rollout = batch.rollout_log_probs[rows]
         return differing_tokens(measured, rollout, batch.response_mask[rows]) > 0

@@ -101,14 +101,18 @@ class Policy:
         check_buffers(model)
         if adapters is None and device is not None:
             model.to(device)
-        self.model, self.scheme, self.ignore = model, scheme, ignore
+        self.model = model
+        self.scheme = scheme
+        self.ignore = ignore
         self.called = model
         quantized = align != "off" and scheme.quantized
         linears: object = "linears: BF16 in the forward"
         if quantized:
             linears = quantize_model(model, scheme=scheme, ignore=ignore, kernels=kernels, device=device)
         aligned = align_model(model, align, eager=eager, adapters=adapters is not None, device=device)
-        self.align, self.limit_level, self.why_lower = aligned.level, aligned.limit_level, aligned.why_lower
+        self.align = aligned.level
+        self.limit_level = aligned.limit_level
+        self.why_lower = aligned.why_lower
         self.packed = packed and attends_in_rows(model)
         self.fp32_head = head_dtype == "fp32"
         if self.fp32_head and not self.plain_head:
@@ -184,7 +188,8 @@ class Policy:
         """Return the log-probs of all response tokens of a batch, FP32 [B, R], without gradients.
 
         `only`: int64 [rows]; rows to compute, while all others are 0. `truncation`: see `response_log_probs`."""
-        log_probs, temperature = torch.zeros_like(batch.rollout_log_probs), config.rollout.temperature
+        log_probs = torch.zeros_like(batch.rollout_log_probs)
+        temperature = config.rollout.temperature
         for rows in micro_batches(batch, config.actor, log_probs=True, only=only):
             log_probs[rows] = self.response_log_probs(batch, rows, temperature=temperature, truncation=truncation)
         return log_probs
@@ -249,7 +254,8 @@ class Policy:
         """Run the forward of `batch[rows]`, and return the logits that predict its response tokens, one row per token.
 
         If there are more than `LOGITS_AT_A_TIME` logits, or if they are FP32, they are computed in blocks of tokens."""
-        inputs, places = dict(layout.inputs), layout.predictors
+        inputs = dict(layout.inputs)
+        places = layout.predictors
         if uses_engine_attention(self.model):
             # The engine's attention sums in different orders in the prefill of a prompt and in decoding.
             filler = inputs["row_lengths"][len(layout.valid) :]

@@ -62,7 +62,8 @@ def engine_config(config: Config, policy: Policy, *, routing: bool = False) -> E
     """Return the config of the engine that samples from `policy`.
 
     `routing`: whether rollouts also return each token's experts."""
-    rollout, adapters = config.rollout, policy.adapters
+    rollout = config.rollout
+    adapters = policy.adapters
     return EngineConfig(
         model=config.model.path,
         trust_remote_code=config.model.trust_remote_code,

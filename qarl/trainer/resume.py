@@ -173,7 +173,8 @@ def start_line(config: Config, checkpoint: tuple[Path, int] | None, fresh: str) 
     """Return one line: whether the run resumes and from where, and when it will save checkpoints.
 
     `checkpoint`: folder and step of the checkpoint to resume from, or None. `fresh`: why there is none."""
-    trainer, begins = config.trainer, f"fresh, because {fresh}"
+    trainer = config.trainer
+    begins = f"fresh, because {fresh}"
     if checkpoint is not None:
         begins = f"resumes from {checkpoint[0]}, after step {checkpoint[1]} of {trainer.total_training_steps}"
     when = [f"every {trainer.save_freq} steps"] if trainer.save_freq > 0 else []

@@ -28,7 +28,8 @@ def lora_section(peft_config: Any, model: Any) -> dict[str, Any]:
 
     Raise UserError if it is no LoraConfig, if a field is set that QaRL does not support, or if `model` has adapters."""
     if getattr(model, "peft_config", None):
-        what, why = "the model has adapters of peft already", "their arithmetic is not the engine's"
+        what = "the model has adapters of peft already"
+        why = "their arithmetic is not the engine's"
         raise UserError(what, where="model", why=why, fix="pass the base model, and peft_config=LoraConfig(...)")
     if peft_config is None:
         return {}
@@ -36,10 +37,12 @@ def lora_section(peft_config: Any, model: Any) -> dict[str, Any]:
 
     if type(peft_config) is not LoraConfig:
         what = f"QaRLTrainer does not support peft_config={type(peft_config).__name__}"
-        why, fix = "vLLM adds only LoRA to the outputs of its linears", "pass a peft.LoraConfig"
+        why = "vLLM adds only LoRA to the outputs of its linears"
+        fix = "pass a peft.LoraConfig"
         raise UserError(what, where="peft_config", why=why, fix=fix)
     if not peft_config.r:
-        what, why = f"r={peft_config.r} gives the model no adapters", "all weights would be trained"
+        what = f"r={peft_config.r} gives the model no adapters"
+        why = "all weights would be trained"
         raise UserError(what, where="peft_config.r", why=why, fix="set r to a rank such as 8, or leave peft_config out")
     targets = peft_config.target_modules
     if not targets or (isinstance(targets, str) and targets != ALL_LINEAR):

@@ -98,10 +98,12 @@ def check_args(args: Any, arguments: dict[str, Any]) -> None:
             fix = f"set it to {' or '.join(map(str, allowed))}"
             raise UserError(f"QaRLTrainer does not support {name}={value!r}", where=name, why=why, fix=fix)
     if args.use_cpu and torch.cuda.is_available():
-        why, fix = "rollouts would run on the GPU", "hide the GPUs (CUDA_VISIBLE_DEVICES='')"
+        why = "rollouts would run on the GPU"
+        fix = "hide the GPUs (CUDA_VISIBLE_DEVICES='')"
         raise UserError("QaRLTrainer does not support use_cpu beside a GPU", where="use_cpu", why=why, fix=fix)
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
-        where, why = "fsdp, or accelerate's configuration", "a publish needs all weights in each process"
+        where = "fsdp, or accelerate's configuration"
+        why = "a publish needs all weights in each process"
         fix = "use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights"
         raise UserError("QaRLTrainer does not support FSDP", where=where, why=why, fix=fix)
     _check_saves(args)
@@ -121,7 +123,8 @@ def check_adapter_args(args: QaRLConfig) -> None:
     kwargs = args.gradient_checkpointing_kwargs or {}
     reentrant = bool(args.gradient_checkpointing and kwargs.get("use_reentrant"))
     frozen = "the embeddings are frozen, so no gradient would reach the adapters"
-    best, whole = "load_best_model_at_end", "transformers would look for a whole model in the checkpoint"
+    best = "load_best_model_at_end"
+    whole = "transformers would look for a whole model in the checkpoint"
     reference = "the reference is the base alone, so TRL would copy weights to parameters that it does not have"
     for wrong, name, why, fix in (
         (getattr(args, best), best, whole, "set it to False"),

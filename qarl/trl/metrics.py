@@ -28,7 +28,9 @@ class StepMetrics:
     """Collects the measurements of `QaRLTrainer` between two logs."""
 
     def __init__(self, config: Config, policy: Policy, accelerator: Any) -> None:
-        self.config, self.policy, self.accelerator = config, policy, accelerator
+        self.config = config
+        self.policy = policy
+        self.accelerator = accelerator
         self._statistics: list[tuple[dict[str, float], bool]] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._noise_is_checked = config.quant.mismatch_limit is not None or policy.limit_level not in NOISE_LIMITS
@@ -71,7 +73,8 @@ class StepMetrics:
             MismatchError: before the first update, the mismatch over all processes' micro-batches exceeds its limit.
         """
         mask = mask.bool().cpu()
-        old, rollout = old.detach().float().cpu()[mask], rollout.float().cpu()[mask]
+        old = old.detach().float().cpu()[mask]
+        rollout = rollout.float().cpu()[mask]
         self._pairs.append((old, rollout, mask.sum(1)))
         if trained:
             return
@@ -88,7 +91,8 @@ class StepMetrics:
         """Return the metrics of all processes since the last call."""
         pairs = gather_object(self._pairs) if self._pairs else []
         statistics = gather_object(self._statistics) if self._statistics else []
-        self._pairs, self._statistics = [], []
+        self._pairs = []
+        self._statistics = []
         later = [part for part, first in statistics if not first]
         metrics = reduce_metrics([part for part, _ in statistics]) | after_first_metrics(later)
         mismatch: dict[str, float] = {}

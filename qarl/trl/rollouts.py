@@ -38,7 +38,8 @@ class Rollouts:
     """`published`: step and version counters of the weights that were last published. `report`: until it is logged."""
 
     def __init__(self, policy: Policy, engine: RolloutEngine) -> None:
-        self.policy, self.engine = policy, engine
+        self.policy = policy
+        self.engine = engine
         self.published: tuple[int, tuple[int, ...]] | None = None
         self.report: PublishReport | None = None
         self._calls: dict[bool, tuple[int, int]] = {}
@@ -96,13 +97,15 @@ def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
         UserError: a prompt is longer than `vllm_max_model_length` allows, or a dataset is a stream and
             `vllm_max_model_length` is not set.
     """
-    limit, response = args.vllm_max_model_length, args.max_completion_length
+    limit = args.vllm_max_model_length
+    response = args.max_completion_length
     assert response is not None  # `run_config` refuses None
     parts = [part for data in datasets for part in (data.values() if isinstance(data, dict) else [data])]
     longest = max((n for data in parts if data is not None for n in _lengths(args, tokenizer, data)), default=1)
     if limit is not None and limit - response < longest:
         what = f"vllm_max_model_length={limit} leaves {limit - response} tokens for a prompt, not {longest}"
-        why, fix = "the longest prompt has as many", f"set it to {longest + response} or more, or remove it"
+        why = "the longest prompt has as many"
+        fix = f"set it to {longest + response} or more, or remove it"
         raise UserError(what, where="vllm_max_model_length", why=why, fix=fix)
     return longest if limit is None else limit - response
 
@@ -110,13 +113,15 @@ def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
 def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
     if not hasattr(data, "__len__"):
         if args.vllm_max_model_length is None:
-            what, why = "the prompts of a streamed dataset have unknown lengths", "the engine needs a limit"
+            what = "the prompts of a streamed dataset have unknown lengths"
+            why = "the engine needs a limit"
             fix = "set vllm_max_model_length to the tokens of the longest prompt plus max_completion_length"
             raise UserError(what, where="vllm_max_model_length", why=why, fix=fix)
         return
     if not len(data) or "prompt" not in data.column_names:
         what = "a dataset is empty" if not len(data) else "a dataset has no column prompt"
-        where, fix = "train_dataset, eval_dataset", "give each dataset rows with a prompt"
+        where = "train_dataset, eval_dataset"
+        fix = "give each dataset rows with a prompt"
         raise UserError(what, where=where, why=f"its columns: {', '.join(data.column_names)}", fix=fix)
     prompts = list(data["prompt"])
     if isinstance(prompts[0], str):

@@ -104,7 +104,8 @@ class QaRLTrainer(GRPOTrainer):
             **arguments,
         )
         if self.aux_loss_enabled:
-            what, where = "QaRLTrainer does not add the routers' auxiliary loss", "router_aux_loss_coef"
+            what = "QaRLTrainer does not add the routers' auxiliary loss"
+            where = "router_aux_loss_coef"
             why = "this loss needs the routers' logits, which QaRL's forward does not return"
             raise UserError(what, where=where, why=why, fix="set router_aux_loss_coef=0")
         if self.ref_model is not None:
@@ -184,7 +185,8 @@ class QaRLTrainer(GRPOTrainer):
         else:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.training:
-            old, mask = inputs.get("old_per_token_logps"), inputs["completion_mask"]
+            old = inputs.get("old_per_token_logps")
+            mask = inputs["completion_mask"]
             old = self._log_probs if old is None else old
             rollout = inputs["sampling_per_token_logps"]
             if self.loss_type != "tbpo":
@@ -240,7 +242,8 @@ class QaRLTrainer(GRPOTrainer):
         assert policy is not None
         policy.called = model
         batch = as_batch(input_ids, attention_mask, logits_to_keep)
-        parts, gradient = batch.micro_batches(batch_size or len(batch)), self._entropy_bonus_enabled
+        parts = batch.micro_batches(batch_size or len(batch))
+        gradient = self._entropy_bonus_enabled
         how = {"temperature": self.temperature, "entropies": compute_entropy, "entropy_gradient": gradient}
         outputs = [log_probs_of_rows(policy, batch, rows, **how) for rows in parts]
         log_probs = torch.cat([part for part, _ in outputs])
@@ -266,7 +269,8 @@ class QaRLTrainer(GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.training:
-            report, self.rollouts.report = self.rollouts.report, None
+            report = self.rollouts.report
+            self.rollouts.report = None
             for name, value in self._step_metrics.take(report).items():
                 self._metrics["train"][name] = [value]
         super().log(logs, start_time)

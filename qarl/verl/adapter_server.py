@@ -39,7 +39,8 @@ class AdaptedClient:
     async def _adapter(self) -> Any:
         for answer in await self._client.collective_rpc("qarl_adapter"):
             if isinstance(answer, str):
-                what, fix = "the rollout engine refuses to generate", "see the error of the last publish"
+                what = "the rollout engine refuses to generate"
+                fix = "see the error of the last publish"
                 raise UserError(what, why=answer, fix=fix)
         return adapter_request(*answer)
 

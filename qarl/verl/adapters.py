@@ -51,7 +51,8 @@ class ActorAdapters(Adapters):
         super().__init__(module, config, seed=seed, base=base, dtype=torch.float32, device=device)
         self.frozen = {parameter for parameter in module.parameters() if parameter.is_meta}
         self.tally = Tally()
-        self._scheme, self._ignore = scheme, ignore
+        self._scheme = scheme
+        self._ignore = ignore
         self._digests: Mapping[str, str] = {}
         if torch.distributed.get_rank() == 0:
             self._digests = {name: tensor_digest(tensor) for name, tensor in self._base(stacks=False)}
@@ -101,7 +102,8 @@ class ActorAdapters(Adapters):
         if torch.distributed.get_rank() != 0:
             return
         if not path.is_file():
-            why, fix = "it has the digests of the adapter's base", "copy the checkpoint again, or use another one"
+            why = "it has the digests of the adapter's base"
+            fix = "copy the checkpoint again, or use another one"
             raise UserError("a file of the checkpoint is missing", where=str(path), why=why, fix=fix)
         saved = json.loads(path.read_text(encoding="utf-8"))["published"]
         if differ := sorted({name for name, _ in saved.items() ^ self._digests.items()}):

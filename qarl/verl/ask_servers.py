@@ -179,7 +179,8 @@ class Preemptions:
         """Return the preemptions of all servers since the last successful call. If a server reports no counter, return
         None, and log a warning the first time."""
         try:
-            before, self._before = self._before, self._total()
+            before = self._before
+            self._before = self._total()
         except Exception as error:  # a missing metric must not end the run, whether Ray, urllib or the server failed
             if not self._complained:
                 needs = "actor_rollout_ref.rollout.disable_log_stats=False"

@@ -119,7 +119,8 @@ def newest_whole(checkpoints: Path) -> Path | None:
     """Return the newest complete checkpoint. If a later one is incomplete, print a note. Return None if there are no
     checkpoints. Raise UserError if all are incomplete."""
     whole, torn = whole_and_torn(checkpoints)
-    newest, last = max(whole, default=0), max(torn, default=0)
+    newest = max(whole, default=0)
+    last = max(torn, default=0)
     if last and not newest:
         raise UserError(
             "the run has no complete checkpoint",
@@ -141,7 +142,8 @@ def _choose(config: Config, record: Record | None) -> Path | None:
     if settings.resume_from_path is None:
         folder = None if is_finished(run_dir) else newest_whole(run_dir / "checkpoints")
     elif problem := what_is_missing(folder := Path(settings.resume_from_path)):
-        what, fix = f"{folder} is not a complete checkpoint of verl", "give a complete RUN/checkpoints/global_step_N"
+        what = f"{folder} is not a complete checkpoint of verl"
+        fix = "give a complete RUN/checkpoints/global_step_N"
         raise UserError(what, where="trainer.resume_from_path", why=problem, fix=fix)
     if folder is not None:
         _check_config(config, folder, record)
@@ -160,7 +162,8 @@ def _check_config(config: Config, folder: Path, record: Record | None) -> None:
         note(f"{path} is missing or not readable, so the run's first config is not compared with this one")
         return
     rest = {key: value for key, value in saved.items() if key != "verl"}
-    before, now = saved.get("verl") or {}, config.verl
+    before = saved.get("verl") or {}
+    now = config.verl
     also = {
         f"verl.{key}": (before.get(key), now.get(key))
         for key in before | now
@@ -197,7 +200,8 @@ def check_room(config: Config, inputs: RunInputs) -> None:
     """Raise UserError if the run will save and the disk has no room for a checkpoint and the export. verl ends a run
     whose disk is full. Nothing is checked if `save_contents` says what a checkpoint has, or if the model's config lacks
     a number."""
-    trainer, folder = config.trainer, (config.run_dir / "checkpoints").resolve()
+    trainer = config.trainer
+    folder = (config.run_dir / "checkpoints").resolve()
     saves = trainer.save_freq > 0 or trainer.save_minutes > 0 or trainer.save_final
     if not saves or any("save_contents" in key for key in config.verl):
         return
@@ -340,7 +344,8 @@ def check_record(engine: Any, folder: str) -> str:
             why="a file of the checkpoint was damaged or replaced, or verl did not load all of it",
             fix="resume from an earlier checkpoint (trainer.resume_mode=resume_path)",
         )
-    what, digest = f"{len(live)} parts", _digest(repr(sorted(live.items())).encode())
+    what = f"{len(live)} parts"
+    digest = _digest(repr(sorted(live.items())).encode())
     return f"resumed state equals the saved one by checksum: {what}, {digest} (of {', '.join(sorted(parts))})"
 
 

@@ -66,7 +66,8 @@ BATCH_KEYS = {
 
 def refuse_unsupported(config: Config) -> None:
     """Raise a UserError that names all keys of `config` that are true and that verl does not support."""
-    rebuild, kl_loss = config.rollout.rebuild_on_failure, config.actor.use_kl_loss
+    rebuild = config.rollout.rebuild_on_failure
+    kl_loss = config.actor.use_kl_loss
     # verl's reference policy needs keys of its own, which only the section verl has.
     keys = ["rollout.rebuild_on_failure"] * rebuild + ["actor.use_kl_loss"] * kl_loss
     if wanted := ", ".join(f"{key}=false" for key in keys):
@@ -97,7 +98,8 @@ def check_run_config(config: Config, composed: Any) -> None:
     raise_all([*run_errors(config, composed), *composed_errors(composed)])
     refuse_partial_batches(composed, {key.removeprefix("+") for key in config.verl})
     try:
-        reference, critic = need_reference_policy(composed), need_critic(composed)
+        reference = need_reference_policy(composed)
+        critic = need_critic(composed)
         validate_config(config=composed, use_reference_policy=reference, use_critic=critic)
         omega_conf_to_dataclass(composed.actor_rollout_ref.rollout)
         omega_conf_to_dataclass(composed.algorithm)
@@ -147,10 +149,14 @@ def refuse_partial_batches(composed: Any, written: set[str]) -> None:
     """
     from omegaconf import OmegaConf
 
-    actor, rollout, trainer = composed.actor_rollout_ref.actor, composed.actor_rollout_ref.rollout, composed.trainer
+    actor = composed.actor_rollout_ref.actor
+    rollout = composed.actor_rollout_ref.rollout
+    trainer = composed.trainer
     reference = actor.use_kl_loss or composed.algorithm.use_kl_in_reward
-    prompts, mini = composed.data.train_batch_size, actor.ppo_mini_batch_size
-    ranks, responses = trainer.nnodes * trainer.n_gpus_per_node, mini * rollout.n
+    prompts = composed.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    responses = mini * rollout.n
 
     def refuse(key: str, problem: str, fix: str) -> UserError:
         name = BATCH_KEYS[key] if key in BATCH_KEYS and key not in written else f"verl.{key}"
@@ -216,8 +222,10 @@ def _log_prob_problems(composed: Any, quant: QuantSettings | None) -> Iterator[P
     """Yield who needs the rollout's log-probs and would not get them, and what TBPO does not go with."""
     from qarl.verl.loss import OURS
 
-    trainer, loss = composed.trainer, composed.actor_rollout_ref.actor.policy_loss.loss_mode
-    source, mode = "recompute" if quant is None else quant.old_log_probs, trainer.v1.trainer_mode
+    trainer = composed.trainer
+    loss = composed.actor_rollout_ref.actor.policy_loss.loss_mode
+    source = "recompute" if quant is None else quant.old_log_probs
+    mode = trainer.v1.trainer_mode
     plain = mode == "sync"
     lacks = not composed.actor_rollout_ref.rollout.calculate_log_probs and (loss in OURS or source != "recompute")
     reader = f"{ACTOR}.policy_loss.loss_mode={loss} and {QUANT}.old_log_probs={source} need the rollout's log-probs"
@@ -250,23 +258,24 @@ def _sampling_problems(composed: Any) -> Iterator[Problem]:
 
 def _trainer_problems(composed: Any) -> Iterator[Problem]:
     """Yield engines, trainers and schedules that QaRL does not run in, and keys that verl's v1 trainer ignores."""
-    rollout, trainer, optim = (
-        composed.actor_rollout_ref.rollout,
-        composed.trainer,
-        composed.actor_rollout_ref.actor.optim,
-    )
-    mode, vllm = trainer.v1.trainer_mode, (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    rollout = composed.actor_rollout_ref.rollout
+    trainer = composed.trainer
+    optim = composed.actor_rollout_ref.actor.optim
+    mode = trainer.v1.trainer_mode
+    vllm = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     other = mode not in ("sync", "qarl_sync")
     stale = "responses would come from several versions of the weights, and quant.mismatch_limit would report an error"
     engine = rollout.get("name") or "vllm"  # a missing value is verl's own error
     only = "QaRL publishes to vLLM alone"
     twice = "the group +qarl=SCHEME quantizes the engine, and this would quantize it a second time"
-    kv_cache, scales = vllm.get("kv_cache_dtype"), "its scales are not published, and vLLM forgets them when it sleeps"
+    kv_cache = vllm.get("kv_cache_dtype")
+    scales = "its scales are not published, and vLLM forgets them when it sleeps"
     loop = rollout.agent.default_agent_loop
     alone = rollout.multi_turn.enable and "single_turn" in str(loop)
     turns = f"verl's v1 trainer does not read it, and {ROLLOUT}.agent.default_agent_loop={loop} makes one turn"
     tool = f"false; for several turns set {ROLLOUT}.agent.default_agent_loop=tool_agent, or name a loop in the column "
-    steps, warmup = trainer.get("total_training_steps") or 0, optim.get("lr_warmup_steps") or 0
+    steps = trainer.get("total_training_steps") or 0
+    warmup = optim.get("lr_warmup_steps") or 0
     late = f"the run has {steps} steps (trainer.total_training_steps), so no step would have the full learning rate"
     yield not trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"
     yield other, "trainer.v1.trainer_mode", mode, "qarl_sync", stale
@@ -312,7 +321,8 @@ def other_engine_errors(composed: Any, quant: QuantSettings) -> Iterator[UserErr
     rows.append(("lora.r", quant.lora.r or 0, vllm.get("max_lora_rank") or 0))
     problems = [(mine != value, f"{QUANT}.{name}", mine, value, why) for name, mine, value in rows]
     if quant.lora.r:
-        workers, backend = rollout.tensor_model_parallel_size, rollout.checkpoint_engine.backend
+        workers = rollout.tensor_model_parallel_size
+        backend = rollout.checkpoint_engine.backend
         enabled = vllm.get("enable_lora", False)
         adapts = "the engine gets an adapter, which is compared with the layers of its one worker"
         together = "separate rollout workers do not tell the actor whether they have the adapter's base"

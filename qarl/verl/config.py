@@ -103,7 +103,8 @@ def reward_keys(config: Config) -> Keys:
     source, _, name = config.reward.function.rpartition(":")
     function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
     root = "reward.custom_reward_function"
-    manager, kept = "reward.reward_manager", {}
+    manager = "reward.reward_manager"
+    kept = {}
     if config.reward.keep_special_tokens:
         kept = {
             f"{manager}.source": "importlib",
@@ -124,7 +125,8 @@ def reward_keys(config: Config) -> Keys:
 
 
 def model_keys(config: Config) -> Keys:
-    model, path = "actor_rollout_ref.model", config.model.path
+    model = "actor_rollout_ref.model"
+    path = config.model.path
     return {
         # Workers start in other folders, so a folder is an absolute path. A name on the Hub stays as it is.
         f"{model}.path": str(Path(path).resolve()) if Path(path).is_dir() else path,
@@ -138,7 +140,8 @@ def model_keys(config: Config) -> Keys:
 
 
 def actor_keys(config: Config) -> Keys:
-    actor, root = config.actor, "actor_rollout_ref.actor"
+    actor = config.actor
+    root = "actor_rollout_ref.actor"
     # null: verl's default, which for log-probs is the limit of the update
     limits = same(root, actor, "ppo_max_token_len_per_gpu")
     limits |= same("actor_rollout_ref.rollout", actor, "log_prob_max_token_len_per_gpu")
@@ -159,7 +162,8 @@ def actor_keys(config: Config) -> Keys:
 
 def objective_keys(config: Config) -> Keys:
     """Return the keys of the loss: `loss_mode`, verl's other keys, and those of `QaRLPolicyLossConfig`."""
-    settings, root = objective_settings(config), "actor_rollout_ref.actor"
+    settings = objective_settings(config)
+    root = "actor_rollout_ref.actor"
     ours = {name: getattr(config.actor, name) for name in (*KEYS, "mis_imp_ratio_cap")}
     ours |= {"objective": settings.loss, "correction": config.rollout_correction.model_dump()}
     keys = {
@@ -181,7 +185,8 @@ def algorithm_keys(config: Config) -> Keys:
     The loss applies all other corrections. So it knows the number of responses before a rejection, and the mismatch
     metrics are over all responses.
     """
-    algorithm, correction = config.algorithm, config.rollout_correction
+    algorithm = config.algorithm
+    correction = config.rollout_correction
     estimator = "reinforce_plus_plus" if config.actor.loss == "reinforce" else algorithm.adv_estimator
     keys: Keys = {
         "algorithm.adv_estimator": "grpo" if estimator == "dr_grpo" else estimator,
@@ -198,7 +203,8 @@ def algorithm_keys(config: Config) -> Keys:
 def optim_keys(config: Config) -> Keys:
     """Return the optimizer's keys. AdamW with FP32 masters is verl's default, `torch.optim.AdamW`. For Muon or BF16
     masters, the engine builds `qarl.optim.muon_adamw.MuonAdamW`."""
-    optim, root = config.optim, "actor_rollout_ref.actor.optim"
+    optim = config.optim
+    root = "actor_rollout_ref.actor.optim"
     keys = {
         **same(root, optim, "lr", "weight_decay", "lr_warmup_steps", "lr_scheduler_type", "min_lr_ratio"),
         f"{root}.betas": list(optim.betas),
@@ -213,7 +219,8 @@ def optim_keys(config: Config) -> Keys:
 
 
 def rollout_keys(config: Config, on_cpu: bool) -> Keys:
-    rollout, root = config.rollout, "actor_rollout_ref.rollout"
+    rollout = config.rollout
+    root = "actor_rollout_ref.rollout"
     longest = config.data.max_prompt_length + config.data.max_response_length
     batched = rollout.max_num_batched_tokens or BATCHED_TOKENS["verl"]
     keys = {
@@ -290,13 +297,15 @@ def hf_config_of(config: Config) -> Any:
 
 
 def trainer_keys(config: Config) -> Keys:
-    trainer, total = config.trainer, config.trainer.total_training_steps
+    trainer = config.trainer
+    total = config.trainer.total_training_steps
     resume_path = trainer.resume_from_path
     # Like the local backend, evaluate after the last step if the run evaluates before the first.
     only_last = trainer.test_freq == -1 and trainer.val_before_train
     asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
     root = "trainer.v1.sampler"
-    path, name = f"{root}.custom_sampler.path", f"{root}.custom_sampler.name"
+    path = f"{root}.custom_sampler.path"
+    name = f"{root}.custom_sampler.name"
     sampler: Keys = {path: None, name: None}
     # Only verl's own samplers have these features. They count a group with failed responses as complete.
     if not (asked.get("algorithm.filter_groups.enable") or asked.get(f"{root}.sync_refill_failed_groups")):
@@ -325,7 +334,8 @@ def trainer_keys(config: Config) -> Keys:
 def cpu_keys(config: Config) -> Keys:
     """Return what depends on the run among the settings of `qarl_machine/cpu.yaml`, the group for machines without
     GPUs. They keep the number of processes low, because each process imports torch and vLLM."""
-    vllm, ranks = "actor_rollout_ref.rollout.engine_kwargs.vllm", config.trainer.n_gpus_per_node
+    vllm = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    ranks = config.trainer.n_gpus_per_node
     return {
         f"{vllm}.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
         # A single worker runs in the engine's process. Several workers need a process each.

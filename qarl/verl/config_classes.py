@@ -57,7 +57,8 @@ class QaRLPolicyLossConfig(_LossKeys):
         for name, info in _LOSS_KEYS.items():
             if getattr(self, name) is None:  # verl's dataclasses refuse a second assignment
                 object.__setattr__(self, name, info.default)
-        known, ignored = self.objective in LOSSES, self.loss_mode == "tbpo" and self.objective != "tbpo"
+        known = self.objective in LOSSES
+        ignored = self.loss_mode == "tbpo" and self.objective != "tbpo"
         key = ("actor_rollout_ref.actor.policy_loss.objective", self.objective)
         late = "it is ignored: +qarl=SCHEME sets tbpo, so write +qarl_loss=NAME after it"
         unknown = (not known, *key, f"one of {', '.join(LOSSES)}", "it is unknown")
@@ -130,14 +131,16 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
     except ValueError as error:
         key = str(error).split()[0]
         where = f"{actor}.{key}" if key == "loss_agg_mode" else f"{actor}.policy_loss.{key}"
-        what, default = "the configuration of loss_mode=tbpo is not valid", getattr(TBPOConfig(), key)
+        what = "the configuration of loss_mode=tbpo is not valid"
+        default = getattr(TBPOConfig(), key)
         raise UserError(what, where=where, why=str(error), fix=f"set, for example, {where}={default}") from error
 
 
 def actor_settings(actor: Any, loss_agg_mode: str) -> Settings:
     """Return the settings of an objective from verl's actor config. Raise UserError as `tbpo_config` does, and if
     seq-mean-token-sum-norm has no `loss_scale_factor`."""
-    policy_loss, where = actor.policy_loss, "actor_rollout_ref.actor"
+    policy_loss = actor.policy_loss
+    where = "actor_rollout_ref.actor"
     correction = _plain(getattr(policy_loss, "correction", {}))
     correction = checked(RolloutCorrectionConfig, correction, f"{where}.policy_loss.correction")
     if policy_loss.loss_mode == "tbpo" or policy_loss.objective == "tbpo":
@@ -162,8 +165,10 @@ def engine_errors(model: Any, engine: Any) -> list[UserError]:
 
     `engine`: the actor's `fsdp_config`. If it is not quantized, only attention is QaRL's."""
     errors: list[UserError] = []
-    where, shards = "actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config"
-    precision, ranks = engine.mixed_precision or {}, engine.ulysses_sequence_parallel_size
+    where = "actor_rollout_ref.actor"
+    shards = "actor_rollout_ref.actor.fsdp_config"
+    precision = engine.mixed_precision or {}
+    ranks = engine.ulysses_sequence_parallel_size
     known = {"param_dtype", "reduce_dtype", "buffer_dtype"}  # the keys that QaRL's engine follows
     # verl exchanges heads between ranks only in Flash Attention.
     rows = "each rank would compute attention only within its own part of a row"
@@ -178,9 +183,12 @@ def engine_errors(model: Any, engine: Any) -> list[UserError]:
             from qarl.checks.machine import check_this_gpu
 
             attempt(lambda: check_this_gpu(engine.quant.scheme, "engine"), errors)
-        reference, lora = "actor_rollout_ref.ref.fsdp_config._target_", model.lora_rank
-        stored, adapts = str(engine.model_dtype or "fp32"), engine.quant.lora.r
-        dtype, plain = str(precision.get("param_dtype", "bf16")), "verl.workers.config.FSDPEngineConfig"
+        reference = "actor_rollout_ref.ref.fsdp_config._target_"
+        lora = model.lora_rank
+        stored = str(engine.model_dtype or "fp32")
+        adapts = engine.quant.lora.r
+        dtype = str(precision.get("param_dtype", "bf16"))
+        plain = "verl.workers.config.FSDPEngineConfig"
         other = dtype not in ("bf16", "bfloat16")
         verls = "verl's adapters are peft's modules, which do not compute as vLLM does"
         wraps = "it replaces or wraps layers that QaRL computes as vLLM does"

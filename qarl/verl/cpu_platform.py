@@ -65,15 +65,18 @@ class CPUPlatform(PlatformBase):
 
     device_name = vendor_name = "cpu"
     device_module = _device_module()
-    is_available, device_count = _returns(True), _returns(1)
+    is_available = _returns(True)
+    device_count = _returns(1)
     # Otherwise verl would choose this platform on machines where the GPUs are hidden.
     is_platform_available = is_ipc_supported = _returns(False)
     # A device name, not an index as on CUDA, because verl passes the result to `Tensor.to`.
     current_device = _returns("cpu")
     set_device = synchronize = set_allocator_settings = empty_cache = _returns(None)
     profiler_start = profiler_stop = cudart = _returns(None)
-    get_device_capability, communication_backend_name = _returns((None, None)), _returns("gloo")
-    visible_devices_envvar, ray_resource_name = _returns("CUDA_VISIBLE_DEVICES"), _returns("GPU")
+    get_device_capability = _returns((None, None))
+    communication_backend_name = _returns("gloo")
+    visible_devices_envvar = _returns("CUDA_VISIBLE_DEVICES")
+    ray_resource_name = _returns("GPU")
     ray_noset_envvars = _returns(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
     nvtx_range = _returns(contextlib.nullcontext())
 

@@ -27,7 +27,8 @@ class Rows:
 
     def __init__(self, files: Sequence[Sequence[Mapping[str, Any]]], places: Sequence[tuple[int, int]]) -> None:
         """`places`: file and row of each row."""
-        self._files, self._places = files, places
+        self._files = files
+        self._places = places
         self._columns = list(dict.fromkeys(column for rows in files for column in rows[0]))
 
     @classmethod

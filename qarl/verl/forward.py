@@ -65,9 +65,11 @@ class LogProbHead(nn.Linear):
     request: Request | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        request, weight = self.request, self.weight
+        request = self.request
+        weight = self.weight
         if self.fp32:
-            input, weight = input.float(), weight.float()
+            input = input.float()
+            weight = weight.float()
         if request is None:
             return bf16_linear.linear(input, weight)
         compute = log_probs_and_entropies if request.entropy else chosen_log_probs
@@ -120,7 +122,8 @@ def take_log_probs(
     """
     if head is None or head.request is None:
         return None
-    request, head.request = head.request, None
+    request = head.request
+    head.request = None
     offsets = micro_batch["input_ids"].offsets()
     outputs = {"log_probs": output.logits[0, :, 0], "entropy": request.entropies}
     return {
@@ -138,14 +141,17 @@ def log_softmax_of_chosen(
     `logits`: FP32, [1, tokens, V] for packed rows, [B, T, V] for padded rows. `output_args`: from verl's
     `prepare_model_inputs`. `gather`: verl's function that joins the parts of a packed sequence and removes padding.
     """
-    offsets, labels = micro_batch["input_ids"].offsets(), output_args["input_ids_rmpad_rolled"]
+    offsets = micro_batch["input_ids"].offsets()
+    labels = output_args["input_ids_rmpad_rolled"]
     packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
     if packed:
-        rows, temperature = logits.squeeze(0), output_args["temperature_rmpad"]
+        rows = logits.squeeze(0)
+        temperature = output_args["temperature_rmpad"]
     else:
         lengths = offsets.diff()
         places = torch.arange(logits.shape[1], device=logits.device)[None, :] < lengths[:, None]
-        rows, temperature = logits[places], output_args["temperature"].repeat_interleave(lengths)
+        rows = logits[places]
+        temperature = output_args["temperature"].repeat_interleave(lengths)
     if not output_args.get("temperature_is_one", False):
         rows = rows / temperature.clamp(min=1e-8)[:, None]
     chosen = rows.log_softmax(-1).gather(1, labels[:, None])[:, 0]
@@ -211,14 +217,17 @@ class RouterReplay:
 
     def take(self) -> tuple[int, int]:
         """Return `other` and `known`, the token counts since the last call, and set both to 0."""
-        counts, self.other, self.known = (self.other, self.known), 0, 0
+        counts = (self.other, self.known)
+        self.other = 0
+        self.known = 0
         return counts
 
 
 def as_forward(routed: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Flatten verl's nested routing [B, tokens, layers, k] to [positions, layers, k] of the same dtype. The positions
     are those of the flattened `input_ids`. Positions without a token get -1."""
-    values, lengths = routed.values(), routed.offsets().diff()
+    values = routed.values()
+    lengths = routed.offsets().diff()
     routing = torch.full((*input_ids.shape, *values.shape[1:]), -1, dtype=values.dtype, device=values.device)
     if len(input_ids) != len(lengths):  # packed
         routing[0, : len(values)] = values

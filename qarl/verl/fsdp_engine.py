@@ -123,7 +123,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         engine: dict[str, Any] = {"workers": self.quant.tensor_model_parallel_size, "eager": self.quant.enforce_eager}
         engine |= {"adapters": bool(self.quant.lora.r)}
         aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, **engine)
-        self.align, self.limit_level = aligned.level, aligned.limit_level
+        self.align = aligned.level
+        self.limit_level = aligned.limit_level
         check_rows(module.config, packed=self.use_remove_padding)
         self._head = forward.replace_head(module, len(self.model_config.tokenizer), self.quant.head_dtype)
         if self.quant.lora.r:
@@ -243,7 +244,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 metrics = self._metrics_of(step, routing)
                 outputs["metrics"].update({name: [value] for name, value in metrics.items()})
                 self._asked_for_log_probs = False
-            self._step, self._last_dropped = None, step.dropped
+            self._step = None
+            self._last_dropped = step.dropped
         return outputs
 
     def _metrics_of(self, step: step_measurements.TrainingStep, routing: tuple[int, int]) -> dict[str, float]:

@@ -69,7 +69,8 @@ def refuse_hidden_mismatch(loss_function: Any, relies: str | None, *, all_equal:
     for the trainer's log-probs since the last step."""
     tbpo = loss_mode(loss_function) == "tbpo"
     weights = tbpo or getattr(_policy_loss(loss_function), "objective", None) == "mis_gspo"
-    source, bypass = f"{ACTOR}.fsdp_config.quant.old_log_probs", "algorithm.rollout_correction.bypass_mode"
+    source = f"{ACTOR}.fsdp_config.quant.old_log_probs"
+    bypass = "algorithm.rollout_correction.bypass_mode"
     hidden = "the objective weights the mismatch, and the weight of every response would be 1"
     unasked = "old and rollout log-probs are equal on every token, and verl has not asked the actor for its own since "
     unasked += "the last step; TBPO's weight for the mismatch would always be 1"
@@ -96,7 +97,8 @@ def policy_loss(
     The returned dict is empty, because the engine reports the metrics. Raise UserError if the batch has no rollout
     log-probs, if verl passes its own weights to TBPO, or if the configuration is not valid.
     """
-    mode, micro_batch = config.policy_loss.loss_mode, MICRO_BATCH.get()
+    mode = config.policy_loss.loss_mode
+    micro_batch = MICRO_BATCH.get()
     twice = mode == "tbpo" and rollout_is_weights is not None
     weighted = f"TBPO already weights the mismatch ({ACTOR}.policy_loss.seq_tis_imp_ratio_cap caps its weight)"
     engine = f"loss_mode={mode} needs the rollout's log-probs, which only QaRL's FSDP engine passes to the loss"

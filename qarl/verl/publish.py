@@ -104,7 +104,8 @@ def publish_timeout() -> float:
     with suppress(ValueError):
         if 0 < (seconds := float(text)) < 1e6:
             return seconds
-    what, fix = f"{TIMEOUT_VARIABLE}={text!r} is not a time limit", "set a number of seconds above 0, or unset it"
+    what = f"{TIMEOUT_VARIABLE}={text!r} is not a time limit"
+    fix = "set a number of seconds above 0, or unset it"
     raise UserError(what, where="the environment variables", fix=fix)
 
 
@@ -130,7 +131,8 @@ def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
 
     Raise UserError if the turn does not come within `seconds`, because a process of another run is stopped or stuck.
     """
-    folder, deadline = SOCKET_FOLDER / f"qarl-publish-{os.getuid()}", time.monotonic() + seconds
+    folder = SOCKET_FOLDER / f"qarl-publish-{os.getuid()}"
+    deadline = time.monotonic() + seconds
     folder.mkdir(mode=0o700, exist_ok=True)
     while isinstance(mine := _try_turn(folder, run.replace("/", "_")), Path):
         if time.monotonic() > deadline:
@@ -186,7 +188,8 @@ class Publication:
     tensor is read."""
 
     def __init__(self, stream: Iterator[NamedTensor], receivers: list[str | None] | None = None) -> None:
-        self._stream, self.receivers = stream, [] if receivers is None else receivers
+        self._stream = stream
+        self.receivers = [] if receivers is None else receivers
         self._reserved = ExitStack()
         weakref.finalize(self, self._reserved.close)
 
@@ -254,7 +257,8 @@ class QaRLCheckpointEngine(CheckpointEngine):
     wire_format = "named_tensors"
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False, host: str | None = None) -> None:
-        self.is_master, self.host = is_master, host
+        self.is_master = is_master
+        self.host = host
         self.token = ""
         self.address: Address = ("", 0)
         self.server: WeightServer | None = None
@@ -286,7 +290,8 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
     def init_process_group(self, **arguments: Any) -> None:
         """Store the arguments that `build_topology` returned for this rank. Connections are made later."""
-        self.address, self.token = arguments["address"], arguments["token"]
+        self.address = arguments["address"]
+        self.token = arguments["token"]
         if self.server is not None:
             self.server.receivers = arguments["receivers"]
 
@@ -321,7 +326,9 @@ class QaRLCheckpointEngine(CheckpointEngine):
         return Publication(self._received()).reserve()
 
     def _received(self) -> Iterator[NamedTensor]:
-        fingerprint, self._fingerprint, self._arrived = self._fingerprint, None, None
+        fingerprint = self._fingerprint
+        self._fingerprint = None
+        self._arrived = None
         with WeightClient(self.address, self.token, fingerprint=fingerprint, seconds=publish_timeout()) as client:
             for name, tensor in client.stream():
                 plain = name.partition("#")[0]
@@ -336,7 +343,8 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
     def finalize(self) -> None:
         """End a publish that was complete on all workers. verl does not call this after an error."""
-        self._fingerprint, self._arrived = self._arrived, None
+        self._fingerprint = self._arrived
+        self._arrived = None
         self._close()
 
     def _close(self) -> None:

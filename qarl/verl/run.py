@@ -190,7 +190,10 @@ class MetricsFollower:
     """
 
     def __init__(self, config: Config, path: Path, start: float, *, start_step: int = 0) -> None:
-        self.config, self.path, self.start, self.start_step = config, path, start, start_step
+        self.config = config
+        self.path = path
+        self.start = start
+        self.start_step = start_step
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self.last_step = start_step
@@ -198,7 +201,8 @@ class MetricsFollower:
         self._lost: StorageError | None = None
 
     def __enter__(self) -> MetricsFollower:
-        trainer, config = self.config.trainer, self.config.model_dump()
+        trainer = self.config.trainer
+        config = self.config.model_dump()
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_bytes(b"")
@@ -261,7 +265,8 @@ def export_final(config: Config, output: Path) -> Path:
     """
     from qarl.checkpoint.export import ExportRequest, export
 
-    step, trust = config.trainer.total_training_steps, config.model.trust_remote_code
+    step = config.trainer.total_training_steps
+    trust = config.model.trust_remote_code
     try:
         print(export(ExportRequest(config.run_dir, output, step, overwrite=True, trust_remote_code=trust)))
     except UserError as error:

@@ -72,7 +72,8 @@ class Counts:
     @classmethod
     def of(cls, mask: torch.Tensor, mine: torch.Tensor, rollout: torch.Tensor) -> Counts:
         """Count rows. `mine`: the trainer's log-probs. All tensors are [B, T], and only `mine` may have a gradient."""
-        mask, rollout = (mask != 0).to(mine.device), rollout.to(mine.device)
+        mask = (mask != 0).to(mine.device)
+        rollout = rollout.to(mine.device)
         # Positions without a token may have any value. NaN counts as different, because NaN != 0.
         delta = torch.where(mask, mine.detach().float() - rollout.float(), 0.0).abs()
         sums = [mask.any(-1).sum(), mask.sum(), (delta != 0).sum(), delta.double().sum()]
@@ -189,7 +190,8 @@ def _gather(value: Any, group: Any) -> list[Any] | None:
     """Return `value` of each rank of `group` on its first rank, and None on the others."""
     if not torch.distributed.is_initialized():
         return [value]
-    is_first, ranks = torch.distributed.get_rank(group) == 0, torch.distributed.get_world_size(group)
+    is_first = torch.distributed.get_rank(group) == 0
+    ranks = torch.distributed.get_world_size(group)
     gathered: list[Any] | None = [None] * ranks if is_first else None
     torch.distributed.gather_object(value, gathered, group=group, group_dst=0)
     return gathered
@@ -243,7 +245,8 @@ class TrainingStep:
 
     def see(self, output: Any, rows: Any, micro_batch: Any) -> None:
         """Use the log-probs of a forward. `rows`: those of `log_prob_rows`."""
-        rollout, mask = rows["rollout_log_probs"], rows["response_mask"]
+        rollout = rows["rollout_log_probs"]
+        mask = rows["response_mask"]
         if self.relies is None:
             self.statistics.add_tokens(rows["old_log_probs"], rollout, mask)
         elif self.open:
@@ -255,7 +258,8 @@ class TrainingStep:
         """End the comparison, before the first optimizer step. Return whether it was open and compared any token.
 
         Every rank of `group` must call this method, because it is a collective."""
-        compared, self.open = self.relies is not None and self.open, False
+        compared = self.relies is not None and self.open
+        self.open = False
         if compared:
             self.compared = self.compared.over_ranks(group)
             self.dropped = self.relies == "auto" and self.compared.differing > 0
@@ -274,7 +278,8 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
         forward_step: verl's `forward_step`.
         rows: padded `rollout_log_probs` and `response_mask` of `micro_batch`, each [B, T].
     """
-    rollout, level = rows.get("rollout_log_probs", None), engine.limit_level
+    rollout = rows.get("rollout_log_probs", None)
+    level = engine.limit_level
     limited = engine.quant is None or engine.quant.mismatch_limit is not None
     if rollout is None or engine.compared or limited or level not in NOISE_LIMITS:
         return
@@ -283,8 +288,11 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
         _, output = forward_step(micro_batch, None, True)
         return no_padding_2_padding(output["model_output"]["log_probs"], micro_batch).float()
 
-    mask, roots = rows["response_mask"].to(get_device_id()), Roots()
-    routing, engine.routing = engine.routing, RouterReplay()  # so that these forwards do not enter its counts
+    mask = rows["response_mask"].to(get_device_id())
+    roots = Roots()
+    # so that these forwards do not enter its counts
+    routing = engine.routing
+    engine.routing = RouterReplay()
     routing.stop()  # it replays the last forward of the pass before, which had other tokens
     try:
         with ExitStack() as stack:
@@ -312,7 +320,8 @@ def log_samples(engine: Any, data: Any) -> None:
     not exist on this machine, nothing is written. `engine`: gives the rank, the tokenizer, and the number of finished
     training steps (`lr_scheduler.last_epoch`)."""
     folder = os.environ.get(SAMPLES_IN)
-    step, total = engine.lr_scheduler.last_epoch + 1, getattr(engine.optimizer_config, "total_training_steps", None)
+    step = engine.lr_scheduler.last_epoch + 1
+    total = getattr(engine.optimizer_config, "total_training_steps", None)
     if not folder or engine.rank != 0 or not is_logged(step, total) or not Path(folder).is_dir():
         return
     try:
@@ -326,6 +335,7 @@ def samples_of(data: Any, step: int, decode: Callable[[list[int]], str]) -> list
     names = ("prompts", "responses", "response_mask", "old_log_probs", "rollout_log_probs", "advantages")
     prompts, responses, masks, old, rollout, advantages = ([row.cpu() for row in data[name].unbind()] for name in names)
     differences = (torch.where(m != 0, a.float() - b.float(), 0.0) for m, a, b in zip(masks, old, rollout, strict=True))
-    deltas, first = [row.tolist() for row in differences], [float(row[:1].sum()) for row in advantages]
+    deltas = [row.tolist() for row in differences]
+    first = [float(row[:1].sum()) for row in advantages]
     scores = {"reward": [float(row.sum()) for row in data["rm_scores"].unbind()]} if "rm_scores" in data else {}
     return chosen_samples(step, prompts, responses, deltas, first, decode, **scores)

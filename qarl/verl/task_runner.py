@@ -31,7 +31,8 @@ class TaskRunner:
         config.transfer_queue.enable = True
         OmegaConf.resolve(config)
         queue = ThreadPoolExecutor(1).submit(transfer_queue.init, config.transfer_queue)
-        trainer, exit_code = None, 1
+        trainer = None
+        exit_code = 1
         try:
             from verl.trainer.ppo.v1 import get_trainer_cls
             from verl.utils.logging_utils import configure_verl_logging

@@ -116,7 +116,8 @@ class QaRLTrainerSync(PPOTrainerSync):
         if self._mode == "recompute":
             return super()._compute_old_log_prob(batch, metrics)
         skips = self._started and (self._skipping.skips if self._mode == "auto" else self._mode == "rollout")
-        self._started, self._relies = True, None
+        self._started = True
+        self._relies = None
         metrics |= {"old_log_probs/recomputed": float(not skips), "old_log_probs/fallback": 0.0}
         metrics["old_log_probs/from_rollout"] = float(skips or self._mode == "rollout")
         metrics["old_log_probs/checked_frac"] = 1.0 if not skips else self._first_rows() / (len(batch) // self._ranks())
@@ -128,7 +129,8 @@ class QaRLTrainerSync(PPOTrainerSync):
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)
-        algorithm, partition = self.config.algorithm, batch.partition_id
+        algorithm = self.config.algorithm
+        partition = batch.partition_id
         column = "token_level_rewards" if algorithm.use_kl_in_reward else "rm_scores"
         names = [column, "response_mask"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=partition, select_fields=names)
@@ -267,14 +269,16 @@ class QaRLTrainerSync(PPOTrainerSync):
 
     def _ranks(self) -> int:
         """Return the number of data-parallel ranks, which have different rows."""
-        trainer, actor = self.config.trainer, self.config.actor_rollout_ref.actor
+        trainer = self.config.trainer
+        actor = self.config.actor_rollout_ref.actor
         return max(1, trainer.nnodes * trainer.n_gpus_per_node // actor.get("ulysses_sequence_parallel_size", 1))
 
     def _other_rows(self, batch: Any) -> list[int]:
         """Return the rows outside the first mini-batch, without the rows that verl adds to pad a batch.
 
         With `actor.shuffle`, return all rows, because any row may be in any mini-batch."""
-        first, share = self._first_rows(), len(batch) // self._ranks()
+        first = self._first_rows()
+        share = len(batch) // self._ranks()
         shuffled = self.config.actor_rollout_ref.actor.get("shuffle", False)
         filled = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
         return [row for row in filled if shuffled or row % share >= first]
@@ -311,7 +315,8 @@ class PromptReplayBuffer(ReplayBuffer):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        asked, mode = kwargs.get("sampler_kwargs") or {}, kwargs.get("trainer_mode", "sync")
+        asked = kwargs.get("sampler_kwargs") or {}
+        mode = kwargs.get("trainer_mode", "sync")
         fix = "it, or null to trainer.v1.sampler.custom_sampler.path and .name, which chooses verl's own sampler"
         why = "QaRL's sampler would ignore it, and only verl's own samplers implement it"
         problems = [(mode != "sync", "trainer.v1.trainer_mode", mode, f"sync; {fix}", why)]
@@ -344,7 +349,8 @@ class PromptReplayBuffer(ReplayBuffer):
                 what = f"a process that generates has stopped, and {len(failed)} prompts lack responses"
                 raise has_stopped(what, dead)
             if cause := reward_refusal(ANSWER_SECONDS):
-                what, fix = str(cause["what"]), f"{cause['fix']}; then {RESUME}"
+                what = str(cause["what"])
+                fix = f"{cause['fix']}; then {RESUME}"
                 raise UserError(what, where=cause["where"], why=cause["why"], fix=fix)
             raise UserError(
                 f"responses to {len(failed)} of the prompts could not be generated",

@@ -95,7 +95,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         if self.device is None:
             self.device = torch.device(self.model_runner.device)
         failure: list[BaseException] = []
-        run, seconds = run_identity(), publish_timeout()
+        run = run_identity()
+        seconds = publish_timeout()
 
         @contextmanager
         def noted() -> Iterator[None]:

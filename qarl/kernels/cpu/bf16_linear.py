@@ -46,7 +46,8 @@ def product_with(weight: torch.Tensor) -> Product:
     missing = -out_features % _BLOCK
     blocks = weight.new_zeros(out_features + missing, weight.shape[1])
     blocks[:out_features] = weight.detach()
-    width, packed = len(blocks), torch.ops._C.convert_weight_packed(blocks)
+    width = len(blocks)
+    packed = torch.ops._C.convert_weight_packed(blocks)
 
     def multiply(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.detach().flatten(0, -2)

@@ -80,7 +80,9 @@ def causal_attention(
 
     heads, head_size, kv_heads = *query.shape[1:], key.shape[1]
     isa, calls = _calls(rows, heads, kv_heads, head_size, torch.get_num_threads())
-    output, sizes, query = query.new_empty(query.shape), [call.tokens for call in calls], query.contiguous()
+    output = query.new_empty(query.shape)
+    sizes = [call.tokens for call in calls]
+    query = query.contiguous()
     for call, q, k, v, out in zip(calls, *(t.split(sizes) for t in (query, key, value, output)), strict=True):
         # The cache must start as zeros, because the operator also multiplies masked places, and NaN times zero is NaN.
         cache = query.new_zeros(call.blocks, kv_heads, 2 * BLOCK_SIZE, head_size)
@@ -111,14 +113,17 @@ def _calls(rows: tuple[Row, ...], heads: int, kv_heads: int, head_size: int, thr
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    isa, calls = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size), []
+    isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size)
+    calls = []
     for together in _calls_of_rows(rows, threads):
         lengths = torch.tensor([length for length, _ in together])
         row_blocks = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
-        starts, first_blocks = lengths.cumsum(0) - lengths, row_blocks.cumsum(0) - row_blocks
+        starts = lengths.cumsum(0) - lengths
+        first_blocks = row_blocks.cumsum(0) - row_blocks
         # The end of each request's queries in its row, which is also the number of keys that its last query sees.
         ends = [torch.arange(max(prompt, 1), length + 1, dtype=torch.int32) for length, prompt in together]
-        requests, key_ends = torch.tensor([len(row) for row in ends]), torch.cat(ends)
+        requests = torch.tensor([len(row) for row in ends])
+        key_ends = torch.cat(ends)
         query_ends = (key_ends + starts.repeat_interleave(requests)).int()
         query_starts = torch.cat([query_ends.new_zeros(1), query_ends])
         schedule = ops.cpu_attn_get_scheduler_metadata(
@@ -134,7 +139,8 @@ def _calls(rows: tuple[Row, ...], heads: int, kv_heads: int, head_size: int, thr
             isa=isa,
             enable_kv_split=False,
         )
-        tokens, blocks = int(lengths.sum()), int(row_blocks.sum())
+        tokens = int(lengths.sum())
+        blocks = int(row_blocks.sum())
         slots = torch.arange(tokens) + (first_blocks * BLOCK_SIZE - starts).repeat_interleave(lengths)
         # Beyond a row's last block, the table has blocks that the operator does not read.
         table = (first_blocks[:, None] + torch.arange(int(row_blocks.max()))).clamp(max=blocks - 1).int()
@@ -150,14 +156,16 @@ def _calls_of_rows(rows: tuple[Row, ...], threads: int) -> list[list[Row]]:
     have tiles of other sizes, so the bits of a prompt of more than one tile would depend on the rows beside it.
     """
     calls: list[list[Row]] = []
-    alone, tokens = True, 0
+    alone = True
+    tokens = 0
     for length, prompt in rows:
         cut = threads > 1 and prompt > _SMALLEST_TILE
         if alone or cut or tokens + length > _TOKENS:
             calls.append([])
             tokens = 0
         calls[-1].append((length, prompt))
-        alone, tokens = cut, tokens + length
+        alone = cut
+        tokens = tokens + length
     return calls
 
 

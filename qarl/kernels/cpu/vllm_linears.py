@@ -28,7 +28,8 @@ from qarl.kernels.cpu.torch_linears import int8_linear, int8_unavailable, int_mm
 from qarl.kernels.reference import quantize_int8_cuda
 from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
 
-TILE_ROWS, _VALUES_PER_INT32 = 16, 8
+TILE_ROWS = 16
+_VALUES_PER_INT32 = 8
 _TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time
 
 
@@ -221,7 +222,8 @@ class VllmCpuInt8TilesLinear(LinearKernel):
 
     @staticmethod
     def prepare(tensors: Tensors) -> PreparedInt8Tiles:
-        weight, scale = tensors["weight"], tensors["weight_scale"]
+        weight = tensors["weight"]
+        scale = tensors["weight_scale"]
         # The operator takes blocks of 32 channels. vLLM fuses layers to fill them; here a single layer is padded.
         padding = (0, 0, 0, -len(weight) % _TILE_CHANNELS)
         packed = torch.ops._C.convert_weight_packed(F.pad(weight, padding))

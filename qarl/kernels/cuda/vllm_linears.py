@@ -165,7 +165,8 @@ def _quantization_config(scheme: str, group_size: int | None) -> dict[str, Any]:
         "fp8": ("FP8_DYNAMIC", "float-quantized"),
     }[scheme]
     group = preset_name_to_scheme(preset, ["re:.*"])
-    group.format, group.weights.group_size = form, group_size
+    group.format = form
+    group.weights.group_size = group_size
     config = QuantizationConfig(config_groups={"group_0": group}, format=form, quantization_status="compressed")
     return config.model_dump(mode="json", exclude_none=True)
 
@@ -207,7 +208,8 @@ class VllmMacheteLinear(_PackedLinear):
         """Repack the weight, int32 [K/8, N] with contiguous columns; transpose the scales to [K/g, N]."""
         from vllm import _custom_ops as ops
 
-        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        packed = tensors["weight_packed"]
+        scale = tensors["weight_scale"]
         weight = ops.machete_prepack_B(
             packed.contiguous().t(), a_type=scale.dtype, b_type=uint4b8(), group_scales_type=scale.dtype
         )
@@ -248,8 +250,10 @@ class VllmMarlinLinear(_PackedLinear):
         from vllm import _custom_ops as ops
 
         marlin = importlib.import_module(_MARLIN)
-        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
-        n, k = packed.shape[0], packed.shape[1] * 8
+        packed = tensors["weight_packed"]
+        scale = tensors["weight_scale"]
+        n = packed.shape[0]
+        k = packed.shape[1] * 8
         group = k // scale.shape[1]
         padded_n, padded_k = marlin.marlin_padded_nk(n, k, group)
         weight = ops.gptq_marlin_repack(
@@ -272,7 +276,8 @@ class VllmMarlinLinear(_PackedLinear):
     def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16. The bias is added before rounding."""
         marlin = importlib.import_module(_MARLIN)
-        n, k = prepared.out_features, x.shape[1]
+        n = prepared.out_features
+        k = x.shape[1]
         nothing = _nothing(x.device)
         if bias is not None:
             bias = marlin.marlin_permute_bias(marlin.marlin_pad_dim(bias, n, prepared.scales.shape[1]))

@@ -121,7 +121,8 @@ def grouped_w4a16_linear(
     if tile is None:
         return F.grouped_mm(x.contiguous(), _dequantized(packed, scale).mT, offs=ends)
     y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
-    x, tiles_m = adjacent(x), row_tiles(m, experts, tile.BM)
+    x = adjacent(x)
+    tiles_m = row_tiles(m, experts, tile.BM)
     launch(
         grouped_w4a16_kernel, (tiles_m * triton.cdiv(n, tile.BN),),
         x, packed.view(torch.int16), scale, ends, y, experts, tiles_m, n, k, x.stride(0),
@@ -142,7 +143,8 @@ def grouped_w4a16_backward_input(
     if tile is None:
         return F.grouped_mm(grad.contiguous(), _dequantized(packed, scale), offs=ends)
     dx = torch.empty(m, k, dtype=torch.bfloat16, device=grad.device)
-    grad, tiles_m = adjacent(grad), row_tiles(m, experts, tile.BM)
+    grad = adjacent(grad)
+    tiles_m = row_tiles(m, experts, tile.BM)
     launch(
         grouped_w4a16_backward_kernel, (tiles_m * triton.cdiv(k, tile.BK),),
         grad, packed.view(torch.int16), scale, ends, dx, experts, tiles_m, n, k, grad.stride(0),
@@ -170,7 +172,9 @@ def grouped_scaled_mm(
     tile = tile or choose(f"grouped_{operation_of(x, fast_accumulation)}", device, -(-m // experts))
     assert tile is not None  # the last rule of an 8-bit operation has no bounds
     y = torch.empty(m, n, dtype=torch.bfloat16, device=device)
-    x, flat, tiles_m = adjacent(x), weight.flatten(0, 1), row_tiles(m, experts, tile.BM)
+    x = adjacent(x)
+    flat = weight.flatten(0, 1)
+    tiles_m = row_tiles(m, experts, tile.BM)
     tma = takes_tma(x, flat)
     launch(
         grouped_scaled_mm_kernel, (tiles_m * triton.cdiv(n, tile.BN),),
@@ -307,8 +311,11 @@ def swiglu_backward(
     """
     rows, cols = grad.shape
     fp8 = a is not None and a.dtype == torch.float8_e4m3fn
-    grad, gate_up, weights = grad.contiguous(), gate_up.contiguous(), weights.contiguous()
-    hidden, router = torch.empty_like(gate_up), torch.empty_like(weights)
+    grad = grad.contiguous()
+    gate_up = gate_up.contiguous()
+    weights = weights.contiguous()
+    hidden = torch.empty_like(gate_up)
+    router = torch.empty_like(weights)
     product = torch.empty_like(grad) if weighted else None
     codes = grad if a is None else a.contiguous()
     launch(

@@ -67,7 +67,8 @@ class TritonW4A16Linear(_TritonLinear):
     def backward_input(cls, grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         from qarl.kernels.triton.w4a16 import w4a16_backward_input
 
-        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        packed = tensors["weight_packed"]
+        scale = tensors["weight_scale"]
         return w4a16_backward_input(grad, packed, scale, batch_invariant=cls.batch_invariant)
 
 

@@ -278,7 +278,8 @@ _MARLIN_TILES = 16
 def codes_from_marlin_kernel(codes_ptr, packed_ptr, tiles, row_blocks, TILES: tl.constexpr):
     """A program converts 64 rows of `TILES` tiles of 16 columns. Bytes per code: 1, at 4.3e12 B/s on H200."""
     block = tl.program_id(0).to(tl.int64)  # of all experts
-    expert, block_of_expert = block // row_blocks, block % row_blocks
+    expert = block // row_blocks
+    block_of_expert = block % row_blocks
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     lane = tl.arange(0, 32)
     inside = tile[None, :] < tiles
@@ -369,7 +370,8 @@ def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     same input (q, k, v; gate, up) share one call.
     """
     x = adjacent(x.detach())
-    values, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    values = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
     if x.shape[0]:
         block, warps = row_block(x.shape[1])
         launch(

@@ -164,9 +164,13 @@ def scaled_mm(
     y = torch.empty(m, n, dtype=torch.bfloat16, device=device)
     x = adjacent(x)
     tiles = triton.cdiv(m, tile.BM) * triton.cdiv(n, tile.BN)
-    programs, persistent = tiles, tile.persistent(tiles, device)
+    programs = tiles
+    persistent = tile.persistent(tiles, device)
     if persistent:
-        programs, count, workspace, counter = tile.per_sm * processors(device), 1, None, None
+        programs = tile.per_sm * processors(device)
+        count = 1
+        workspace = None
+        counter = None
     else:
         dtype = torch.int32 if operation == "w8a8" else torch.float32
         count, workspace, counter = split(tile, tiles, triton.cdiv(k, tile.BK), tile.BM * tile.BN, device, dtype)

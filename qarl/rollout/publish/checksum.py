@@ -69,7 +69,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def _words(data: torch.Tensor, size: int) -> torch.Tensor:
     """Return the checksum of whole words, `data` uint8 [8 * words], plus `size`."""
-    count, device = data.numel() // 8, data.device
+    count = data.numel() // 8
+    device = data.device
     inner = weights(1, BLOCK, device)
     if count <= BLOCK:
         return _mixed(_as_words(data), inner[:count]).sum() + size
@@ -78,7 +79,8 @@ def _words(data: torch.Tensor, size: int) -> torch.Tensor:
     outer = weights(2, 1 << (count // BLOCK).bit_length(), device)
     for start in range(0, count, step):
         chunk = _as_words(data[8 * start : 8 * (start + step)])
-        first, rows = start // BLOCK, chunk.numel() // BLOCK
+        first = start // BLOCK
+        rows = chunk.numel() // BLOCK
         if rows:
             sums = _mixed(chunk[: rows * BLOCK].view(rows, BLOCK), inner).sum(1)
             total = total + _mixed(sums, outer[first : first + rows]).sum()
@@ -205,7 +207,8 @@ def _has_kernel(device: torch.device) -> bool:
         agrees = torch.equal(_check_by_kernel(samples, True), _check_each(samples, True))
         why = "its results differ from PyTorch's"
     except Exception as error:  # Triton, its compiler and the driver raise many types
-        agrees, why = False, f"{type(error).__name__}: {error}"
+        agrees = False
+        why = f"{type(error).__name__}: {error}"
     if not agrees:
         warnings.warn(f"publishes on {device} compute checksums with PyTorch, not with the kernel: {why}", stacklevel=2)
     return agrees
@@ -216,7 +219,8 @@ def _check_by_kernel(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Ten
     from qarl.kernels.triton.checksum import add_checksum, add_row_checksums
 
     device = tensors[0].device
-    inner, results = weights(1, BLOCK, device), torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
+    inner = weights(1, BLOCK, device)
+    results = torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
     small: list[int] = []
     for i, tensor in enumerate(tensors):
         if tensor.nbytes <= _SMALL and tensor.ndim < 3:
@@ -255,7 +259,8 @@ def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
 
 def _rows(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
     """Copy the bytes of `tensors` behind each other into rows of `BLOCK` words. `counts`: the rows of each tensor."""
-    zeros, parts = _zeros(tensors[0].device), []
+    zeros = _zeros(tensors[0].device)
+    parts = []
     for tensor, count in zip(tensors, counts, strict=True):
         parts += [tensor.contiguous().view(-1).view(torch.uint8), zeros[: count * _ROW - tensor.nbytes]]
     return torch.cat(parts).view(torch.int64).view(-1, BLOCK)
@@ -265,9 +270,12 @@ def _check_rows(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
     """`tensors` are on one device, in the order of their dtypes."""
     device = tensors[0].device
     plan = _plan(tuple(tensor.nbytes for tensor in tensors), device)
-    rows, results, end = _rows(tensors, plan.counts), plan.start.clone(), 0
+    rows = _rows(tensors, plan.counts)
+    results = plan.start.clone()
+    end = 0
     for dtype, group in groupby(zip(tensors, plan.counts, strict=True), key=lambda pair: pair[0].dtype):
-        start, end = end, end + sum(count for _, count in group)
+        start = end
+        end = end + sum(count for _, count in group)
         if finite and (bits := FLOAT_BITS.get(dtype)):
             wrong = (rows[start:end].view(bits.integer) & bits.magnitude_mask).amax(1) >= bits.nonfinite
             results[1].index_add_(0, plan.owners[start:end], wrong.long())

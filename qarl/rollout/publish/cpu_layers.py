@@ -109,7 +109,8 @@ def _slices(rows: list[int]) -> list[slice]:
 
 
 def _read_wna16(layer: Any, rows: list[int]) -> list[Part]:
-    tiles, scales = layer.weight_packed.data, layer.weight_scale.data
+    tiles = layer.weight_packed.data
+    scales = layer.weight_scale.data
     return [
         {TILES.codes: tiles[part.start // TILE_ROWS : part.stop // TILE_ROWS], "weight_scale": scales[:, part].t()}
         for part in _slices(rows)
@@ -117,7 +118,8 @@ def _read_wna16(layer: Any, rows: list[int]) -> list[Part]:
 
 
 def _read_fp8(layer: Any, rows: list[int]) -> list[Part]:
-    codes, scales = layer.weight.data.t(), layer.weight_scale.data
+    codes = layer.weight.data.t()
+    scales = layer.weight_scale.data
     return [{"weight": codes[part], "weight_scale": scales[part]} for part in _slices(rows)]
 
 

@@ -67,7 +67,8 @@ class Compared:
 def compare(before: torch.Tensor, now: torch.Tensor) -> Compared:
     """Compare two contiguous tensors of one dtype and shape bit by bit. They must be on one device, for which this does
     not wait."""
-    old, new = _words(before), _words(now)
+    old = _words(before)
+    new = _words(now)
     whole = now.nbytes % 8 == 0 and all(t.storage_offset() * t.itemsize % 8 == 0 for t in (old, new))
     groups = [words.view(torch.int64) if whole else words for words in (old, new)]
     differs = groups[0] != groups[1]
@@ -77,7 +78,8 @@ def compare(before: torch.Tensor, now: torch.Tensor) -> Compared:
 def find_changes(compared: Compared, count: int) -> tuple[int, torch.Tensor | None]:
     """Return how many words of a tensor have changed, and the payload for `apply_changes`, on the same device. It is
     None if no word has changed, or if it would not be smaller than the tensor. `count`: the number in `compared`."""
-    new, total = compared.new, compared.new.numel()
+    new = compared.new
+    total = compared.new.numel()
     if not count:
         return 0, None
     changed = _differing(compared, count)
@@ -89,7 +91,9 @@ def find_changes(compared: Compared, count: int) -> tuple[int, torch.Tensor | No
         changed = changed.nonzero().squeeze(1) if is_mask else changed
         coding, size, coded = _smallest(changed, total)
     else:  # gaps take at least a byte for each changed word, so a mask is smallest
-        coding, size, coded = _MASK, -(-total // 8), _to_mask(changed)
+        coding = _MASK
+        size = -(-total // 8)
+        coded = _to_mask(changed)
     values = new[changed].view(torch.uint8)
     if _HEADER + _padded(values.numel()) + size >= new.nbytes:
         return count, None
@@ -133,7 +137,9 @@ def _differing(compared: Compared, count: int) -> torch.Tensor:
     Groups of eight bytes are compared first, because usually few words differ. Positions are returned only if few
     groups differ, because each position needs eight bytes.
     """
-    old, new, differs = compared.old, compared.new, compared.differs
+    old = compared.old
+    new = compared.new
+    differs = compared.differs
     per_group = new.numel() // differs.numel()
     if per_group == 1:
         return differs

@@ -72,7 +72,8 @@ def cut_of_experts(module: nn.Module) -> Cut | None:
 def _cut_experts(module: nn.Module, parts: list[Part]) -> list[Part]:
     """`parts`: the stack of gate and up, [E, 2I, ...], and that of down, [E, H, ...]."""
     parallel = _parallel_of_experts(module)
-    rank, size = parallel.tp_rank, parallel.tp_size
+    rank = parallel.tp_rank
+    size = parallel.tp_size
     if size == 1:
         return parts
     gate_up, down = parts
@@ -189,9 +190,11 @@ def gpu_writer_of(module: nn.Module, parts: list[Part], vllm_config: Any, derive
     if torch.version.hip is not None:
         return None
     if _reads(module, UNCHANGED):
-        made, writer = parts, partial(_write_unchanged, vllm_config=vllm_config)
+        made = parts
+        writer = partial(_write_unchanged, vllm_config=vllm_config)
     elif _reads(module, MARLIN) and _marlin_as_ours(module, parts):
-        made, writer = [in_marlins_layout(part) for part in parts], _write_marlin
+        made = [in_marlins_layout(part) for part in parts]
+        writer = _write_marlin
     else:
         return None
     stored = dict(module.named_parameters(recurse=False))

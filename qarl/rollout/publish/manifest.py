@@ -76,7 +76,9 @@ class PublishReport:
         cls, tensors: Sequence[NamedTensor], expected: Manifest, version: int, seconds: dict[str, float]
     ) -> PublishReport:
         """Return the report of a publish of `tensors`, whose quantized layers are those of `expected`."""
-        layers, quantized_bytes, elements = quantized_layers(expected), 0, 0
+        layers = quantized_layers(expected)
+        quantized_bytes = 0
+        elements = 0
         for name, tensor in tensors:
             layer, _, leaf = name.rpartition(".")
             if layer not in layers or leaf == "bias":
@@ -160,9 +162,11 @@ def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
         UserError: trainer and engine would quantize different layers.
     """
     quantization: Any = getattr(hf_config, "quantization_config", None)
-    scheme, ignore = get_scheme("bf16"), []
+    scheme = get_scheme("bf16")
+    ignore = []
     if quantization is not None:
-        scheme, ignore = Scheme.from_quantization_config(quantization), list(quantization.get("ignore") or [])
+        scheme = Scheme.from_quantization_config(quantization)
+        ignore = list(quantization.get("ignore") or [])
     expected = expected_manifest(hf_config, scheme, ignore)
     check_same_layers(vllm_model, expected)
     return expected
@@ -196,7 +200,8 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
         engine.update(f"{parent}.{part}" for part in fused.get(leaf, [leaf]))
     ours = quantized_layers(expected)
     if engine != ours:
-        only_ours, only_engine = sorted(ours - engine)[:4], sorted(engine - ours)[:4]
+        only_ours = sorted(ours - engine)[:4]
+        only_engine = sorted(engine - ours)[:4]
         raise UserError(
             "trainer and rollout engine would quantize different layers",
             where=f"only the trainer: {only_ours}; only the engine: {only_engine}",

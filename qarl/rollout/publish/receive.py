@@ -58,9 +58,11 @@ class WeightReceiver:
         """`expected`: the manifest, built from the engine's own config. `kv_caches`: a function that returns vLLM's KV
         caches. They are set to zero if the engine has returned NaN. `direct`: write directly into vLLM's storage if
         possible, not through its reload."""
-        self.model, self.expected = model, expected
+        self.model = model
+        self.expected = expected
         self.plan = WritePlan(model, vllm_config, expected, direct=direct)
-        self.kv_caches, self.clone = kv_caches, clone
+        self.kv_caches = kv_caches
+        self.clone = clone
         self.version: int | None = None
         self.stale_because: str = "nothing has been published to it yet"
         self.broken = False
@@ -109,7 +111,8 @@ class WeightReceiver:
         """Make the receiver stale, with `reason`, until the next complete publish.
 
         `doubt`: whether the next publish must contain all tensors."""
-        self.version, self.stale_because = None, reason
+        self.version = None
+        self.stale_because = reason
         if doubt:
             self.cache = None
 
@@ -141,7 +144,8 @@ class WeightReceiver:
             ReloadFailed: vLLM failed while loading, in this publish or earlier. The engine is broken.
         """
         last = "its first record"
-        start, applied = time.perf_counter(), self._applied
+        start = time.perf_counter()
+        applied = self._applied
         try:
             for name, tensor in weights:
                 last = name
@@ -285,7 +289,8 @@ class WeightReceiver:
             for cache in self.kv_caches():
                 cache.zero_()
             self.kv_cache_spoilt = False
-        self.version, self._open = self._open, None
+        self.version = self._open
+        self._open = None
 
     def _compare_digests(self) -> dict[str, int]:
         """Return the checksums of all units that were sent whole. Raise TransferFailed if one is not that sent."""
@@ -301,7 +306,8 @@ class WeightReceiver:
         """Raise TensorsMoved if a publish has moved a tensor that one of vLLM's CUDA graphs can have captured."""
         if not self._checks_addresses:
             return
-        before, self._places = self._places, {}
+        before = self._places
+        self._places = {}
         if lost := graph_addresses.moved(before, graph_addresses.places({"model": self.model})):
             shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
             raise TensorsMoved(

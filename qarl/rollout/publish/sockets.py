@@ -93,7 +93,9 @@ class WeightServer:
     def __init__(
         self, token: str, *, host: str = LOOPBACK, receivers: int = 1, seconds: float = DEFAULT_SECONDS
     ) -> None:
-        self.token, self.receivers, self.seconds = token, receivers, seconds
+        self.token = token
+        self.receivers = receivers
+        self.seconds = seconds
         self._socket = socket.create_server((host, 0))
         self.address: Address = self._socket.getsockname()[:2]
 
@@ -109,7 +111,8 @@ class WeightServer:
         with ExitStack() as open_sockets:
             peers, fingerprints = self._accept(open_sockets)
             for name, tensor in make_stream(fingerprints):
-                header, data = {"name": name, "spec": str(TensorSpec.of(tensor))}, _bytes_of(tensor)
+                header = {"name": name, "spec": str(TensorSpec.of(tensor))}
+                data = _bytes_of(tensor)
                 with _lost("a receiver", self.seconds):
                     for peer in peers:
                         _send(peer, header, data)
@@ -217,7 +220,8 @@ class WeightClient:
         while name.partition("#")[0] != COMMIT:
             with _lost("the trainer", self.seconds):
                 header = _receive_header(self._socket)
-                name, tensor = header["name"], _receive_tensor(self._socket, header, self.limit)
+                name = header["name"]
+                tensor = _receive_tensor(self._socket, header, self.limit)
             yield name, tensor
 
     def answer(self, *, fingerprint: str | None = None) -> None:
@@ -306,7 +310,8 @@ def _proves(header: dict[str, Any], expected: str) -> bool:
 
 def _receive(peer: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
-    view, have = memoryview(data), 0
+    view = memoryview(data)
+    have = 0
     while have < size:
         count = peer.recv_into(view[have : have + _PIECE])
         if not count:

@@ -38,7 +38,9 @@ from qarl.rollout.publish.manifest import NamedTensor, unit_of
 from qarl.rollout.publish.version import checked_version
 
 PREFIX = "qarl."
-BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
+BEGIN = "qarl.begin"
+UNIT = "qarl.unit"
+COMMIT = "qarl.commit"
 
 
 RETRY = (
@@ -89,7 +91,8 @@ def refuse_nonfinite(names: Sequence[str], flags: Sequence[int]) -> None:
 
 def not_as_sent(unit: str, names: list[str], sent: list[str]) -> TransferFailed:
     """Return the error for a unit whose tensors `names` are not those of its record, `sent`."""
-    lost, extra = [name for name in sent if name not in names], [name for name in names if name not in sent]
+    lost = [name for name in sent if name not in names]
+    extra = [name for name in names if name not in sent]
     return TransferFailed(
         f"{unit} did not arrive as it was sent",
         where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
@@ -127,7 +130,8 @@ def encode_publish(
         begin["run"] = run
     if adapter is not None:
         begin["adapter"] = adapter
-    tally, units = tally or Tally(), list[tuple[list[str], torch.Tensor]]()
+    tally = tally or Tally()
+    units = list[tuple[list[str], torch.Tensor]]()
     tally.known = is_delta
     if cache is not None:
         begin |= {"keep": True, "base": cache.fingerprint if is_delta else None}
@@ -196,7 +200,8 @@ def receive_changes(
     Raises:
         TransferFailed: a tensor was lost or added on the way, or a payload is damaged.
     """
-    names, digests = [name for name, _ in sent], unit["digests"]
+    names = [name for name, _ in sent]
+    digests = unit["digests"]
     if names != list(digests):
         raise not_as_sent(unit["unit"], names, list(digests))
     for name, tensor in sent:

@@ -97,7 +97,8 @@ class WritePlan:
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
-        self.model, self.vllm_config = model, vllm_config
+        self.model = model
+        self.vllm_config = vllm_config
         self.by_owner: dict[str, Target] = {}
         self.modules = modules = dict(without_wrappers(model))
         inner = loaded_below(WRAPPED)
@@ -245,7 +246,8 @@ def _without_memory(expected: Manifest, owner: str) -> Part:
 
 def _choose_writer(target: Target, direct: bool) -> Writer | None:
     """Return the function that writes the module of `target` on a CPU, or None if vLLM's layerwise reload does it."""
-    module, known = target.module, target.cut is not None
+    module = target.module
+    known = target.cut is not None
     if holds_experts(module):
         return experts.cpu_writer_of(module, direct and known)
     scheme: Any = getattr(module, "scheme", None)

@@ -122,7 +122,8 @@ def not_loaded(module: str = "cpu_experts") -> UserError:
 
 
 def _error(module: str, what: str, where: str = "") -> UserError:
-    why, fix = _why_not[module] or _CALLED, "install the vLLM that requirements/ locks"
+    why = _why_not[module] or _CALLED
+    fix = "install the vLLM that requirements/ locks"
     if why == _CALLED and _left_out():
         why = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']} leaves it out"
         fix = f"add {ENTRY_POINT} to VLLM_PLUGINS, or unset it"

@@ -93,8 +93,10 @@ class LowBitFusedExperts(_ShowsRouting):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Copy the layer's routing settings, which `_select_experts` reads."""
-        self.use_grouped_topk, self.renormalize = layer.use_grouped_topk, layer.renormalize
-        self.scoring_func, self.custom_routing_function = layer.scoring_func, layer.custom_routing_function
+        self.use_grouped_topk = layer.use_grouped_topk
+        self.renormalize = layer.renormalize
+        self.scoring_func = layer.scoring_func
+        self.custom_routing_function = layer.custom_routing_function
 
     def apply(
         self,
@@ -118,7 +120,8 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
 
     def __init__(self, moe: FusedMoEConfig, scheme: Scheme) -> None:
         super().__init__(moe)
-        self.scheme, self.group_size = scheme, scheme.group_size
+        self.scheme = scheme
+        self.group_size = scheme.group_size
         self.names = ("weight_packed" if self.group_size else "weight", "weight_scale")
 
     @property

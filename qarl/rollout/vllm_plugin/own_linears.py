@@ -146,7 +146,8 @@ class QaRLInt4LinearKernel(_Own, MPLinearKernel):
                 parameter.data = made
 
     def apply_weights(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        weight, scale = layer.get_parameter(self.w_q_name), layer.get_parameter(self.w_s_name)
+        weight = layer.get_parameter(self.w_q_name)
+        scale = layer.get_parameter(self.w_s_name)
         return self.multiply(x, weight, scale, bias, self.config.partition_weight_shape[1])
 
 

@@ -130,7 +130,8 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         options: dict[str, Any] = {"seconds": info.seconds, "limit": largest}
         with WeightClient(address, info.token, fingerprint=receiver.fingerprint, **options) as client:
             client.feed(receiver)
-        self.failed, self.published = False, True
+        self.failed = False
+        self.published = True
 
     def finish_weight_update(self) -> None:
         """Do nothing. The trainer already knows the result, and an error here would leave vLLM's update open."""
